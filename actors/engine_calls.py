@@ -14,8 +14,9 @@ from typing import Any
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
-from weightsync.config import Components
+from weightsync.config import Components, PrefixCache
 from weightsync.engines import (
+    CachesPrefixes,
     Engine,
     ExportsMemory,
     HasComponents,
@@ -88,15 +89,22 @@ class EngineCalls(Claimable):
         return await asyncio.to_thread(self._engine.can_export)
 
     async def sync_attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+        self,
+        plan: Plan,
+        tickets: Sequence[FeedTicket],
+        timeout_s: float,
+        prefix_cache: PrefixCache = "drop",
     ) -> Sequence[AttachReport]:
-        """Connect each rank to its holder, see `Engine.attach`."""
+        """Connect each rank to its holder, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
         names = {meta.name for meta in plan.tensors}
         layouts = [each.for_tensors(names) for each in await self._ask_layouts()]
 
         def attach() -> Sequence[AttachReport]:
             inject("connect")
-            return [*map(AttachReport.of, self._engine.attach(plan, tickets, timeout_s))]
+            attached = self._engine.attach(plan, tickets, timeout_s)
+            if isinstance(self._engine, CachesPrefixes):
+                self._engine.use_prefix_cache(prefix_cache)
+            return [*map(AttachReport.of, attached)]
 
         reports, self._digests = await asyncio.gather(
             asyncio.to_thread(attach),

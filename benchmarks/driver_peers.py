@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
-from weightsync.config import Components
+from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
@@ -182,7 +182,9 @@ class EngineRanks:
     def can_export(self) -> Sequence[bool]:
         return [True] * TENSOR_PARALLEL
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Message:
+    def attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
+    ) -> Message:
         return self._model.engine_answer(self._first, self._model.plan_digest(plan))
 
     def pause(self, mode: str, timeout_s: float) -> None: ...

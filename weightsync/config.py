@@ -38,6 +38,7 @@ T = TypeVar("T", bound="DataclassInstance")
 Component = Literal["draft"]
 Treatment = Literal["frozen", "trained"]
 Components = Mapping[Component, Treatment]
+PrefixCache = Literal["drop", "salt"]
 
 _Remedies = Mapping[object, str]
 """The remedy for a value of the wrong type, by the right type."""
@@ -326,6 +327,10 @@ class SyncConfig:
         min_engines: a version commits if at least this many engines took it.
         pause: running requests: ``keep`` freezes them and continues with the new weights, ``wait`` lets them
             finish first, ``abort`` ends them with the tokens that they have.
+        prefix_cache: what engines do with the KV of earlier weights at a commit. ``drop`` drops it, so that
+            running requests are computed again from their first token. ``salt`` keeps it apart: requests that
+            begin after a commit never hit it, and running requests continue on it. For vLLM behind
+            `EngineActor`. See docs/components.md.
         keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
             are refilled. 1 keeps none: an engine whose memory its holders write is refilled from equal ones
             that serve, others wait for the next update.
@@ -362,6 +367,7 @@ class SyncConfig:
     connect_timeout_s: Seconds = 300.0
     min_engines: Positive = 1
     pause: Literal["keep", "wait", "abort"] = "keep"
+    prefix_cache: PrefixCache = "drop"
     keep_versions: OneOrTwo = 2
     mirrors: Natural = 1
     heal_attempts: Natural = 3

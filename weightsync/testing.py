@@ -11,8 +11,8 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
-from weightsync.config import Components
-from weightsync.engines.base import Engine, HasComponents, Rollout
+from weightsync.config import Components, PrefixCache
+from weightsync.engines.base import CachesPrefixes, Engine, HasComponents, Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
@@ -191,12 +191,14 @@ class LocalEngine(LocalPeer):
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
 
     async def attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
     ) -> Sequence[AttachReport]:
         names = {meta.name for meta in plan.tensors}
         layouts = await asyncio.to_thread(self._engine.layout)
         self._digests = EngineDigests(plan, [each.for_tensors(names) for each in layouts])
         attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        if isinstance(self._engine, CachesPrefixes):
+            self._engine.use_prefix_cache(prefix_cache)
         return [*map(AttachReport.of, attached)]
 
     async def load(self, attempt: int, timeout_s: float) -> LoadReport:

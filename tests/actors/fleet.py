@@ -145,7 +145,7 @@ class Slowing(Engine):
 class Deaf(Engine):
     """Never answers its holder."""
 
-    async def sync_attach(self, plan: object, tickets: object, timeout_s: float) -> list[str]:
+    async def sync_attach(self, plan: object, tickets: object, timeout_s: float, *_: object) -> list[str]:
         await asyncio.sleep(timeout_s)
         return []
 
@@ -159,12 +159,12 @@ class Harming(Engine):
         self._harm = pid, number
 
     async def sync_attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+        self, plan: Plan, tickets: Sequence[FeedTicket], *rest: Any
     ) -> Sequence[AttachReport]:
         if self._harm:
             os.kill(*self._harm)
             self._harm = None
-        return await super().sync_attach(plan, tickets, timeout_s)
+        return await super().sync_attach(plan, tickets, *rest)
 
 
 class HeldShard(CheckpointShard):

@@ -41,6 +41,7 @@ class FakeServer:
         prompt: Sequence[int],
         params: Mapping[str, int],
         on_tokens: Callable[[Sequence[int]], object],
+        salt: str,
     ) -> None:
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -241,6 +242,7 @@ def test_it_serves_only_once_caches_are_forgotten(forgot: bool) -> None:
     server = FakeServer(forgets=True)
     server.forgot = forgot
     loop = RequestLoop("e0", lambda: server, FakeServer.stop)
+    loop.has_cached = True
     if forgot:
         loop.resume(1)
     else:

@@ -52,6 +52,7 @@ class Vllm(Settable, VllmEngine):
         llm = FakeLlm()
         llm.calls, self.calls, self._sleeps = calls, calls, True
         self.loop = RequestLoop("e0", lambda: Stepper(llm), stop)
+        self.loop.has_cached = True
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         self.calls.append(method)
@@ -295,3 +296,24 @@ def test_a_torch_engine_that_cannot_give_its_memory_back_does_not_pass_for_one_t
     with pytest.raises(EngineError, match=str(cause)):
         engine.sleep(2, "wait", patient(5))
     engine.close()
+
+
+def test_sglang_refuses_to_salt_its_cache(make: Make) -> None:
+    engine = make(Sglang)
+    engine.use_prefix_cache("drop")
+    with pytest.raises(ConfigError, match=r"sync\.prefix_cache.*engine e0: SGLang computes"):
+        engine.use_prefix_cache("salt")
+
+
+def test_a_sleep_leaves_nothing_that_a_salt_could_keep_apart(make: Make, calls: list[str]) -> None:
+    engine = make(Vllm)
+    engine.use_prefix_cache("salt")
+    for sleeps in (False, True):
+        engine.pause("wait", TIMEOUT_S)
+        if sleeps:
+            engine.sleep(1, "wait", TIMEOUT_S)
+            engine.pause("wait", TIMEOUT_S)
+        engine.load(1, TIMEOUT_S)
+        calls.clear()
+        engine.resume(1)
+        assert ("reset True" in calls) == sleeps

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,15 @@ class FakeLlm:
         self.stepped = threading.Semaphore(0)
         self.left: dict[str, tuple[list[int], int]] = {}
         self.calls: list[str] = []
+        self.salts: list[str | None] = []
         self.stops = 0
         self.error: Exception | None = None
 
-    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: int) -> None:
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: int) -> None:
         if not prompt["prompt_token_ids"]:
             raise ValueError("the prompt is empty")
         self.left[request_id] = ([], params)
+        self.salts.append(prompt.get("cache_salt"))
 
     def abort_request(self, request_ids: list[str]) -> None:
         for number in request_ids:
@@ -142,12 +145,57 @@ def test_keep_freezes_between_two_steps(llm, loop, threads, monkeypatch: pytest.
     assert asked.wait(TIMEOUT_S)  # else a third step could begin before it
     llm.permits.release()  # the step that may have begun
     paused.result(TIMEOUT_S)
-    assert llm.calls == ["sleep 0 keep", "reset True", "wake ['scheduling']", "sleep 0 keep"]
+    assert llm.calls == ["sleep 0 keep", "wake ['scheduling']", "sleep 0 keep"]
     assert not running.done()
     loop.resume(2)
     llm.permits.release(3)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
-    assert llm.calls[4:] == ["reset True", "wake ['scheduling']"]
+    assert llm.calls[3:] == ["reset True", "wake ['scheduling']"]
+
+
+def test_caches_are_dropped_only_if_requests_may_have_left_something(llm, loop) -> None:
+    def next_version(version: int) -> int:
+        loop.freeze("keep", TIMEOUT_S)
+        loop.resume(version)
+        return llm.calls.count("reset True")
+
+    loop.resume(1)
+    assert next_version(2) == 0
+    llm.permits.release()
+    loop.complete([[1]], of(1))
+    assert [next_version(version) for version in (3, 4)] == [1, 1]
+    loop.has_cached = True  # as a request does that comes by another way
+    assert [next_version(version) for version in (5, 6)] == [2, 2]
+
+
+def test_a_frozen_request_is_recomputed_and_then_caches_again(llm, loop, threads) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(1 << 20))
+    llm.permits.release()
+    assert llm.stepped.acquire(timeout=TIMEOUT_S)
+    for version in (2, 3):
+        paused = threads.submit(loop.freeze, "keep", TIMEOUT_S)
+        while not paused.done():
+            llm.permits.release()  # for a step that may have begun
+        paused.result(TIMEOUT_S)
+        loop.resume(version)
+    assert llm.calls.count("reset True") == 2
+    assert not running.done()
+
+
+def test_requests_carry_the_salt_of_the_commit_before_them(llm, loop) -> None:
+    """The same version number, committed again, is another salt; what serves on keeps its own."""
+    llm.permits.release(100)
+    for version, caches in ((1, "drop"), (2, "salt"), (2, "keep"), (2, "salt"), (3, "drop")):
+        loop.freeze("keep", TIMEOUT_S)
+        loop.resume(version, caches)
+        loop.complete([[1]], of(1))
+    none, first, kept, second, dropped = llm.salts
+    assert (none, dropped, kept) == (None, None, first)
+    assert first
+    assert second
+    assert first != second
+    assert llm.calls.count("reset True") == 1, "only the last commit drops"
 
 
 def test_a_drain_that_is_given_up_serves_on(llm, loop, threads) -> None:

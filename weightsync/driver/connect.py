@@ -146,7 +146,7 @@ async def _open(
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
-        attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, timeout_s))
+        attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, config))
         parts: dict[str, Awaitable[object]] = {
             "serve_snapshots": lending,
             "join": joining,
@@ -327,9 +327,10 @@ async def _attach(
     layouts: _Layouts,
     shared: SharedPlan,
     prepared: Sequence[Prepared],
-    timeout_s: float,
+    config: SyncConfig,
 ) -> tuple[_Exports, Mapping[str, _Served]]:
     """Attach trainers and engine ranks. Returns what the trainers export, and what each engine does."""
+    timeout_s = config.connect_timeout_s
     calls = {
         f"trainer {rank}": trainer.attach(shared, rank, prepared[holder].send_buffer)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
@@ -337,7 +338,7 @@ async def _attach(
     engines = {}
     for name, member in fleet.live().items():
         tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
-        engines[f"engine {name}"] = member.peer.attach(shared, tickets, timeout_s)
+        engines[f"engine {name}"] = member.peer.attach(shared, tickets, timeout_s, config.prefix_cache)
     trainers, answers = await asyncio.gather(
         gather_named(calls, "attach", timeout_s + GRACE_S),
         _meet(fleet, engines, fleet.named_holders(), timeout_s),
@@ -431,7 +432,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     await _serve_snapshots(holders, config)
     calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
-    engines = {named: member.peer.attach(connection.shared, tickets, timeout_s)}
+    engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     served = _served(layouts, attached)

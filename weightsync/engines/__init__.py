@@ -10,6 +10,7 @@ from typing import Any
 
 from weightsync.channel.sink import Sink
 from weightsync.engines.base import (
+    CachesPrefixes,
     Engine,
     ExportsMemory,
     Generates,
@@ -23,6 +24,7 @@ from weightsync.errors import ConfigError, nearest
 
 __all__ = [
     "ENGINES",
+    "CachesPrefixes",
     "Engine",
     "ExportsMemory",
     "Generates",

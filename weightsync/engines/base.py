@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from weightsync.config import Components
+from weightsync.config import Components, PrefixCache
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
@@ -95,7 +95,7 @@ class Engine(Protocol):
         """
 
     def resume(self, version: int) -> None:
-        """Serve `version`: drop caches of earlier weights, continue frozen requests.
+        """Serve `version`: drop caches of earlier weights (see `CachesPrefixes`), continue frozen requests.
 
         An engine that was asleep allocates the memory that is still missing.
         """
@@ -169,6 +169,17 @@ class HasComponents(Protocol):
         """Treat its components as `SyncConfig.components` says, from the next ``layout`` on.
 
         Called in each connect, before ``layout``, if they are others than before.
+        """
+
+
+@runtime_checkable
+class CachesPrefixes(Protocol):
+    """An engine that caches what it computed of a prompt for other requests, and may do so by version."""
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Do at each `resume` with other weights what `SyncConfig.prefix_cache` says.
+
+        Called in each connect, after ``attach``. Raises ConfigError if the engine cannot do that.
         """
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import torch
 
+from weightsync.config import PrefixCache
 from weightsync.errors import ConfigError
 from weightsync.plan.explain import count_text
 
@@ -58,6 +59,12 @@ def require_gpus(tensor_parallel_size: int) -> None:
             tensor_parallel_size,
             f"its process sees {count_text(seen, 'GPU')}: {remedy}",
         )
+
+
+def refuse_salt(treatment: PrefixCache, engine: str, reason: str) -> None:
+    """Raise ConfigError if an engine that cannot salt its prefix cache is to."""
+    if treatment == "salt":
+        raise ConfigError("sync.prefix_cache", treatment, f"give drop for engine {engine}: {reason}")
 
 
 def _parts(version: str) -> tuple[int, ...]:

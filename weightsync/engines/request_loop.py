@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from weightsync.engines.base import Completion
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Server")
+
+CacheStep = Literal["keep", "drop", "salt"]
+"""What a resume does with cached prefixes, and with the caches of frozen requests.
+
+``keep``: the weights are the same. ``drop``: all are dropped, and frozen requests recomputed. ``salt``: those
+that begin from now on do not hit them, and frozen requests continue on theirs.
+"""
 
 _ANSWER_S = 0.2
 """Time for the thread to say itself that a pause came too late."""
@@ -39,8 +47,13 @@ class Server(Protocol):
         prompt: Sequence[int],
         params: Any,  # noqa: ANN401 - the engine's
         on_tokens: Callable[[Sequence[int]], object],
+        salt: str,
     ) -> None:
-        """Run a request until it ends. Calls `on_tokens` with all tokens so far whenever there are more."""
+        """Run a request until it ends. Calls `on_tokens` with all tokens so far whenever there are more.
+
+        It hits what requests of the same `salt` cached, and no other; "" is without a salt. A server that is
+        never resumed with ``salt`` may ignore it.
+        """
 
     def abort(self, name: str) -> None: ...
 
@@ -95,6 +108,8 @@ class RequestLoop:
 
     Attributes:
         frozen: whether no request runs.
+        has_cached: whether requests may have left something in caches since these were dropped. Set it
+            if requests come by another way.
         server: what `start` returned. Use it only on the loop's thread, see `call`.
     """
 
@@ -104,6 +119,7 @@ class RequestLoop:
         self._version: int | None = None
         # Shut: requests are held. Frozen: none runs.
         self._shut = self.frozen = True
+        self.has_cached, self._salt = False, ""
         self._held: list[_Request] = []
         self._running: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,9 +206,9 @@ class RequestLoop:
         """Undo a `freeze`: continue with the same version."""
         self._result(self._submit(self._go_on()))
 
-    def resume(self, version: int) -> None:
-        """Serve `version`: drop caches of earlier weights, recompute frozen requests."""
-        self._result(self._submit(self._resume(version)))
+    def resume(self, version: int, caches: CacheStep = "drop") -> None:
+        """Serve `version`, after `caches` was done. Raises EngineError if the engine keeps its caches."""
+        self._result(self._submit(self._resume(version, caches)))
 
     def invalidate(self) -> None:
         """Refuse requests until `resume`: frozen ones, waiting ones and new ones."""
@@ -281,7 +297,8 @@ class RequestLoop:
 
         try:
             if not request.aborted:
-                await self.server.run(name, request.prompt, request.params.settings, append)
+                self.has_cached = True
+                await self.server.run(name, request.prompt, request.params.settings, append, self._salt)
             self._complete(request)
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
@@ -327,11 +344,21 @@ class RequestLoop:
     def _too_late(self, mode: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
 
-    async def _resume(self, version: int) -> None:
-        if self.server.forgets and not await self.server.forget():
-            raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
+    async def _resume(self, version: int, caches: CacheStep) -> None:
+        if caches == "drop":
+            await self._drop_caches()
+        elif caches == "salt":
+            # The version alone would not do: another run may serve another one under the same number.
+            self._salt = f"{version}-{uuid.uuid4().hex}"
         self._version = version
         await self._go_on()
+
+    async def _drop_caches(self) -> None:
+        if self.server.forgets and self.has_cached:
+            if not await self.server.forget():
+                raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
+            self.has_cached = bool(self._running)
+        self._salt = ""
 
     async def _go_on(self) -> None:
         async with self._turn:

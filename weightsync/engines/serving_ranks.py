@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsync.config import PrefixCache
 from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import EngineRanks
-from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.request_loop import CacheStep, Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.protocol.messages import Loaded
@@ -22,6 +23,13 @@ class ServingRanks(EngineRanks):
     """
 
     loop: RequestLoop
+    _prefix_cache: PrefixCache = "drop"
+    _caches: CacheStep = "keep"
+    """What the next `resume` does with what is cached."""
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Treat cached prefixes so, see `CachesPrefixes.use_prefix_cache`."""
+        self._prefix_cache = treatment
 
     def check(self) -> None:
         """Raise RankLostError once a rank is lost."""
@@ -32,11 +40,22 @@ class ServingRanks(EngineRanks):
         if not self.loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
+        if self._caches == "keep":
+            self._caches = self._prefix_cache
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
             self.loop.invalidate()
             raise
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Pause, then release the memory of weights and caches, see `Sleeps.sleep`."""
+        self._caches = "drop"
+        super().sleep(level, mode, timeout_s)
+
+    def _serve(self, version: int) -> None:
+        self.loop.resume(version, self._caches)
+        self._caches = "keep"
 
     def serving(self) -> int:
         """Return the version being served, 0 while paused."""

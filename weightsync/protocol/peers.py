@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
-from weightsync.config import Components
+from weightsync.config import Components, PrefixCache
 from weightsync.plan import Reads
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable, Outline
@@ -130,7 +130,7 @@ class EnginePeer(Protocol):
     async def layout(self, components: Components) -> Sequence[LayoutTable]: ...
     async def can_export(self) -> Sequence[bool]: ...
     async def attach(
-        self, plan: SharedPlan, tickets: Sequence[FeedTicket], timeout_s: float
+        self, plan: SharedPlan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
     ) -> Sequence[AttachReport]: ...
     async def pause(self, mode: str, timeout_s: float) -> None: ...
     async def sleep(self, level: int, mode: str, timeout_s: float) -> None: ...

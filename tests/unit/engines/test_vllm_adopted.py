@@ -165,3 +165,11 @@ def test_a_cache_whose_scales_are_dummies_is_refused() -> None:
     require_updatable(config, model)
     config.load_config.load_format, model[0]._k_scale_float = "auto", 0.7
     require_updatable(config, model)
+
+
+def test_its_owners_requests_cannot_be_salted(adopted) -> None:
+    _, engine = adopted
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.use_prefix_cache("drop")
+    with pytest.raises(ConfigError, match=r"sync\.prefix_cache.*engine e0: its requests are made by"):
+        engine.use_prefix_cache("salt")

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from weightsync.engines.checks import require_gpus, warn_untested
+from weightsync.config import PrefixCache
+from weightsync.engines.checks import refuse_salt, require_gpus, warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
@@ -69,6 +70,10 @@ class SglangEngine(ServingRanks):
         self._replies.connected()
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
 
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
+        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
+
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
         deadline = time.monotonic() + timeout_s
@@ -87,7 +92,7 @@ class SglangEngine(ServingRanks):
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
-        self.loop.resume(version)
+        self._serve(version)
 
     def init_weights_update_group(self, **fields: object) -> None:
         """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""

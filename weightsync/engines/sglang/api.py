@@ -152,6 +152,7 @@ class Server:
         prompt: Sequence[int],
         params: Mapping[str, Any],
         on_tokens: Callable[[Sequence[int]], object],
+        salt: str,
     ) -> None:
         """Run a request until it ends or is aborted, see `Server.run`.
 

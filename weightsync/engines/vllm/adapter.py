@@ -82,8 +82,14 @@ class VllmEngine(ServingRanks, VllmRanks):
         self._slot_numbers = itertools.count(_FIRST_SLOT)
 
     def call(self, work: Callable[[Any], T]) -> T:
-        """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it."""
+        """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it.
 
+        It may add requests. These have no salt, so it must not while `SyncConfig.prefix_cache` is ``salt``.
+        """
+        self.loop.has_cached = True
+        return self._call(work)
+
+    def _call(self, work: Callable[[Any], T]) -> T:
         async def between_steps(stepper: Stepper) -> T:
             return work(stepper.engine)
 
@@ -104,7 +110,7 @@ class VllmEngine(ServingRanks, VllmRanks):
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
-        self.loop.resume(version)
+        self._serve(version)
 
     def open_adapter(self, spec: AdapterSpec) -> AdapterEngine:
         """Take two slots for an adapter, see `ServesAdapters.open_adapter`."""
@@ -155,13 +161,13 @@ class VllmEngine(ServingRanks, VllmRanks):
         return "options.enable_sleep_mode", self._sleeps
 
     def _release(self, level: int) -> None:
-        self.call(lambda engine: engine.sleep(level, "keep"))
+        self._call(lambda engine: engine.sleep(level, "keep"))
 
     def _allocate(self, part: str) -> None:
-        self.call(lambda engine: engine.wake_up([part]))
+        self._call(lambda engine: engine.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
-        return self.call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))
+        return self._call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))
 
 
 def _stop(stepper: Stepper) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
+from weightsync.config import PrefixCache
+from weightsync.engines.checks import refuse_salt
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
@@ -63,6 +65,10 @@ class AdoptedVllm(VllmRanks):
         """Set each process's part of `faults`, also before the ranks are connected."""
         self._num_ranks = len(self.on_ranks("settle"))
         super().set_faults(process, faults, seed)
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Raise ConfigError for ``salt``: the requests are not ours."""
+        refuse_salt(treatment, self._name, "its requests are made by methods of your own")
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, and drop caches, so that frozen requests are recomputed."""

@@ -40,10 +40,17 @@ class Stepper:
         self._paused, self._scheduled = True, False
 
     async def run(
-        self, name: str, prompt: Sequence[int], params: object, on_tokens: Callable[[Sequence[int]], object]
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: object,
+        on_tokens: Callable[[Sequence[int]], object],
+        salt: str,
     ) -> None:
         """Run a request, see `Server.run`. Raises ValueError, or the error of a step that failed."""
-        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        tokens: dict[str, object] = {"type": "token", "prompt_token_ids": list(prompt)}
+        if salt:
+            tokens["cache_salt"] = salt
         if isinstance(params, Adapted):
             self.engine.add_request(name, tokens, params.sampling, lora_request=params.lora)
         else:
