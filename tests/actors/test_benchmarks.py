@@ -38,6 +38,17 @@ def test_tokens_are_counted_while_updates_are_staged(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_what_a_commit_computes_again_is_counted(tmp_path: Path) -> None:
+    asked = ["--requests", "2", "--prompt", "128", "--rounds", "1", "--hidden", "128", "--layers", "2"]
+    (drop, salt), _ = measured("bench_caches", *asked, out=tmp_path / "caches.json")
+    assert (drop["prefix_cache"], salt["prefix_cache"]) == ("drop", "salt")
+    assert drop["computed"] > 2 * 128
+    assert salt["computed"] == 2
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(importlib.util.find_spec("awex") is None, reason="awex is not installed")
 def test_awex_and_ours_bring_the_same_uneven_shards(tmp_path: Path) -> None:
     asked = ["--only", "awex", "--cpu", "--ranks", "3:1", "--rounds", "1"]
