@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.coverage import coverage
 from weightsync.actors.handles import check_version
-from weightsync.actors.joint_update import Meet, Part
+from weightsync.actors.joint_update import Part
 from weightsync.actors.membership import Membership
 from weightsync.actors.remote import answer, share
 from weightsync.config import SyncConfig
@@ -21,6 +21,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.healing import Healer
+from weightsync.driver.joint_commit import JointMember
 from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError, nearest
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.report import Covered, SyncReport
@@ -90,10 +91,10 @@ class Adapter:
         return Part(self.version, lambda: self.follow(engines), self._controller.exclusive, self._move)
 
     async def _move(
-        self, version: int, when_held: Callable[[], None] = lambda: None, meet: Meet | None = None
+        self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
     ) -> SyncReport:
         await self._members.reconnect()
-        self._last = await self._controller.update(version, when_held, meet)
+        self._last = await self._controller.update(version, when_held, joint)
         return self._last
 
     def coverage(self) -> list[Covered]:

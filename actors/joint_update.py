@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 
-from weightsync.driver.joint_commit import JointCommit
+from weightsync.driver.joint_commit import JointCommit, JointMember
 from weightsync.report import SyncReport
-
-Meet = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +20,13 @@ class Part:
         prepare: has everything there that an update needs, such as a checkpoint that is still read.
         exclusive: keeps other work on the component's engines out.
         move: takes a version to its engines, while that is held. It calls the second argument once trainers
-            may change their weights, and awaits the third before it commits.
+            may change their weights, and waits for the other components by the third.
     """
 
     version: int
     prepare: Callable[[], Awaitable[None]]
     exclusive: Callable[[], AbstractAsyncContextManager[None]]
-    move: Callable[[int, Callable[[], None], Meet], Awaitable[SyncReport]]
+    move: Callable[[int, Callable[[], None], JointMember], Awaitable[SyncReport]]
 
 
 async def update_together(
@@ -50,7 +47,7 @@ async def update_together(
 
     async def move(name: str, part: Part) -> SyncReport:
         try:
-            return await part.move(version, held, partial(joint.meet, name))
+            return await part.move(version, held, JointMember(joint, name))
         except BaseException:  # cancelled, too: the others would wait for ever
             joint.fail(name)
             raise

@@ -18,7 +18,7 @@ from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.detached import run_prefix
 from weightsync.actors.handles import check_engines, check_trainers, check_version
-from weightsync.actors.joint_update import Meet, Part, update_together
+from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
@@ -31,6 +31,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
+from weightsync.driver.joint_commit import JointMember
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
@@ -419,14 +420,14 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return replace(first, components=reports) if len(reports) > 1 else first
 
     async def _move(
-        self, checkpoint: str, version: int, when_held: Callable[[], None], meet: Meet
+        self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember
     ) -> SyncReport:
         await self._members.reconnect()
         if self._faults and version > self.version and version not in self._armed:
             self._armed.add(version)
             await self._members.set_faults(self._faults, version)
         try:
-            report = await self._controller.update(version, when_held, meet)
+            report = await self._controller.update(version, when_held, joint)
         except WeightSyncError as error:
             self._metrics.update_failed()
             raise self._members.with_file(error) from error

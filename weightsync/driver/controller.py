@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.frozen import FrozenTensors
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.gpu_peaks import peaks, sampled
+from weightsync.driver.joint_commit import JointMember
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
@@ -89,9 +90,8 @@ class Controller:
         self._frozen = FrozenTensors(self._comparison)
         self._stager: Stager | None = None
         self._staged: StagedVersion | None = None
-        self._sends_frozen = True
         self._connection: Connection | None = None
-        self._meet: Callable[[], Awaitable[None]] | None = None
+        self._sends_frozen, self._joint = True, JointMember.alone()
 
     @property
     def plan(self) -> Plan | None:
@@ -149,12 +149,12 @@ class Controller:
         self,
         version: int,
         when_held: Callable[[], None] = lambda: None,
-        meet: Callable[[], Awaitable[None]] | None = None,
+        joint: JointMember | None = None,
     ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
         `when_held` is called once trainers may change their weights: the holders have every byte or, where
-        trainers are read in place, the engines do. `meet` is awaited before the commit, see `JointCommit`. If
+        trainers are read in place, the engines do. `joint` waits for other models, see `JointCommit`. If
         trainers' weights moved to other addresses, the controller connects again and repeats the update.
 
         Raises:
@@ -174,7 +174,7 @@ class Controller:
             alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
             raise StateError(f"{alive}, sync.min_engines is {least}")
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
-        clock, self._meet = PhaseClock(), meet
+        clock, self._joint = PhaseClock(), joint or JointMember.alone()
         watching = {holder for member in asleep for holder in member.holders}
         with collector_paused:  # a collection takes long, and engines are paused
             async with sampled(self._fleet, watching, clock.now) as seen:
@@ -200,6 +200,7 @@ class Controller:
         self._spans, self._publishing, self._publication, self._staged = {}, None, None, None
         self.engine_group.begin(takers, version)
         if self._connection.in_place:
+            await self._joint.before_pause()
             try:
                 with clock.phase("publish"):
                     await self.snapshot_index.writable()
@@ -216,6 +217,7 @@ class Controller:
             with clock.phase("stage"):
                 assert self._publication is not None
                 self._staged = await self._stager.stage(version, self._connection, self._publication, takers)
+        await self._joint.before_pause()
         with clock.phase("pause"):
             paused = await self.engine_group.pause(takers)
         return await self._deliver(version, takers, paused, clock)
@@ -353,8 +355,7 @@ class Controller:
 
     async def _meet_others(self, verified: Sequence[str]) -> None:
         try:
-            if self._meet:
-                await self._meet()
+            await self._joint.before_commit()
         except WeightSyncError as error:
             self._give_up(verified, str(error))
             raise

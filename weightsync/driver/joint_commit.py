@@ -4,35 +4,75 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from weightsync.errors import StateError
 
 
 class JointCommit:
-    """Where the updates of several models wait for each other, after they compared what engines hold.
+    """Where the updates of several models wait for each other: before engines pause, and before they commit.
 
-    No wait has a deadline of its own: each update has deadlines, and says here how it ends.
+    A version is published, and staged if ``sync.stage`` says so, before engines pause. So no model's engines
+    are paused while another model's weights are still on their way to their hosts. No wait has a deadline of
+    its own: each update has deadlines, and says here how it ends.
 
     Attributes:
         failed: the first model that failed before the commit, "" if none did.
     """
 
     def __init__(self, models: Collection[str]) -> None:
-        self._missing = set(models)
-        self._decided = asyncio.Event()
+        self._pause, self._commit = _Meeting(models), _Meeting(models)
         self.failed = ""
 
-    async def meet(self, model: str) -> None:
+    async def meet_before_pause(self, model: str) -> None:
+        """Wait until all models can pause. Raises StateError, which names one, if one has failed."""
+        await self._meet(self._pause, model)
+
+    async def meet_before_commit(self, model: str) -> None:
         """Wait until all models can commit. Raises StateError, which names one, if one of them cannot."""
-        self._missing.discard(model)
-        if not self._missing:
-            self._decided.set()
-        await self._decided.wait()
+        await self._meet(self._commit, model)
+
+    async def _meet(self, meeting: _Meeting, model: str) -> None:
+        await meeting.join(model)
         if self.failed:
             raise StateError(f"{self.failed} failed, and {model} was to commit with it")
 
     def fail(self, model: str) -> None:
-        """Say that a model's update ended before it could commit. Ignored once all have met."""
-        if not self._decided.is_set():
+        """Say that a model's update ended before it could commit. Ignored once all can commit."""
+        if not self._commit.over.is_set() and not self.failed:
             self.failed = model
-            self._decided.set()
+            self._pause.over.set()
+            self._commit.over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class JointMember:
+    """One model in a `JointCommit`."""
+
+    joint: JointCommit
+    model: str
+
+    @classmethod
+    def alone(cls) -> JointMember:
+        """Return a model that waits for no other."""
+        return cls(JointCommit(("",)), "")
+
+    async def before_pause(self) -> None:
+        """Wait for the others, see `JointCommit.meet_before_pause`."""
+        await self.joint.meet_before_pause(self.model)
+
+    async def before_commit(self) -> None:
+        """Wait for the others, see `JointCommit.meet_before_commit`."""
+        await self.joint.meet_before_commit(self.model)
+
+
+class _Meeting:
+    def __init__(self, models: Collection[str]) -> None:
+        self._missing, self.over = set(models), asyncio.Event()
+
+    async def join(self, model: str) -> None:
+        """Wait for all models, or for an end of the wait. One that joins again waits for the others alone."""
+        self._missing.discard(model)
+        if not self._missing:
+            self.over.set()
+        await self.over.wait()

@@ -11,21 +11,30 @@ from hypothesis import strategies as st
 from weightsync.driver.joint_commit import JointCommit
 from weightsync.errors import StateError
 
-ENDS = st.dictionaries(st.sampled_from("abcde"), st.tuples(st.booleans(), st.integers(0, 4)), min_size=1)
+ENDS = st.dictionaries(st.sampled_from("abcde"), st.tuples(st.booleans(), st.integers(0, 8)), min_size=1)
 
 
 async def outcomes(ends: dict[str, tuple[bool, int]]) -> dict[str, BaseException | None]:
     """Have each model meet the others, or fail, after so many turns of the loop."""
-    joint = JointCommit(ends)
+    joint, staged = JointCommit(ends), set[str]()
 
     async def update(model: str) -> None:
         fails, turns = ends[model]
-        for _ in range(turns):
+        staging, moving = divmod(turns, 3)
+        if fails and not moving:
+            joint.fail(model)
+            raise RuntimeError(model)
+        for _ in range(staging):
+            await asyncio.sleep(0)
+        staged.add(model)
+        await joint.meet_before_pause(model)
+        assert staged == ends.keys(), "nobody pauses before all are staged"
+        for _ in range(moving):
             await asyncio.sleep(0)
         if fails:
             joint.fail(model)
             raise RuntimeError(model)
-        await joint.meet(model)
+        await joint.meet_before_commit(model)
 
     done = await asyncio.gather(*map(update, ends), return_exceptions=True)
     assert not joint.failed or ends[joint.failed][0]
@@ -46,9 +55,9 @@ def test_all_commit_or_none(ends: dict[str, tuple[bool, int]]) -> None:
 def test_a_failure_after_all_have_met_keeps_nobody_from_the_commit() -> None:
     async def both() -> None:
         joint = JointCommit("ab")
-        await asyncio.gather(joint.meet("a"), joint.meet("b"))
+        await asyncio.gather(joint.meet_before_commit("a"), joint.meet_before_commit("b"))
         joint.fail("a")
-        await joint.meet("b")
+        await joint.meet_before_commit("b")
 
     asyncio.run(both())
 
@@ -57,7 +66,7 @@ def test_the_error_names_the_first_that_failed() -> None:
     async def failed() -> None:
         joint = JointCommit(["policy", "reward"])
         joint.fail("reward")
-        await joint.meet("policy")
+        await joint.meet_before_commit("policy")
 
     with pytest.raises(StateError, match="reward failed, and policy was to commit with it"):
         asyncio.run(failed())
