@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ray.actor import ActorClass, ActorHandle
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, nearest
 
 _KINDS = {
     "sync_placement": "TrainerShard",
@@ -32,6 +32,24 @@ def check_engines(handles: object) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError("engines", name, "give a text as the name of an engine")
     _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_placements")
+
+
+def check_deployments(deployments: object, engines: Collection[str]) -> None:
+    """Raise ConfigError unless `deployments` maps names to lists of engines. No two name the same engine."""
+    if not isinstance(deployments, Mapping):
+        remedy = 'give a dict of names to engines, such as {"pd": ["prefill", "decode"]}'
+        raise ConfigError("deployments", deployments, remedy)
+    seen: dict[str, object] = {}
+    for name, members in deployments.items():
+        field = f"deployments[{name!r}]"
+        if not isinstance(members, Sequence) or isinstance(members, str) or not members:
+            raise ConfigError(field, members, "give a list of names of engines")
+        for member in members:
+            if member not in engines:
+                raise ConfigError(field, member, nearest(str(member), engines))
+            if member in seen:
+                raise ConfigError(field, member, f"it is in deployment {seen[member]!r} already")
+            seen[member] = name
 
 
 def check_version(version: int | None, newest: int) -> int:

@@ -17,7 +17,7 @@ from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.detached import run_prefix
-from weightsync.actors.handles import check_engines, check_trainers, check_version
+from weightsync.actors.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
@@ -133,6 +133,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self,
         handles: Mapping[str, ActorHandle[Any]],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
+        deployments: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Set the engines. `connect` has to follow. Processes of holders start in the background.
 
@@ -144,15 +145,20 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
                 own thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and
                 an actor that it returns later is killed. Without it, dead engines stay DEAD until
                 `add_engine`.
+            deployments: engines that serve one version together, by a name of your choice, such as prefill
+                and decode engines, between which KV travels. `serving` names all of them or none.
+                See docs/components.md.
 
         Raises:
-            ConfigError: the mapping is empty, an entry is something else or is given twice, or `respawn`
-                cannot be called.
+            ConfigError: the mapping is empty, an entry is something else or is given twice, `respawn`
+                cannot be called, or a deployment names an engine that is not registered, or is in another.
         """
         check_engines(handles)
+        check_deployments(deployments or {}, handles)
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
         self._members.engines, self._members.respawner = dict(handles), respawn
+        self._fleet.deployments = {name: tuple(members) for name, members in (deployments or {}).items()}
         self._registered()
 
     def connect(self) -> None:
@@ -198,7 +204,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return self._controller.version
 
     def engine_versions(self) -> dict[str, int]:
-        """Return the version that each engine serves, or sleeps with; 0 if it holds none."""
+        """Return the version that each engine serves, is READY to serve, or sleeps with; 0 without one."""
         return {name: member.record.version for name, member in self._fleet.engines.items()}
 
     def engine_states(self) -> dict[str, EngineState]:
@@ -207,6 +213,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def serving(self, *, any_version: bool = False) -> dict[str, ActorHandle[Any]]:
         """Return the engines that can take requests: those that serve the newest version that any serves.
+
+        Engines of a deployment are among them if all of it serves that version.
 
         `any_version`: also those that serve an earlier one, as after they did not pause in time.
         """

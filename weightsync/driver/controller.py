@@ -219,7 +219,7 @@ class Controller:
                 self._staged = await self._stager.stage(version, self._connection, self._publication, takers)
         await self._joint.before_pause()
         with clock.phase("pause"):
-            paused = await self.engine_group.pause(takers)
+            paused = await self.engine_group.pause_together(takers)
         return await self._deliver(version, takers, paused, clock)
 
     async def sleep(self, names: Collection[str], level: int) -> None:
@@ -296,7 +296,7 @@ class Controller:
     async def _ready_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
         """Ask trainers and pause engines in parallel: neither takes long."""
         ready, paused = await asyncio.gather(
-            self._ready(version), self.engine_group.pause(takers), return_exceptions=True
+            self._ready(version), self.engine_group.pause_together(takers), return_exceptions=True
         )
         if isinstance(paused, BaseException):
             raise paused
@@ -317,7 +317,7 @@ class Controller:
         least = self._config.min_engines
         if len(paused) < least:
             await self.engine_group.go_on(paused)
-            raise next(iter(self.engine_group.failures.values()))
+            raise self.engine_group.first_failure()
         with clock.phase("move"):
             was_published = self._publication is not None
             loaded = await self._move_and_publish([name for name in takers if name in paused], version)
@@ -336,9 +336,9 @@ class Controller:
             if isinstance(error, VerifyError):
                 self._connection.router.demote(name, error)
         self.connected = self.connected and self._connection.router.suffices
-        if len(verified) < least:
+        if len(self.engine_group.whole(verified)) < least:
             self.engine_group.enter(verified, EngineState.STALE)
-            raise next(iter(self.engine_group.failures.values()))
+            raise self.engine_group.first_failure()
         with clock.phase("commit"):
             await self._meet_others(verified)
             num_serving = await self.engine_group.resume(verified, version)
@@ -350,7 +350,7 @@ class Controller:
             else:
                 self.snapshot_index.begin(version, self._connection, expected)
         if num_serving < least:
-            raise next(iter(self.engine_group.failures.values()))
+            raise self.engine_group.first_failure()
         return self._report(clock)
 
     async def _meet_others(self, verified: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from weightsync.config import SyncConfig
@@ -23,6 +23,7 @@ from weightsync.errors import (
     RankLostError,
     SlowError,
     SourceChangedError,
+    StateError,
     VerifyError,
     WeightSyncError,
     Where,
@@ -53,6 +54,11 @@ class EngineGroup:
         self._num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
+    def first_failure(self) -> WeightSyncError:
+        """Return the first of the last update's `failures`. Without any, deployments lack engines."""
+        lacking = StateError("no deployment is whole: heal or replace its engines, see engine_states()")
+        return next(iter(self.failures.values()), lacking)
+
     def next_attempt(self) -> int:
         """Return a new attempt number, greater than all before."""
         self._attempt += 1
@@ -81,10 +87,39 @@ class EngineGroup:
         self._doubt(takers)
         return paused
 
+    async def pause_together(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
+        """Pause engines, but those in whose deployment another one serves on. Returns which are paused.
+
+        The version that follows would leave such a deployment with two.
+        """
+        paused = await self.pause(takers)
+        serves = (EngineState.SERVING, EngineState.PAUSING)
+        serving = {name for name, member in self._fleet.engines.items() if member.record.state in serves}
+        left = [name for name in paused if serving.intersection(self._fleet.together(name))]
+        await self.go_on(left)
+        return [name for name in paused if name not in left]
+
+    def whole(self, names: Collection[str]) -> list[str]:
+        """Return those of `names` whose whole deployment is among them."""
+        return [name for name in names if all(each in names for each in self._fleet.together(name))]
+
     async def resume(self, names: Iterable[str], version: int) -> int:
-        """Resume serving `version`. Returns how many engines resumed; lost engines are skipped."""
+        """Resume serving `version`. Returns how many engines resumed; lost engines are skipped.
+
+        An engine is READY instead while others of its deployment do not hold the version. It resumes with the
+        last of them.
+        """
         live = self._fleet.live()
-        members = {name: live[name] for name in names if name in live}
+        able = dict.fromkeys(name for name in names if name in live)
+        held = {name for name, member in live.items() if name in able or _holds(member.record, version)}
+        members = {
+            each: live[each]
+            for name in able
+            if held.issuperset(mates := self._fleet.together(name))
+            for each in mates
+            if each in able or live[each].record.state is EngineState.READY
+        }
+        self.enter(able.keys() - members.keys(), EngineState.READY, version)
         serving = await self.ask(members, "commit", lambda peer: peer.resume(version))
         self.enter(serving, EngineState.SERVING, version)
         return len(serving)
@@ -283,6 +318,12 @@ class EngineGroup:
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
+
+
+def _holds(record: EngineRecord, version: int) -> bool:
+    """Whether an engine serves `version`, or waits to."""
+    states = (EngineState.SERVING, EngineState.PAUSING, EngineState.READY)
+    return record.state in states and record.version == version
 
 
 async def _or_lost(

@@ -2,6 +2,7 @@
 
 EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
                     └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
+In a deployment whose other engines do not hold the version yet: READY(v) before SERVING(v).
 DEAD from anywhere. A refill is PAUSED → REFILLING → SERVING(v). ASLEEP from anywhere else, then PAUSED.
 SERVING(v) → PAUSING(v) when a pause was not answered in time; then PAUSED(v), or SERVING(v) again.
 """
@@ -16,6 +17,7 @@ class EngineState(enum.Enum):
     """One engine's state. EMPTY and STALE engines hold no version and serve nothing.
 
     PAUSING engines were asked to pause and have not answered: they may still serve what they hold.
+    READY engines hold a verified version, and are paused until their whole deployment holds it.
     ASLEEP engines serve nothing, and hold a version only if their weights were kept on the host.
     """
 
@@ -23,6 +25,7 @@ class EngineState(enum.Enum):
     SERVING = "SERVING"
     PAUSING = "PAUSING"
     PAUSED = "PAUSED"
+    READY = "READY"
     ASLEEP = "ASLEEP"
     WRITING = "WRITING"
     REFILLING = "REFILLING"
@@ -33,16 +36,23 @@ class EngineState(enum.Enum):
 _NEXT = {
     EngineState.EMPTY: {EngineState.PAUSED},
     EngineState.SERVING: {EngineState.PAUSED, EngineState.PAUSING},
-    EngineState.PAUSING: {EngineState.PAUSED, EngineState.PAUSING, EngineState.SERVING},
+    EngineState.PAUSING: {
+        EngineState.PAUSED,
+        EngineState.PAUSING,
+        EngineState.READY,
+        EngineState.SERVING,
+    },
     EngineState.PAUSED: {
         EngineState.PAUSED,
         EngineState.WRITING,
         EngineState.REFILLING,
+        EngineState.READY,
         EngineState.SERVING,
     },
+    EngineState.READY: {EngineState.PAUSED, EngineState.READY, EngineState.SERVING},
     EngineState.ASLEEP: {EngineState.PAUSED},
-    EngineState.WRITING: {EngineState.WRITING, EngineState.SERVING},
-    EngineState.REFILLING: {EngineState.SERVING},
+    EngineState.WRITING: {EngineState.WRITING, EngineState.READY, EngineState.SERVING},
+    EngineState.REFILLING: {EngineState.READY, EngineState.SERVING},
     EngineState.STALE: {EngineState.PAUSED},
     EngineState.DEAD: set(),
 }
@@ -59,14 +69,14 @@ class EngineRecord:
         """Go to `state`. STALE, ASLEEP and DEAD can be entered from any state; other wrong steps are bugs.
 
         A DEAD engine stays DEAD: its death may be found during an update that it already answered.
-        `version` counts for engines that serve or sleep.
+        `version` counts for engines that serve, are ready to, or sleep.
         """
         if self.state is EngineState.DEAD:
             return
         fall = state in (EngineState.STALE, EngineState.ASLEEP, EngineState.DEAD)
         assert fall or state in _NEXT[self.state], f"{self.state} to {state}"
         self.state = state
-        if state in (EngineState.SERVING, EngineState.ASLEEP):
+        if state in (EngineState.SERVING, EngineState.READY, EngineState.ASLEEP):
             self.version = version
         elif state not in (EngineState.PAUSED, EngineState.PAUSING):
             self.version = 0

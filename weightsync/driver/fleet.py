@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
@@ -38,6 +38,7 @@ class Fleet:
         nodes: the host of each holder, under any name; holders beyond its end share one host.
         share: makes what calls of peers carry in place of a value that many get; by default the value itself.
         drafts: the draft models of engines that were connected.
+        deployments: engines that serve one version together, by a name of theirs.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
@@ -46,6 +47,7 @@ class Fleet:
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
     drafts: Drafts = field(default_factory=Drafts)
+    deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def live(self) -> dict[str, EngineMember]:
         """Return every engine that is not DEAD."""
@@ -53,12 +55,25 @@ class Fleet:
             n: member for n, member in self.engines.items() if member.record.state is not EngineState.DEAD
         }
 
+    def together(self, name: str) -> list[str]:
+        """Return the engines of the deployment of `name`, itself among them; it alone without one."""
+        mates = next((names for names in self.deployments.values() if name in names), (name,))
+        return [each for each in mates if each in self.engines]
+
     def serving(self, any_version: bool) -> list[str]:
-        """Return the engines that can take requests, unless `any_version` of the newest version alone."""
+        """Return the engines that can take requests, unless `any_version` of the newest version alone.
+
+        Those of a deployment can if all of them serve the same version.
+        """
         serves = (EngineState.SERVING, EngineState.PAUSED)
-        records = {n: member.record for n, member in self.engines.items() if member.record.state in serves}
-        newest = max((record.version for record in records.values()), default=0)
-        return [n for n, its in records.items() if its.version and (any_version or its.version == newest)]
+        versions = {n: m.record.version for n, m in self.engines.items() if m.record.state in serves}
+        whole = {
+            name: version
+            for name, version in versions.items()
+            if version and all(versions.get(each) == version for each in self.together(name))
+        }
+        newest = max(whole.values(), default=0)
+        return [name for name, version in whole.items() if any_version or version == newest]
 
     def named_holders(self) -> dict[str, HolderPeer]:
         """Return holders by the names that errors give them."""

@@ -20,6 +20,9 @@ from weightsync.report import HealReport, SyncReport
 
 logger = logging.getLogger("weightsync.driver.healing")
 
+_WHOLE = (EngineState.SERVING, EngineState.READY)
+"""States of an engine that holds a verified version."""
+
 
 class Healer:
     """Runs a task per failed engine until it serves again or is given up.
@@ -145,7 +148,7 @@ class Healer:
 
     def _is_newest(self, name: str) -> bool:
         record = self._fleet.engines[name].record
-        return (record.state, record.version) == (EngineState.SERVING, self._controller.version)
+        return record.state in _WHOLE and record.version == self._controller.version
 
     async def _start(self, name: str) -> bool:
         try:
@@ -177,7 +180,7 @@ class Healer:
         while True:
             await self._controller.idle()
             member = self._fleet.engines[name]
-            if member.record.state is EngineState.SERVING:
+            if member.record.state in _WHOLE:
                 return None
             if member.record.state is EngineState.DEAD:  # found so while an update ran
                 raise self._missed.pop(name, EngineError(name, "refill", "it is dead"))
@@ -208,5 +211,5 @@ class Healer:
             bytes_from=report.bytes_from if report else {},
             ways=report.ways if report else {},
             gb_per_s=report.gb_per_s if report else 0.0,
-            verified=serving,
+            verified=record.state in _WHOLE,
         )

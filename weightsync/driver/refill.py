@@ -148,8 +148,9 @@ class Refiller:
             if name not in verified:
                 self._snapshot_index.doubt(refilled.bytes_from)
         with clock.phase("commit"):
-            if not await self._engine_group.resume(verified, version):
-                raise self._engine_group.failures[name]
+            await self._engine_group.resume(verified, version)
+            if failure := self._engine_group.failures.get(name):
+                raise failure
         return refilled
 
     async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
