@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from weightsync.driver.connect import Connection
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
-from weightsync.plan import Plan
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.explain import count_text
 from weightsync.report import Covered, SyncReport
@@ -12,14 +12,16 @@ from weightsync.report import Covered, SyncReport
 
 def coverage(component: str, controller: Controller, fleet: Fleet, last: SyncReport | None) -> list[Covered]:
     """Return a row for each engine, by the plan and the `last` update. Empty before connecting."""
-    plan = controller.plan
-    if plan is None:
+    if controller.plan is None:
         return []
-    return [_updated(component, plan, name, fleet, last) for name in fleet.engines]
+    return [_updated(component, controller.connection(), name, fleet, last) for name in fleet.engines]
 
 
-def _updated(component: str, plan: Plan, name: str, fleet: Fleet, last: SyncReport | None) -> Covered:
+def _updated(
+    component: str, connection: Connection, name: str, fleet: Fleet, last: SyncReport | None
+) -> Covered:
     """Return the row of a component that is in the plan: a draft, or all that is no draft's."""
+    plan, conversions = connection.plan, connection.conversions.by_engine.get(name, {})
     of_draft, version = component == "draft", fleet.engines[name].record.version
     held = {i: meta for i, meta in enumerate(plan.tensors) if meta.name.startswith(DRAFT) is of_draft}
     return Covered(
@@ -29,7 +31,8 @@ def _updated(component: str, plan: Plan, name: str, fleet: Fleet, last: SyncRepo
         num_tensors=len(held),
         num_frozen=len(held.keys() & set(plan.frozen)),
         nbytes=sum(meta.nbytes for meta in held.values()),
-        route=last.routes.get(name, "") if last else "",
+        route=connection.router.routes.get(name, ""),
+        conversion=conversions.get("draft" if of_draft else "model", ""),
         proof=last.proofs.get(name, "") if last and last.version == version else "",
     )
 
@@ -41,7 +44,7 @@ def draft_coverage(controller: Controller, fleet: Fleet, last: SyncReport | None
         if not (ranks := fleet.drafts.by_engine.get(name)):
             continue
         if controller.plan and all(rank.trained for rank in ranks):
-            rows.append(_updated("draft", controller.plan, name, fleet, last))
+            rows.append(_updated("draft", controller.connection(), name, fleet, last))
             continue
         version = member.record.version
         num_hidden = sum(rank.num_hidden for rank in ranks)

@@ -155,7 +155,7 @@ class EngineSpec:
         count: number of engines.
         tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
         quantization: ``int4`` has vLLM hold linear layers in four bits, in groups of 32, and the rest in
-            bfloat16. All engines of a run have the same dtype, so all have it or none.
+            bfloat16. Groups may differ: an engine casts what travels in another dtype.
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
@@ -245,9 +245,6 @@ class Recipe:
         for group, spec in self.engines.items():
             _check_name(group, f"engines.{group}")
             spec.check(group, self.model)
-            if spec.quantization != (first := next(iter(self.engines.values()))).quantization:
-                remedy = f"give {first.quantization}, as the first group has: all engines take one dtype"
-                raise ConfigError(f"engines.{group}.quantization", spec.quantization, remedy)
         self._check_quantize()
         self._check_lora()
         if self.loop.prompts_per_step % self.trainers.count:
@@ -276,8 +273,8 @@ class Recipe:
         if not self.trainers.quantize:
             return
         remedy = ""
-        if all(spec.quantization == "none" for spec in self.engines.values()):
-            remedy = "give engines a quantization"
+        if any(spec.quantization == "none" for spec in self.engines.values()):
+            remedy = "give all engines a quantization"
         elif self.trainers.kind not in ("fsdp2", "plain"):
             remedy = f"give trainers.kind fsdp2 or plain; {self.trainers.kind} cannot"
         elif self.loop.sleep:

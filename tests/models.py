@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-__all__ = ["build_tiny_eagle", "build_tiny_qwen3", "greedy", "pack_int4", "redraw"]
+__all__ = ["build_tiny_eagle", "build_tiny_qwen3", "build_tiny_router", "greedy", "pack_int4", "redraw"]
 
 # head_dim 32 is the smallest that vLLM's CPU attention takes.
 _SHAPE = {
@@ -39,6 +39,30 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
     The dense one ties its output head to the embedding. The MoE one, with 8 experts of which 2 run, does not.
     """
     config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if moe else Qwen3Config(**_SHAPE, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    redraw(model, seed)
+    model.save_pretrained(path)
+    return model
+
+
+def build_tiny_router(path: Path, seed: int = 0) -> PreTrainedModel:
+    """Save a GLM-4 mixture of experts, whose router vLLM holds in float32, as `build_tiny_qwen3` does."""
+    config = Glm4MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=256,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     redraw(model, seed)
     model.save_pretrained(path)

@@ -39,7 +39,10 @@ class Covered:
         num_tensors: tensors that updates cover, with those that are frozen.
         num_frozen: those that updates compare and do not move.
         nbytes: bytes of all of them, in the dtypes that travel.
-        route: as `SyncReport.routes`; empty before the first update.
+        route: as `SyncReport.routes`; empty if nothing moves.
+        conversion: what becomes of the tensors on their way: ``identity``; or what applies of ``cast``, with
+            the number of tensors, both dtypes and where, of ``quantise``, with the formats, and of ``load``,
+            if the engine's own loader gets them. Empty if nothing moves.
         proof: what the last update compared, as `SyncReport.proofs`; empty if that was another version. An
             engine that was healed since was compared with the same digests.
     """
@@ -51,15 +54,17 @@ class Covered:
     num_frozen: int
     nbytes: int
     route: str
+    conversion: str = ""
     proof: str
 
     def __str__(self) -> str:
         some = "all" if self.num_frozen == self.num_tensors else f"{self.num_frozen} of them"
         frozen = f", {some} frozen" if self.num_frozen else ""
         told = f"version {self.version}, {self.proof or 'not compared'}" if self.version else "no version"
+        changed = "" if self.conversion in ("", "identity", "load") else f"; {self.conversion}"
         return (
             f"{self.engine}, {self.component}: {told}; "
-            f"{self.num_tensors} tensors{frozen}, {bytes_text(self.nbytes)}"
+            f"{self.num_tensors} tensors{frozen}, {bytes_text(self.nbytes)}{changed}"
         )
 
 

@@ -55,8 +55,8 @@ class DictEngine:
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect the only rank to its holder."""
         self.close()
-        self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s)
-        return [Attached(plan.digest(), None)]
+        self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s, *self.layout())
+        return [Attached(plan.digest(), None, casts=self._feed.casts)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Pause at once, since nothing runs, and wake up if asleep."""

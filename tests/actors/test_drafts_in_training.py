@@ -300,7 +300,7 @@ def test_an_engine_that_its_user_made_follows_the_same_rules(fleet: Fleet) -> No
 def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, seed in (("base", 0), ("draft", 1)):
         build_tiny_qwen3(tmp_path / name, seed=seed)
-    *_, code = blocks("docs/components.md")
+    *_, code, _ = blocks("docs/components.md")
     names: dict[str, Any] = {"__name__": "__main__", "ray": ray, "WeightSync": WeightSync}
     names |= {"SyncConfig": SyncConfig, "EngineActor": EngineActor, "TrainerShard": TrainerShard}
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM}

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from weightsync.channel.casting import Casting, CastingSink
 from weightsync.channel.descriptors import shortage
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.sink import PieceView, Sink
@@ -51,7 +52,7 @@ from weightsync.faults import has_faults, inject
 from weightsync.memory.device import open_buffer
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan import Plan
+from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket
@@ -196,11 +197,14 @@ class EngineFeed:
 
     Attributes:
         spans: of the last `receive`: ``load``, with waits for buckets and the loader, and ``verify``.
+        casts: whether sinks get pieces in the rank's dtypes, since others travel. Slots have what travels.
     """
 
     @collector_paused
-    def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
+    def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
         self._ticket = ticket
+        self._casting = Casting(plan, layout) if layout else None
+        self.casts = bool(self._casting)
         self.spans: Sequence[Span] = ()
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
@@ -218,17 +222,20 @@ class EngineFeed:
         self._socket.connect(ticket.endpoint)
 
     @classmethod
-    def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
+    def open(
+        cls, ticket: FeedTicket, plan: Plan, timeout_s: float, layout: RankLayout | None = None
+    ) -> EngineFeed:
         """Map the buffers, connect and exchange the first messages, within `timeout_s` in all.
 
-        Raises PeerLostError, DeadlineError, EngineError when this process has no file descriptor left, or
-        TransportError when the holder gave up this rank.
+        With the rank's `layout`, sinks get pieces in the dtypes that it states. Raises PeerLostError,
+        DeadlineError, EngineError when this process has no file descriptor left, or TransportError when the
+        holder gave up this rank.
         """
         deadline = time.monotonic() + timeout_s  # the driver's is about the same
         if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
             warm_up()  # weights on a device are digested there
         try:
-            feed = cls(ticket, plan)
+            feed = cls(ticket, plan, layout)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
@@ -258,7 +265,12 @@ class EngineFeed:
 
     @property
     def views(self) -> Sequence[Sequence[PieceView]]:
-        """The buckets that `receive` passes to `Sink.take`: the same objects in each update."""
+        """The buckets that `receive` passes to `Sink.take`: the same objects in each update.
+
+        There are none if it `casts`.
+        """
+        if self.casts:
+            return ()
         return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
@@ -281,6 +293,8 @@ class EngineFeed:
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         clock = PhaseClock()
         self.spans = clock.spans
+        if self._casting:
+            sink = CastingSink(sink, self._casting)
         try:
             with clock.phase("load"):
                 self._take_all(attempt, sink, timeout_s)

@@ -10,6 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from weightsync.config import SyncConfig
+from weightsync.driver.conversions import (
+    Conversions,
+    as_taken,
+    ranks_as_taken,
+    require_casts,
+    travelling,
+    with_casts,
+)
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.pushing import find_pushing
@@ -18,7 +26,7 @@ from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable, Outline, unpack_names
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
@@ -56,6 +64,7 @@ class Connection:
         router: which engines read the trainers' memory.
         layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
         joined: the same, with the ranks of each engine joined.
+        conversions: what becomes of the tensors of each engine.
         seconds: duration of each phase.
     """
 
@@ -68,17 +77,22 @@ class Connection:
     router: Router
     layouts: Mapping[str, Sequence[LayoutTable]]
     joined: Mapping[str, Layout]
+    conversions: Conversions
     seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
-    """The layouts of all ranks, also joined per side and engine. Equal engines share one."""
+    """The layouts of all ranks, also joined per side and engine. Equal engines share one.
+
+    `quantised` has what engines make of tensors, without casts.
+    """
 
     trainers: Sequence[LayoutTable]
     engines: Mapping[str, Sequence[LayoutTable]]
     source: Layout
     joined: Mapping[str, Layout]
+    quantised: Mapping[str, str]
 
 
 async def connect(
@@ -101,6 +115,7 @@ async def connect(
     with clock.phase("layouts"):
         layouts = await _layouts(fleet, config)
         fleet.drafts.check(layouts.engines, config)
+        layouts = _casting(layouts)
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
         pushing = await find_pushing(
@@ -114,7 +129,7 @@ def _needs_buckets(layouts: _Layouts, trial: Trial) -> bool:
     """Whether an engine takes broadcasts, of all tensors or of those of another dtype."""
     if any(trial.obstacles.values()):
         return True
-    # One engine is enough: a tensor has the same dtype in all engines of a plan.
+    # One engine is enough: if engines hold different dtypes, one that casts is kept from reading directly.
     return bool(same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1])
 
 
@@ -173,6 +188,9 @@ async def _open(
     content, in_place = plan.content(), any(exports) or bool(pushing)
     flat_layouts = _flat_layouts(content, layouts.engines, served)
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
+    conversions = Conversions(layouts.source, plan)
+    for name, converts in layouts.quantised.items():
+        conversions.add(name, layouts.joined[name], converts)
     return Connection(
         plan,
         shared_plan,
@@ -183,6 +201,7 @@ async def _open(
         router,
         layouts.engines,
         layouts.joined,
+        conversions,
         clock.seconds,
     )
 
@@ -225,12 +244,21 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
 @collector_paused
 def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> _Layouts:
     """Join the layouts of each side. Equal engines share one."""
-    ranks = _as_taken(engines, sources)
+    ranks = as_taken(engines, sources)
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
         joined[name] = joined[twin] if twin else join_tables(its)
-    return _Layouts(sources, ranks, join_tables(sources), joined)
+    quantised = {name: its[0].converts for name, its in ranks.items()}
+    return _Layouts(sources, ranks, join_tables(sources), joined, quantised)
+
+
+def _casting(layouts: _Layouts) -> _Layouts:
+    """Return layouts of engines that also say what each casts."""
+    if not (tensors := travelling(layouts.source, layouts.joined)):
+        return layouts
+    joined, engines = layouts.joined, layouts.engines
+    return replace(layouts, engines={n: with_casts(its, joined[n], tensors) for n, its in engines.items()})
 
 
 async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
@@ -263,22 +291,6 @@ async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[La
 
 def _keys(outlines: Sequence[Outline]) -> tuple[bytes, ...]:
     return tuple(each.key for each in outlines)
-
-
-def _as_taken(
-    engines: Mapping[str, Sequence[LayoutTable]], trainers: Sequence[LayoutTable]
-) -> dict[str, Sequence[LayoutTable]]:
-    """Return the layouts of engines, of their own checkpoints' tensors where trainers have these."""
-    names: set[str] = set()
-    if any(len(rank.stored) for ranks in engines.values() for rank in ranks):
-        for packed in {trainer.names for trainer in trainers}:
-            names.update(unpack_names(packed))
-    return {name: _ranks_as_taken(ranks, names) for name, ranks in engines.items()}
-
-
-def _ranks_as_taken(ranks: Sequence[LayoutTable], names: Collection[str]) -> Sequence[LayoutTable]:
-    """Return the layouts of an engine's ranks for tensors of these names. All ranks store the same."""
-    return [rank.as_stored() for rank in ranks] if ranks[0].takes_stored(names) else ranks
 
 
 def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
@@ -350,6 +362,8 @@ async def _attach(
     _compare(plan, digests)
     exports = _of_plan(_served(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
+    for name, reports in found.items():
+        require_casts(name, layouts.joined[name], plan.tensors, reports)
     served = {name: _served(layouts.engines[name], reports) for name, reports in found.items()}
     await _link(fleet, exports, served, timeout_s)
     return exports, served
@@ -423,7 +437,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     named = f"engine {name}"
     asked = await gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s)
     names = {meta.name for meta in plan.tensors}
-    layouts = _ranks_as_taken(asked.require()[named], names)
+    layouts = ranks_as_taken(asked.require()[named], names)
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")
@@ -446,7 +460,10 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     connection.flat_layouts.pop(name, None)
     if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
         connection.flat_layouts[name] = flat
-    joined, converts = connection.joined[twins[0]], layouts[0].converts
+    joined = connection.joined[twins[0]]
+    require_casts(name, joined, plan.tensors, attached)
+    converts = with_casts(layouts, joined, plan.tensors)[0].converts
+    connection.conversions.add(name, joined, layouts[0].converts)
     await connection.router.add(name, joined, _of_plan(served), converts=converts)
     if not connection.router.suffices:
         raise PlanError(

@@ -100,7 +100,7 @@ class Controller:
 
     def links(self) -> list[Link]:
         """List which bytes each engine rank gets from where. Raises StateError before ``connect``."""
-        return links(self._connected(), self._fleet)
+        return links(self.connection(), self._fleet)
 
     async def connect(self) -> None:
         """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
@@ -123,7 +123,7 @@ class Controller:
 
         Returns the engines that are STALE.
         """
-        parts = self._connected(), self._fleet, self.engine_group, self.snapshot_index
+        parts = self.connection(), self._fleet, self.engine_group, self.snapshot_index
         self.version, stale = await take_over(*parts)
         return stale
 
@@ -255,7 +255,7 @@ class Controller:
         Raises PlanError if its layout is new to the plan: then the whole fleet has to ``connect`` again. Also
         raises the other errors of ``connect``.
         """
-        await self._refiller.adopt(self._connected, name)
+        await self._refiller.adopt(self.connection, name)
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the committed version without trainers, from snapshots or engines that serve.
@@ -265,20 +265,21 @@ class Controller:
         """
         clock = PhaseClock()
         await self.snapshot_index.settled()
-        refilled = await self._refiller.refill(self._connected, lambda: self.version, name, clock)
+        refilled = await self._refiller.refill(self.connection, lambda: self.version, name, clock)
         return self._report(clock, refilled)
 
     def _disconnect(self) -> None:
         self.connected = False
 
-    def _connected(self) -> Connection:
+    def connection(self) -> Connection:
+        """Return the current connection. Raises StateError before ``connect``."""
         if self._connection is None:
             raise StateError("call connect() first")
         return self._connection
 
     async def _publish(self, version: int) -> None:
         publication = await (self._publishing or self._trainers.begin(version)).publication()
-        await self._frozen.check(self._connected(), self.version, publication.frozen)
+        await self._frozen.check(self.connection(), self.version, publication.frozen)
         self._publication = publication
 
     async def _ready(self, version: int) -> None:
@@ -471,7 +472,7 @@ class Controller:
         await gather_named(calls, "abort", self._config.timeout_s)
 
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
-        connection = self._connected()
+        connection = self.connection()
         made = None if refilled else self._publication
         read = refilled or (self._staged.copied if self._staged else None)
         fingerprint = made.fingerprint if made else self.snapshot_index.expected

@@ -55,7 +55,9 @@ async def find_pushing(
 
 async def _map_all(fleet: Fleet, config: SyncConfig, engines: Mapping[str, Sequence[LayoutTable]]) -> bool:
     """Whether holders map the memory of every engine."""
-    if not all(rank.device and rank.buffers for ranks in engines.values() for rank in ranks):
+    if not all(
+        rank.device and rank.buffers and not rank.converts for ranks in engines.values() for rank in ranks
+    ):
         return False
     calls = {f"engine {name}": fleet.engines[name].peer.can_export() for name in engines}
     answers = (await gather_named(calls, "trial", config.connect_timeout_s)).require()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weightsync.memory.tensors import meta_of, named_tensors
 from weightsync.plan import TensorMeta
+from weightsync.plan.segment import CASTABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,19 @@ class Checkpoint:
     linears: frozenset[str]
     converts: str = ""
     stored: tuple[TensorMeta, ...] = ()
+
+    def as_held(self, model: torch.nn.Module) -> Checkpoint:
+        """Return the checkpoint with floats in the dtypes that an engine's `model` holds under their names.
+
+        Engines keep some in float32, such as routers, whatever their own dtype is.
+        """
+        held = {name: meta_of(name, each).dtype for name, each in named_tensors(model)[0].items()}
+
+        def held_as(meta: TensorMeta) -> TensorMeta:
+            dtype = held.get(meta.name, meta.dtype)
+            return replace(meta, dtype=dtype) if {dtype, meta.dtype} <= CASTABLE else meta
+
+        return replace(self, tensors=tuple(map(held_as, self.tensors)))
 
 
 def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:

@@ -33,6 +33,7 @@ class LiveWriter:
         slots: the bucket slots, uint8, as in `EngineFeed.slots`.
         readable: whether there is memory behind the buffers' addresses now. A sleeping engine has none.
         views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
+        casts: as `EngineFeed.casts`. Pieces are copied, not slots, and holders do not write the memory.
     """
 
     @collector_paused
@@ -44,6 +45,7 @@ class LiveWriter:
         slots: Sequence[torch.Tensor],
         readable: bool = True,
         views: Sequence[Sequence[PieceView]] = (),
+        casts: bool = False,
     ) -> None:
         self._plan, self._layout, self._live = plan, layout, live
         segments = by_tensor(plan, layout)
@@ -53,7 +55,7 @@ class LiveWriter:
         for bucket in plan.buckets() if plan.slots else ():
             for piece in bucket.pieces:
                 self._missing.count(piece.tensor, piece.box)
-        on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
+        on_device = not casts and all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
         self._host = None if on_device else HostTables(plan, segments, live, views)
         if self._device and readable:

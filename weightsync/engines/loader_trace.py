@@ -2,14 +2,15 @@
 
 The loader gets placeholders. A dispatch mode sees every ``copy_`` from a placeholder into a live parameter,
 records both views and skips the copy. The views' offsets and strides give the layout. `check_live` then
-proves that it writes each live byte exactly once. A loader that computes something in between (a cast, a
-transposed copy) is detected and refused.
+proves that it writes each live byte exactly once. A tensor that is stored as another float is declared as
+that, so that it comes as the engine holds it. A loader that computes something in between (a transposed copy)
+is detected and refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from weightsync.errors import PlanError
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live
+from weightsync.plan.segment import CASTABLE
 
 _Dim = tuple[int, int, int]
 """A dimension of a copy: number of steps, and the steps of source and target, in elements."""
@@ -195,6 +197,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._params = {name for name, _ in model.named_parameters()}
         self._live = _by_storage(model)
         self._segments: list[Segment] = []
+        self._dtypes: dict[str, str] = {}
         self._padding: list[tuple[str, int, int]] = []
         self._current: tuple[TensorMeta, torch.Tensor] | None = None
 
@@ -217,7 +220,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         written = {segment.buffer for segment in segments} | {entry[0] for entry in self._padding}
         live = {name: t for name, t in self._live.values() if name in self._params or name in written}
         layout = RankLayout(
-            tuple(metas),
+            tuple(replace(meta, dtype=self._dtypes.get(meta.name, meta.dtype)) for meta in metas),
             tuple(segments),
             tuple(tied),
             tuple(meta_of(name, tensor) for name, tensor in live.items()),
@@ -260,9 +263,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if self._current is None or not self._is_placeholder(source):
             raise UnprovableError(f"{name}: its loader computes what it stores")
         meta, tensor = self._current
-        if not source.dtype == tensor.dtype == target.dtype == live.dtype:
+        held = meta_of(meta.name, live).dtype
+        may_cast = {held, meta.dtype} <= CASTABLE
+        if self._dtypes.setdefault(meta.name, held) != held or not (held == meta.dtype or may_cast):
             raise UnprovableError(f"{name} is {live.dtype}, {meta.name} is {meta.dtype}")
-        self._segments.append(segment_of(meta, source, name, target, _offset(live, target)))
+        if source.dtype != tensor.dtype or target.dtype != live.dtype:
+            raise UnprovableError(f"{name}: its loader views bytes as another dtype")
+        stored = replace(meta, dtype=held)
+        self._segments.append(segment_of(stored, source, name, target, _offset(live, target)))
         return target
 
     def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:

@@ -163,19 +163,27 @@ class Rank:
         """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
-        self._takes_stored = layout.takes_stored({meta.name for meta in plan.tensors})
-        self._has_kernels = True
-        self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
+        names = {meta.name for meta in plan.tensors}
+        self._takes_stored = layout.takes_stored(names)
+        self._feed = EngineFeed.open(ticket, plan, timeout_s, layout.for_tensors(names))
+        self._plan, self._engine, casts = plan, ticket.engine, self._feed.casts
+        self._has_kernels = not casts  # they read slots
         if not layout.buffers:
             model = self._host.converted()
             self._parameters = None if model is None else LiveParameters(model, self._device)
             if not asleep:
                 self._prepare_tables(self._feed, plan)
-            return Attached(plan.digest(), None, None if asleep else self._live_export())
+            return Attached(plan.digest(), None, None if asleep else self._live_export(), casts)
         self._writer = LiveWriter(
-            plan, layout, self._live, self._feed.slots, readable=not asleep, views=self._feed.views
+            plan,
+            layout,
+            self._live,
+            self._feed.slots,
+            readable=not asleep,
+            views=self._feed.views,
+            casts=casts,
         )
-        return Attached(plan.digest(), None if asleep else self._writer.export())
+        return Attached(plan.digest(), None if asleep else self._writer.export(), casts=casts)
 
     def settle(self) -> None:
         """Wait for a step that may still run with the old weights."""

@@ -111,18 +111,26 @@ class TorchEngine:
         """Connect to the holder; export the live memory unless the engine sleeps."""
         (ticket,) = tickets
         self._detach()
-        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s), plan
+        (layout,) = self.layout()
+        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s, layout), plan
         if self._sleeps:
-            return [Attached(plan.digest(), None)]
+            return [Attached(plan.digest(), None, casts=self._feed.casts)]
         self._writer = self._open_writer()
-        return [Attached(plan.digest(), self._writer.export())]
+        return [Attached(plan.digest(), self._writer.export(), casts=self._feed.casts)]
 
     def _open_writer(self) -> LiveWriter:
         assert self._feed is not None
         assert self._plan is not None
         (layout,) = self.layout()
         self._written = self._guard
-        return LiveWriter(self._plan, layout, self._tensors, self._feed.slots, views=self._feed.views)
+        return LiveWriter(
+            self._plan,
+            layout,
+            self._tensors,
+            self._feed.slots,
+            views=self._feed.views,
+            casts=self._feed.casts,
+        )
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Wait for the running `generate`, with ``abort`` for one token. Later calls wait for `resume`."""

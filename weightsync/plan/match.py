@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,11 @@ from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """Paired tensors: `tensors` in travel order; tensor t is sent from the source's `source[t]`."""
+    """Paired tensors: `tensors` in travel order; tensor t is sent from the source's `source[t]`.
+
+    A tensor travels in the dtype that all engines hold. If they differ, it travels in the source's, and an
+    engine that holds another casts it.
+    """
 
     tensors: tuple[TensorMeta, ...]
     source: Int64
@@ -37,8 +41,11 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
         PlanError: names, shapes, dtypes or ties of the two sides do not fit.
     """
     first_name, first = engines[0]
-    for name, engine in engines[1:]:
-        _check_same(first_name, first, name, engine)
+    others = [
+        _Other(name, {meta.name: meta for meta in engine.tensors})
+        for name, engine in engines[1:]
+        if not _check_same(first_name, first, name, engine)
+    ]
     index = {meta.name: number for number, meta in enumerate(source.tensors)}
     _check_ties(source, index, engines)
     aliases = {alias: index[canonical] for alias, canonical in source.tied}
@@ -47,8 +54,36 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
     _check_used(source, pairs, wanted)
     for meta, number in zip(wanted, pairs.tolist(), strict=True):
         _check_pair(source.tensors[number], meta)
+    travel = [
+        _travelling(first_name, meta, others, source.tensors[number])
+        for meta, number in zip(wanted, pairs.tolist(), strict=True)
+    ]
     tied = sorted({pair for _, engine in engines for pair in engine.tied})
-    return Match(tuple(wanted), pairs, tuple(tied))
+    return Match(tuple(travel), pairs, tuple(tied))
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """An engine that holds tensors in other dtypes than the first engine."""
+
+    name: str
+    tensors: dict[str, TensorMeta]
+
+
+def _travelling(first: str, meta: TensorMeta, others: Sequence[_Other], ours: TensorMeta) -> TensorMeta:
+    """Return a tensor of the first engine as it travels: in the source's dtype if engines differ."""
+    for other in others:
+        held = other.tensors[meta.name]
+        if held.dtype != meta.dtype:
+            if not {meta.dtype, held.dtype, ours.dtype} <= CASTABLE:
+                raise PlanError(
+                    meta.name,
+                    f"engine {first} holds it as {meta.dtype}, engine {other.name} as {held.dtype}; "
+                    f"only {', '.join(sorted(CASTABLE))} are cast to one another: start both with one "
+                    "dtype, or give them to two WeightSyncs (add_model makes the second)",
+                )
+            return replace(meta, dtype=ours.dtype)
+    return meta
 
 
 def _travel_order(engine: Layout) -> list[int]:
@@ -134,25 +169,31 @@ def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[s
                 )
 
 
-def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> None:
-    """Check that all engines take the same tensors. Each is sent once, to all of them."""
+def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> bool:
+    """Check that engines take the same tensors. Each is sent once, to all of them.
+
+    Returns whether they also hold them in the same dtypes.
+    """
     if engine.names == first.names and engine.tensors == first.tensors:
-        return
+        return True
+    are_same = True
     metas = {meta.name: meta for meta in first.tensors}
     for meta in engine.tensors:
         known = metas.pop(meta.name, None)
         if known is None:
             hint = _hint(meta.name, first)
             raise PlanError(meta.name, f"engine {name} needs it, engine {first_name} does not; {hint}")
-        if known != meta:
+        if known.shape != meta.shape:
             raise PlanError(
                 meta.name,
                 f"engine {first_name} says {known.dtype} {known.shape}, engine {name} says "
-                f"{meta.dtype} {meta.shape}; all engines must serve the same model in the same dtype",
+                f"{meta.dtype} {meta.shape}; all engines must serve the same model",
             )
+        are_same = are_same and known.dtype == meta.dtype
     for left in metas:
         hint = _hint(left, engine)
         raise PlanError(left, f"engine {first_name} needs it, engine {name} does not; {hint}")
+    return are_same
 
 
 def _hint(name: str, other: Layout) -> str:

@@ -287,6 +287,10 @@ class MeshPlace:
     cuts: Mapping[str, Cut]
 
 
+AS_STORED = "none is converted"
+"""What `RankLayout.converts` says of a rank that takes the tensors of its own checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankLayout:
     """Everything that one rank declares.
@@ -338,6 +342,6 @@ class RankLayout:
             segments,
             self.tied,
             device=self.device,
-            converts="none is converted",
+            converts=AS_STORED,
             draft=self.draft,
         )

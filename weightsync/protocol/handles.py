@@ -134,8 +134,10 @@ class Attached:
     Attributes:
         export: memory that holds the plan's tensors.
         live: memory that holds what the rank made of them.
+        casts: the rank casts tensors that travel in other dtypes than its layout's.
     """
 
     plan_digest: str
     export: Export | None
     live: LiveExport | None = None
+    casts: bool = False

@@ -46,13 +46,14 @@ class AttachReport:
     plan_digest: str
     memory: DeviceMemory | None
     live: LiveMemory | None = None
+    casts: bool = False
 
     @classmethod
     def of(cls, attached: Attached) -> AttachReport:
         """Make the report of what a source or an engine returned."""
         export, live = attached.export, attached.live
         memory = DeviceMemory.of(export.buffers) if export else None
-        return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None)
+        return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None, attached.casts)
 
 
 class UpdateTask(msgspec.Struct, frozen=True):

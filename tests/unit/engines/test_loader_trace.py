@@ -229,10 +229,23 @@ def test_what_cannot_be_proven_is_refused(load: Callable[..., object], says: str
     assert (model.weight == -1).all()
 
 
-def test_a_cast_is_refused() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_float_is_declared_in_the_dtype_that_the_engine_stores(dtype: str) -> None:
+    traced = check(Sharded(1, 2), metas_of(dtype=dtype))
+    assert {meta.dtype for meta in traced.layout.tensors} == {"float32"}
+
+
+def test_another_cast_is_refused() -> None:
     model = One(lambda p, w: p.data.copy_(w), 4, 6)
-    with pytest.raises(UnprovableError, match=r"weight is torch\.float32, w is bfloat16"):
-        trace(model, [TensorMeta("w", "bfloat16", (4, 6))], ())
+    with pytest.raises(UnprovableError, match=r"weight is torch\.float32, w is int32"):
+        trace(model, [TensorMeta("w", "int32", (4, 6))], ())
+
+
+def test_a_tensor_that_is_stored_in_two_dtypes_is_refused() -> None:
+    model = One(lambda p, w: [p.data[:2].copy_(w[:2]), model.rest.data.copy_(w[2:])], 2, 6)
+    model.rest = nn.Parameter(torch.zeros(2, 6, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(UnprovableError, match=r"rest is torch\.bfloat16"):
+        trace(model, [TensorMeta("w", "float32", (4, 6))], ())
 
 
 def test_a_parameter_that_nothing_reaches_is_named() -> None:

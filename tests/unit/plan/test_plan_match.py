@@ -141,9 +141,26 @@ def test_engines_must_take_the_same() -> None:
         plan(whole(A, B), whole(A), whole(A, B))
     with pytest.raises(PlanError, match="b: engine e0 needs it, engine e1 does not"):
         plan(whole(A, B), whole(A, B), whole(A))
-    half = TensorMeta("a", "float16", (4, 2))
-    with pytest.raises(PlanError, match=r"a: engine e0 says bfloat16 \(4, 2\), engine e1 says float16"):
-        plan(whole(A), whole(A), whole(half))
+    longer = TensorMeta("a", "float16", (5, 2))
+    with pytest.raises(
+        PlanError, match=r"a: engine e0 says bfloat16 \(4, 2\), engine e1 says float16 \(5, 2"
+    ):
+        plan(whole(A), whole(A), whole(longer))
+
+
+@pytest.mark.parametrize("trained", ["bfloat16", "float32", "float64"])
+def test_a_tensor_that_engines_hold_in_different_floats_travels_as_the_source_has_it(trained: str) -> None:
+    ours, wide = replace(A, dtype=trained), replace(A, dtype="float32")
+    made = plan(whole(ours, B), whole(A, B), whole(wide, B))
+    assert made.tensors == (ours, B)
+    assert plan(whole(ours, B), whole(wide, B), whole(wide, B)).tensors == (wide, B)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float8_e4m3fn"])
+def test_what_cannot_be_cast_names_both_engines_and_remedies(dtype: str) -> None:
+    wrong = "a: engine e0 holds it as bfloat16, engine e1 as .*; only bfloat16.*two WeightSyncs.*add_model"
+    with pytest.raises(PlanError, match=wrong):
+        plan(whole(A), whole(A), whole(replace(A, dtype=dtype)))
 
 
 def test_a_tensor_tied_on_both_sides_is_sent_once() -> None:

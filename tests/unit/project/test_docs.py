@@ -41,6 +41,7 @@ RUN_BY = {
         "tests/actors/test_models.py",
         "tests/actors/test_drafts.py",
         "tests/actors/test_drafts_in_training.py",
+        "tests/actors/test_dtypes_in_one_fleet.py",
     ],
     "docs/extending.md": ["tests/unit/project/test_docs.py"] * 2,
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,

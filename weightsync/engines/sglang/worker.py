@@ -76,7 +76,7 @@ class SglangHost:
             # SGLang's loader would copy full-precision values into quantised parameters, without scales.
             remedy = "leave it out and start SGLang with quantization='fp8', or serve this format with vLLM"
             raise ConfigError("quantization_config", quantization, remedy)
-        return checkpoint_of(config, getattr(torch, self._settings.dtype))
+        return checkpoint_of(config, getattr(torch, self._settings.dtype)).as_held(self._model)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._model.load_weights(weights)  # type: ignore[operator]

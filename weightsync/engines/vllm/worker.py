@@ -72,6 +72,8 @@ class _Host:
         config = self._runner.model_config
         quantization = quantization_of(config)
         checkpoint = checkpoint_of(config.hf_config, config.dtype)
+        if self._runner.vllm_config.parallel_config.pipeline_parallel_size == 1:  # else a rank holds a part
+            checkpoint = checkpoint.as_held(self.model())
         self._formats = formats_of(checkpoint, quantization)
         self._stored = stored_tensors(checkpoint, self._formats)
         if quantization.groups:  # vLLM's online quantisation takes the tensors as they are

@@ -1,0 +1,103 @@
+"""Casts what travels to the dtypes that an engine rank holds, and keeps the proof of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weightsync.channel.sink import PieceView, Sink
+from weightsync.memory.digests import BoxPart, box_digests
+from weightsync.plan import Plan, RankLayout
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.messages import Digests
+
+
+class Casting:
+    """What a rank casts, with digests of it before and after.
+
+    A `Sink` gets pieces in the rank's dtypes, and digests what it then holds. From these digests
+    `of_received` makes those of the trainers, if the right elements came and the rank holds them, cast.
+    """
+
+    def __init__(self, plan: Plan, layout: RankLayout) -> None:
+        """`layout`: the rank's, with the tensors of `plan`."""
+        dtypes = {meta.name: meta.dtype for meta in layout.tensors}
+        self._plan = plan
+        self._dtype: dict[int, torch.dtype] = {
+            tensor: getattr(torch, dtypes[meta.name])
+            for tensor, meta in enumerate(plan.tensors)
+            if dtypes.get(meta.name, meta.dtype) != meta.dtype
+        }
+        self._segments = by_tensor(plan, layout)
+        self._received, self._cast = np.zeros((2, len(plan.tensors)), np.uint64)
+        self._came: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._dtype)
+
+    def begin(self) -> None:
+        """Start a load. Tensors that do not come in it keep their digests, as frozen ones do."""
+        self._came.clear()
+
+    def cast(self, pieces: Sequence[PieceView]) -> list[PieceView]:
+        """Return a bucket's pieces in the rank's dtypes. Digests the rank's boxes of those that are cast."""
+        done, before, after = [], list[BoxPart](), list[BoxPart]()
+        for tensor, box, data in pieces:
+            if (dtype := self._dtype.get(tensor)) is None:
+                done.append((tensor, box, data))
+                continue
+            made = data.to(dtype)
+            done.append((tensor, box, made))
+            self._forget(tensor)
+            shape = self._plan.tensors[tensor].shape
+            for segment in self._segments[tensor]:
+                if part := box.intersect(segment.box):
+                    index = part.slices(box)
+                    before.append(BoxPart(tensor, data[index], shape, part))
+                    after.append(BoxPart(tensor, made[index], shape, part))
+        if before:
+            num_tensors = len(self._plan.tensors)
+            self._received += box_digests(before, num_tensors)
+            self._cast += box_digests(after, num_tensors)
+        return done
+
+    def of_received(self, held: Digests) -> Digests:
+        """Return digests in the dtypes that travel. `held` are those of the rank's dtypes.
+
+        Where the rank holds what was cast, they are those of what came; else they differ.
+        """
+        wanted = [*self._dtype]
+        found: Digests = held.copy()
+        found[wanted] += self._received[wanted] - self._cast[wanted]
+        return found
+
+    def _forget(self, tensor: int) -> None:
+        if tensor not in self._came:
+            self._came.add(tensor)
+            self._received[tensor] = self._cast[tensor] = 0
+
+
+class CastingSink:
+    """A Sink in front of another, which gets pieces in its own dtypes."""
+
+    def __init__(self, sink: Sink, casting: Casting) -> None:
+        self._sink, self._casting = sink, casting
+        casting.begin()
+
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """Cast a bucket's pieces, and pass them on."""
+        self._sink.take(bucket, self._casting.cast(pieces))
+
+    def written(self) -> None:
+        """Pass it on: only frozen tensors are left out, since no holder writes the rank's memory."""
+        self._sink.written()
+
+    def finish(self) -> None:
+        """Finish the other sink."""
+        self._sink.finish()
+
+    def digests(self) -> Digests:
+        """Return the other sink's digests, in the dtypes that travel."""
+        return self._casting.of_received(self._sink.digests())
