@@ -24,15 +24,14 @@ def _updated(
     plan, conversions = connection.plan, connection.conversions.by_engine.get(name, {})
     of_draft, version = component == "draft", fleet.engines[name].record.version
     held = {i: meta for i, meta in enumerate(plan.tensors) if meta.name.startswith(DRAFT) is of_draft}
-    return Covered(
-        engine=name,
-        component=component,
-        version=version,
-        num_tensors=len(held),
+    return Covered.of(
+        name,
+        component,
+        held.values(),
+        connection.router.routes.get(name, ""),
+        conversions.get("draft" if of_draft else "model", ""),
         num_frozen=len(held.keys() & set(plan.frozen)),
-        nbytes=sum(meta.nbytes for meta in held.values()),
-        route=connection.router.routes.get(name, ""),
-        conversion=conversions.get("draft" if of_draft else "model", ""),
+        version=version,
         proof=last.proofs.get(name, "") if last and last.version == version else "",
     )
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +24,8 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.catalog import load
 from weightsync.recipes.cluster import local_cluster
-from weightsync.recipes.doctor import is_fit, table
-from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, recipe_scene
+from weightsync.recipes.doctor import diagnosis, diagnosis_json, is_fit
+from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.inputs import (
     at_least_one,
@@ -52,6 +52,7 @@ from weightsync.recipes.schema import recipe_schema
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.shapes import ModelShape
 from weightsync.recipes.time_shares import ON_CPUS
+from weightsync.report import Covered
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
@@ -210,8 +211,9 @@ def plan(
             apart=apart,
             offloaded=offloaded,
             cluster=host,
-            quantization=read_quantization(quantization) if quantization else None,
         )
+        if quantization:
+            scene = replace(scene, quantizations=(read_quantization(quantization),) * len(scene.engines))
     print(forecast(scene))
 
 
@@ -277,6 +279,12 @@ def schema(
 
 @app.command()
 def doctor(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE|DIR]", help="A recipe, or a run's folder: what its engines serve, too."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows for programs instead of lines.")] = False,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="All hosts of a running Ray cluster, and each pair of them.")
@@ -293,18 +301,28 @@ def doctor(
 ) -> None:
     """Show what this machine can do and how to fix what is missing. Exits with 1 if anything is.
 
+    With a recipe, show what its engines are to serve, and how; with the folder of a run, what they serve.
     With --cluster, show what each host of a Ray cluster has, and how fast each reaches the others.
     """
     if cluster:
+        refuse({"RECIPE or DIR": what}, "leave it out: --cluster is about hosts")
         raise typer.Exit(
             _examine_cluster(address or "auto", ports, 10.0 if timeout is None else timeout, as_json)
         )
     refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
     from weightsync.recipes.probes import diagnose  # imports torch and looks for engines
 
+    served = None if what is None else _served(what)
     rows = diagnose()
-    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))
+    print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served))
     raise typer.Exit(DONE if is_fit(rows) else FAILED)
+
+
+def _served(what: str) -> list[Covered]:
+    """Return what engines of a run serve, by its folder, or what those of a recipe are to serve."""
+    if Path(what).is_dir():
+        return read_report(report_in(Path(what))).coverage
+    return planned(load_recipe(recipe_file(what), []))
 
 
 def _examine_cluster(address: str, ports: str | None, timeout_s: float, as_json: bool) -> int:

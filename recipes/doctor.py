@@ -1,10 +1,13 @@
-"""The table of `weightsync doctor`: what a machine can do, and remedies."""
+"""What `weightsync doctor` says: what a machine can do, remedies, and what a fleet serves."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
+
+from weightsync.report import Covered, coverage_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +40,17 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(f"{row.state:<7}  {row.name:<{width}}  {row.found}")
         lines += [f"{'':<7}  {'':<{width}}  → {row.remedy}"] if row.remedy else []
     return "\n".join(lines)
+
+
+def diagnosis(rows: Sequence[Row], served: Sequence[Covered] | None) -> str:
+    """Return both tables. `served` is what engines serve, None if nobody asked."""
+    if served is None:
+        return table(rows)
+    return "\n".join([table(rows), "", coverage_table(served) if served else "no engine has been connected"])
+
+
+def diagnosis_json(rows: Sequence[Row], served: Sequence[Covered] | None) -> str:
+    """Return the same for programs: the rows, or an object with ``checks`` and ``serves``."""
+    checks = [asdict(row) for row in rows]
+    found = checks if served is None else {"checks": checks, "serves": [asdict(row) for row in served]}
+    return json.dumps(found, indent=1)

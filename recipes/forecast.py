@@ -7,28 +7,31 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from weightsync.config import SyncConfig
+from weightsync.driver.routing import DIRECT
 from weightsync.errors import ConfigError
 from weightsync.plan import (
     Cluster,
     Explanation,
     Layout,
     Members,
+    Plan,
     Reads,
     Reshard,
     TensorMeta,
     make_plan,
     same_dtype_tensors,
 )
+from weightsync.plan.conversion import IDENTITY, casts, conversion_of, dtypes
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
 from weightsync.plan.formats import Quantization
 from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
-from weightsync.recipes.quantised import explain_formats
+from weightsync.recipes.quantised import INT4, explain_formats, formats_text
 from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
-from weightsync.report import bytes_text
+from weightsync.report import Covered, bytes_text, coverage_table
 
 MOST_COPIES = 10_000_000
 """Planning this many takes about six seconds, and twice that if they read other hosts."""
@@ -45,7 +48,8 @@ class Scene:
         apart: engines have their own GPUs, after the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
         cluster: its name and its hosts, which are filled in order; None gives no times.
-        quantization: how the engines' checkpoints are quantised, if they are.
+        names: of the engines; empty for engine-0, engine-1 and so on.
+        quantizations: how the checkpoint of each engine is quantised, None if it is not; empty if none is.
     """
 
     name: str
@@ -56,7 +60,8 @@ class Scene:
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
-    quantization: Quantization | None = None
+    names: tuple[str, ...] = ()
+    quantizations: tuple[Quantization | None, ...] = ()
 
     def members(self) -> Members:
         """Return the members, with one holder for each GPU."""
@@ -73,9 +78,11 @@ class _Sides:
     """The layouts of a scene, from which each way of moving is planned."""
 
     scene: Scene
+    tensors: Sequence[TensorMeta]
     members: Members
     source: Layout
     engines: Mapping[str, Layout]
+    quantizations: Sequence[Quantization | None]
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
@@ -92,6 +99,11 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         offloaded=offloaded or recipe.loop.sleep > 0,
         cluster=cluster,
         sync=recipe.sync,
+        names=tuple(recipe.engine_specs),
+        quantizations=tuple(
+            Quantization.read(INT4) if spec.quantization == "int4" else None
+            for spec in recipe.engine_specs.values()
+        ),
     )
 
 
@@ -99,16 +111,53 @@ def forecast_adapter(recipe: Recipe) -> str:
     """Describe what an update of the recipe's adapter moves."""
     lora, tensors = recipe.trainers.lora, checkpoint_tensors(_shape(recipe.model))
     assert lora
-    pairs = [tensor.shape for tensor in tensors if tensor.name.endswith("_proj.weight")]
-    nbytes = sum(lora.rank * sum(shape) * 4 for shape in pairs)
+    pairs = _adapter_tensors(lora.rank, tensors)
     engines = count_text(len(recipe.engine_specs), "engine")
+    nbytes = sum(meta.nbytes for meta in pairs)
     return "\n".join(
         [
-            f"{recipe.name}: an adapter of rank {lora.rank}, {2 * len(pairs)} tensors, {bytes_text(nbytes)}",
+            f"{recipe.name}: an adapter of rank {lora.rank}, {len(pairs)} tensors, {bytes_text(nbytes)}",
             f"{count_text(recipe.trainers.count, 'trainer')} to {engines}; read in place on GPUs of one host",
             f"its model, {_parameters(_shape(recipe.model), tensors)}, comes from a checkpoint, once",
+            "",
+            "serves",
+            *(f"  {line}" for line in _serves_lines(planned(recipe))),
         ]
     )
+
+
+def _adapter_tensors(rank: int, tensors: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """Return A [rank, columns] and B [rows, rank] of each linear layer."""
+    return [
+        TensorMeta(f"{meta.name}.{side}", "float32", shape)
+        for meta in tensors
+        if meta.name.endswith("_proj.weight")
+        for side, shape in (("A", (rank, meta.shape[1])), ("B", (meta.shape[0], rank)))
+    ]
+
+
+def planned(recipe: Recipe) -> list[Covered]:
+    """Return the rows of what a recipe's engines are to serve, before anything has moved."""
+    if lora := recipe.trainers.lora:
+        tensors = checkpoint_tensors(_shape(recipe.model))
+        pairs = _adapter_tensors(lora.rank, tensors)
+        return [
+            row
+            for name in recipe.engine_specs
+            for row in (
+                Covered.of(name, "model", tensors, "it comes from a checkpoint", IDENTITY),
+                Covered.of(name, "adapter policy", pairs, DIRECT, IDENTITY),
+            )
+        ]
+    sides = _sides(recipe_scene(recipe, None, offloaded=False))
+    return _served(sides, _plan(sides))
+
+
+def _serves_lines(rows: Sequence[Covered]) -> list[str]:
+    return [
+        *coverage_table(rows).splitlines(),
+        "routes are those of engines on GPUs; on CPUs all is broadcast",
+    ]
 
 
 def _shape(spec: ModelSpec) -> ModelShape:
@@ -139,30 +188,68 @@ def forecast(scene: Scene) -> str:
     Raises:
         ConfigError: the model cannot be cut as the scene asks, or the limits of `sync` are too small.
     """
-    tensors = checkpoint_tensors(scene.model)
-    members = scene.members()
-    layouts = {kind: engine_layout(tensors, scene.model, kind) for kind in set(scene.engines)}
-    sides = _Sides(
-        scene,
-        members,
-        trainer_layout(tensors, scene.model, scene.trainers),
-        {name: layouts[kind] for (name, _), kind in zip(members.engines, scene.engines, strict=True)},
-    )
+    sides = _sides(scene)
+    plan, tensors, members = _plan(sides), sides.tensors, sides.members
     lines = [
         f"{scene.name}: {_parameters(scene.model, tensors)}",
         f"{_ranks(scene)}, on {count_text(members.num_holders, 'GPU')}{_on_hosts(scene, members)}",
     ]
-    sections = {"broadcast": _broadcast(sides), "direct": _direct(sides)}
-    if scene.quantization:
-        sections["quantised"] = explain_formats(tensors, scene.quantization)
+    sections = {
+        "serves": _serves_lines(_served(sides, plan)),
+        "broadcast": _broadcast(scene, plan),
+        "direct": _direct(sides),
+    }
+    for quantization in dict.fromkeys(filter(None, sides.quantizations)):
+        sections["quantised"] = explain_formats(_held(tensors, quantization), quantization)
     for title, section in sections.items():
         lines += ["", title, *(f"  {line}" for line in section)]
     return "\n".join(lines)
 
 
-def _broadcast(sides: _Sides) -> list[str]:
-    scene, sync = sides.scene, sides.scene.sync
-    plan = make_plan(
+def _held(tensors: Sequence[TensorMeta], quantization: Quantization | None) -> list[TensorMeta]:
+    """Return the tensors as an engine takes them: one that quantises is in bfloat16."""
+    wide = ("float32",) if quantization else ()
+    return [replace(meta, dtype="bfloat16") if meta.dtype in wide else meta for meta in tensors]
+
+
+def _sides(scene: Scene) -> _Sides:
+    tensors, members = checkpoint_tensors(scene.model), scene.members()
+    quantizations = scene.quantizations or (None,) * len(scene.engines)
+    kinds = [*zip(scene.engines, quantizations, strict=True)]
+    layouts = {kind: engine_layout(_held(tensors, kind[1]), scene.model, kind[0]) for kind in set(kinds)}
+    return _Sides(
+        scene,
+        tensors,
+        members,
+        trainer_layout(tensors, scene.model, scene.trainers),
+        {name: layouts[kind] for (name, _), kind in zip(members.engines, kinds, strict=True)},
+        quantizations,
+    )
+
+
+def _served(sides: _Sides, plan: Plan) -> list[Covered]:
+    """Return the rows of what each engine is to serve."""
+    scene, known = sides.scene, dict[tuple[Layout, Quantization | None], tuple[str, str]]()
+    for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True):
+        if (engine, quantization) not in known:
+            converts = formats_text(sides.tensors, quantization) if quantization else ""
+            same, _ = same_dtype_tensors(sides.source, name, engine)
+            whole = converts or scene.offloaded or casts(dtypes(plan.tensors), engine.tensors)
+            is_direct = same and not whole and scene.sync.mode != "broadcast"
+            known[engine, quantization] = (
+                DIRECT if is_direct else "broadcast",
+                conversion_of(sides.source, plan.tensors, engine, converts),
+            )
+    keys = zip(sides.engines.values(), sides.quantizations, strict=True)
+    names = scene.names or tuple(sides.engines)
+    return [
+        Covered.of(name, "model", plan.tensors, *known[key]) for name, key in zip(names, keys, strict=True)
+    ]
+
+
+def _plan(sides: _Sides) -> Plan:
+    sync = sides.scene.sync
+    return make_plan(
         sides.source,
         sides.engines,
         sides.members,
@@ -170,6 +257,9 @@ def _broadcast(sides: _Sides) -> list[str]:
         max_staging_bytes=sync.max_staging_bytes,
         slots=sync.num_slots,
     )
+
+
+def _broadcast(scene: Scene, plan: Plan) -> list[str]:
     if scene.cluster is None:
         return str(plan.explain()).splitlines()
     name, host = scene.cluster
@@ -182,7 +272,7 @@ def _direct(sides: _Sides) -> list[str]:
     scene = sides.scene
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
-    if scene.quantization:
+    if any(scene.quantizations):
         return ["none: a quantised engine takes whole tensors"]
     name, engine = next(iter(sides.engines.items()))
     names, reasons = same_dtype_tensors(sides.source, name, engine)

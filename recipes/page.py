@@ -21,7 +21,7 @@ from weightsync.recipes.run_folder import replace_text
 from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
 from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.recipes.time_shares import TimeShares, last_update
-from weightsync.report import bytes_text
+from weightsync.report import COVERAGE_HEAD, bytes_text, coverage_cells
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "stage", "pause", "move", "load", "verify", "commit")
@@ -87,8 +87,20 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
         since=min((span.began for spans in ranks.values() for span in spans), default=0.0),
         num_left_out=len(report.spans) - len(ranks),
         links=_links(report) if report.links else None,
+        coverage_head=COVERAGE_HEAD,
+        served=coverage_cells(report.coverage),
+        reasons=_reasons(report),
         failed=[row for row in report.steps if row.failures or row.retried],
     )
+
+
+def _reasons(report: RunReport) -> list[str]:
+    """Return why engines take broadcasts, each reason once with its engines."""
+    why: dict[str, list[str]] = {}
+    for row in report.coverage:
+        if row.component == "model" and row.route not in ("", "direct"):
+            why.setdefault(row.route, []).append(row.engine)
+    return [f"{', '.join(names)}: {reason}" for reason, names in why.items()]
 
 
 def _facts(report: RunReport) -> list[tuple[str, str, str]]:

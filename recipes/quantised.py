@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 from weightsync.plan.explain import count_text, size_text
-from weightsync.plan.formats import FIELD, MICROSCALING, Quantization
+from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
 
 INT4 = {
     "quant_method": "compressed-tensors",
@@ -61,6 +61,18 @@ def quantization_config(given: str) -> dict[str, Any]:
     return found
 
 
+def _format_of(meta: TensorMeta, quantization: Quantization) -> Format | None:
+    is_linear = meta.name.endswith(".weight") and len(meta.shape) == 2 and not meta.name.endswith(_OTHERS)
+    return quantization.of(meta.name) if is_linear else None
+
+
+def formats_text(tensors: Sequence[TensorMeta], quantization: Quantization) -> str:
+    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``."""
+    forms = (_format_of(meta, quantization) for meta in tensors)
+    counts = Counter(str(form) for form in forms if form)
+    return ", ".join(f"{count} become {form}" for form, count in counts.items())
+
+
 def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -> list[str]:
     """Return a line for each format, with its bytes, and one for what stays as it is.
 
@@ -70,8 +82,7 @@ def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -
     rules = {group.format.rule for group in quantization.groups}
     groups: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for meta in tensors:
-        is_linear = meta.name.endswith(".weight") and len(meta.shape) == 2 and not meta.name.endswith(_OTHERS)
-        form = quantization.of(meta.name) if is_linear else None
+        form = _format_of(meta, quantization)
         values, *others = form.stored(meta) if form else (meta,)
         row = meta.nbytes, values.nbytes, sum(each.nbytes for each in others)
         groups[f"become {form}" if form else f"stay {meta.dtype}"].append(row)

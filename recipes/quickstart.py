@@ -23,7 +23,7 @@ from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import leave, sleep, start, train, update
 from weightsync.recipes.survival import find_actors, read_back
 from weightsync.recipes.task import ProblemSampler
-from weightsync.report import HealReport
+from weightsync.report import HealReport, coverage_table
 
 
 def run(
@@ -68,8 +68,8 @@ def run(
             last = max([policy.version, *(row.version for row in report.steps)])
             updates.append(policy.update(last + 1))
             screen.line(str(updates[-1]))
-        for served in sync.coverage():
-            screen.line(str(served))
+        report.coverage = sync.coverage()
+        screen.line(coverage_table(report.coverage))
         report.steps = [row for row in report.steps if row.version <= policy.version]
 
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
@@ -98,6 +98,7 @@ def run(
             with screen.stage("heal"):
                 elastic.wait_healed(recipe.engine_specs)
             report.engines |= elastic.infos
+            report.coverage = sync.coverage()
             screen.line(f"served by {', '.join(sync.serving())}")
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         report.heals = [*healed, *sync.heals]

@@ -17,7 +17,7 @@ from rich.table import Table
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.recipes.time_shares import last_update
-from weightsync.report import bytes_text
+from weightsync.report import bytes_text, coverage_table
 
 _BAR_WIDTH = 40
 
@@ -52,7 +52,7 @@ class Screen:
         )
 
     def summary(self, report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> None:
-        """Print the table at the end, then why the run failed, and a line for each heal.
+        """Print the figures, what engines serve, why the run failed, and a line for each heal.
 
         `cluster` gives the rates of links, and so the floor of an update.
         """
@@ -64,6 +64,8 @@ class Screen:
             table.add_row("last update", f"{shares.bar(_BAR_WIDTH)}\n{shares}")
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
+        if report.coverage:
+            self.line(coverage_table(report.coverage))
         if report.error:
             self.line(f"failed: {report.error}")
         for heal in report.heals:

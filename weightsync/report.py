@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal
+from typing import Literal, Protocol
 
 from weightsync.protocol.timing import Span
 
@@ -26,6 +26,11 @@ class Link:
     target: str
     distance: Distance
     nbytes: int
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +62,48 @@ class Covered:
     conversion: str = ""
     proof: str
 
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        component: str,
+        tensors: Collection[_Sized],
+        route: str,
+        conversion: str,
+        *,
+        num_frozen: int = 0,
+        version: int = 0,
+        proof: str = "",
+    ) -> Covered:
+        """Make the row of a component with these tensors, by default before anything has moved."""
+        return cls(
+            engine=engine,
+            component=component,
+            version=version,
+            num_tensors=len(tensors),
+            num_frozen=num_frozen,
+            nbytes=sum(meta.nbytes for meta in tensors),
+            route=route,
+            conversion=conversion,
+            proof=proof,
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table says below `COVERAGE_HEAD`, in its order."""
+        is_moved = self.num_frozen < self.num_tensors
+        way = ("direct" if self.route == "direct" else "broadcast") if self.route else "none"
+        return (
+            self.engine,
+            self.component,
+            f"{self.num_tensors}" + (f", {self.num_frozen} frozen" if self.num_frozen and is_moved else ""),
+            bytes_text(self.nbytes),
+            way if is_moved else "frozen",
+            self.conversion or "none",
+            f"{self.version}" if self.version else "none",
+            self.proof or "not compared",
+        )
+
     def __str__(self) -> str:
         some = "all" if self.num_frozen == self.num_tensors else f"{self.num_frozen} of them"
         frozen = f", {some} frozen" if self.num_frozen else ""
@@ -66,6 +113,29 @@ class Covered:
             f"{self.engine}, {self.component}: {told}; "
             f"{self.num_tensors} tensors{frozen}, {bytes_text(self.nbytes)}{changed}"
         )
+
+
+COVERAGE_HEAD = ("engine", "component", "tensors", "bytes", "route", "conversion", "version", "verified")
+
+
+def coverage_cells(rows: Sequence[Covered]) -> list[tuple[str, ...]]:
+    """Return the cells of rows. Engines of which a table says the same have one row together."""
+    engines: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in (row.cells for row in rows):
+        engines.setdefault(tuple(cells), []).append(name)
+    return [(_names(names), *cells) for cells, names in engines.items()]
+
+
+def coverage_table(rows: Sequence[Covered]) -> str:
+    """Return a table of what engines serve, and what is known of it, with `COVERAGE_HEAD` above."""
+    lines = [COVERAGE_HEAD, *coverage_cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in line).rstrip() for line in padded)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
     assert all(step["verified"] and step["bytes"] > 1e6 for step in report["steps"])
     assert report["steps"][-1]["engines"] == {"main-0": 3, "main-1": 3}
     assert report["heals"] == []
+    assert done.stdout.count("engine          component  tensors") == 2  # first version, and the end
+    assert re.search(r"main-0, main-1  model +25 +1\.25 MB  broadcast  (load|identity) +3 ", done.stdout)
     assert f"start 2 trainers and 2 engines on {report['devices']}:" in done.stdout
     assert {"seed", "host", "packages", "name"} <= set(report)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from weightsync import SyncReport
 from weightsync.protocol.timing import Span
-from weightsync.report import Covered
+from weightsync.report import COVERAGE_HEAD, Covered, coverage_table
 
 REPORT = SyncReport(
     version=7,
@@ -76,3 +76,27 @@ def test_a_row_of_coverage_is_one_line() -> None:
     assert (
         str(replace(row, num_frozen=0, proof="")) == "e0, draft: version 3, not compared; 21 tensors, 657 kB"
     )
+    assert str(replace(row, conversion="cast: 2 tensors")).endswith("657 kB; cast: 2 tensors")
+    assert str(replace(row, conversion="load")) == str(replace(row, conversion="identity")) == str(row)
+
+
+def test_a_table_of_coverage_has_one_row_for_engines_that_are_alike() -> None:
+    tensors = [Sized(600_000), Sized(57_000)]
+    rows = [
+        Covered.of(f"e{i}", "model", tensors, "direct", "identity", version=7, proof="live weights")
+        for i in range(5)
+    ]
+    rows[1] = Covered.of("e1", "model", tensors, "sync.mode is broadcast", "load", num_frozen=1)
+    rows.append(Covered.of("e0", "draft", tensors, "", "", num_frozen=2, version=7))
+    assert coverage_table(rows).splitlines() == [
+        "engine             component  tensors      bytes   route      conversion  version  verified",
+        "e0, e2 and 2 more  model      2            657 kB  direct     identity    7        live weights",
+        "e1                 model      2, 1 frozen  657 kB  broadcast  load        none     not compared",
+        "e0                 draft      2            657 kB  frozen     none        7        not compared",
+    ]
+    assert coverage_table([]).split() == list(COVERAGE_HEAD)
+
+
+class Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,8 @@ from typer.testing import CliRunner
 from weightsync.errors import ConfigError, TransportError
 from weightsync.recipes import cli, probes
 from weightsync.recipes.doctor import Row, is_fit, table
+from weightsync.recipes.run_report import RunReport
+from weightsync.report import Covered, coverage_table
 
 RUNNER = CliRunner()
 Machine = Callable[..., None]
@@ -25,6 +30,45 @@ Machine = Callable[..., None]
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_recipes_engines_and_those_of_a_run_are_in_the_same_table(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "diagnose", lambda: [Row("memory", "1 TB")])
+    option = ["--json"] if as_json else []
+    row = Covered.of("main-0", "model", (), "direct", "identity", version=7, proof="live weights")
+    RunReport(name="quickstart", seed=0, coverage=[row]).write(tmp_path / "report.json")
+    planned, run = (
+        RUNNER.invoke(cli.app, ["doctor", what, *option]).stdout for what in ("quickstart", str(tmp_path))
+    )
+    if as_json:
+        assert json.loads(run)["serves"] == [asdict(row)]
+        assert [each["version"] for each in json.loads(planned)["serves"]] == [0, 0]
+        assert json.loads(run)["checks"] == json.loads(planned)["checks"]
+    else:
+        assert run.endswith(f"\n\n{coverage_table([row])}\n")
+        assert re.search(
+            r"\nmain-0, main-1 +model +25 +1\.25 MB +direct +identity +none +not compared\n$", planned
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["quickstart", "--cluster"], "RECIPE or DIR: 'quickstart' is not valid; leave it out: --cluster"),
+        (["nonsuch"], "recipe: 'nonsuch' is not valid; give a YAML file or a shipped name"),
+        (["."], "DIR: '.' is not valid; give the folder of a run"),
+    ],
+)
+def test_what_the_doctor_cannot_look_at_is_named(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = RUNNER.invoke(cli.app, ["doctor", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 @pytest.fixture

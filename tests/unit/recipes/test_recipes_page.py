@@ -82,6 +82,7 @@ def run_report(engines: tuple[str, ...] = ("main-0", "main-1"), num_steps: int =
             num_frozen=0,
             nbytes=last.bytes,
             route=last.routes[name],
+            conversion="cast: 24 tensors from float32 to bfloat16 at the source",
             proof=last.proofs.get(name, ""),
         )
         for name in engines
@@ -114,8 +115,10 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "Bytes of an update 1.25 MB 0.125 GB/s while moving",
         "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
         "Failures 2 1 heal ",
-        "main-0 model: version 17, 24 tensors, 1.25 MB directly out of the trainers' memory live weights",
-        "main-1 model: version 17, 24 tensors, 1.25 MB by broadcast: sync.mode is broadcast",
+        "engine component tensors bytes route conversion version verified main-0 model 24 1.25 MB direct "
+        "cast: 24 tensors from float32 to bfloat16 at the source 17 live weights",
+        "main-1 model 24 1.25 MB broadcast cast: 24 tensors from float32 to bfloat16 at the source 17",
+        "Why engines take broadcasts: main-1: sync.mode is broadcast.",
         "main-0: version 2 at",
         "update by update. Publish: trainers make their new weights readable. Pause:",
         "move 28.5 ms 36 ms",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.recipes.screen import Screen
-from weightsync.report import HealReport
+from weightsync.report import Covered, HealReport, coverage_table
 
 
 @pytest.fixture
@@ -60,9 +60,13 @@ def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO
     report = RunReport(name="quickstart", seed=0, status="done", target_reward=0.8)
     report.engines = {"main-0": {"kind": "vllm"}, "main-1": {"kind": "vllm"}}
     report.steps = [row(verified=True), row(verified=False)]
+    report.coverage = [
+        Covered.of(name, "model", (), "direct", "identity", version=2) for name in report.engines
+    ]
     screen.summary(report)
     text = shown.getvalue()
-    for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)"):
+    table = coverage_table(report.coverage)
+    for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)", table):
         assert expected in text
     assert "on all engines" not in text
 
