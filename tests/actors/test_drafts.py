@@ -232,7 +232,7 @@ def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.Ca
     path, draft = str(tmp_path / "base"), str(tmp_path / "draft")
     build_tiny_qwen3(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "draft")
-    _, code, _ = blocks("docs/components.md")
+    _, code, *_ = blocks("docs/components.md")
     names = {"ray": ray, "WeightSync": WeightSync, "SyncConfig": SyncConfig, "EngineActor": EngineActor}
     names |= {"path": path, "draft_path": draft}
     exec(compile(code, "docs/components.md", "exec"), names)
