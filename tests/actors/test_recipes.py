@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,19 +47,6 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     report = run(tmp_path / "run", "disaggregated", *few)
     assert report["steps"][-1]["engines"] == {"wide-0": 4, "narrow-0": 4}
     assert report["heals"] == []
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
-def test_an_int4_engine_in_bfloat16_serves_beside_one_in_float32(tmp_path: Path) -> None:
-    few = ("--set", "loop.steps=3", "--set", "loop.target_reward=0")
-    report = run(tmp_path / "run", "disaggregated", *few, "--set", "engines.narrow.quantization=int4")
-    assert report["steps"][-1]["engines"] == {"wide-0": 4, "narrow-0": 4}
-    said = {row["engine"]: row["conversion"] for row in report["coverage"]}
-    assert said["wide-0"] == "load"
-    assert re.fullmatch(
-        r"cast: \d+ tensors from float32 to bfloat16 at the engine; quantise: \d+ become int4 .*",
-        said["narrow-0"],
-    )
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")

@@ -303,6 +303,23 @@ def test_a_recipe_that_trains_with_megatron_is_planned_as_it_is_cut(sets: tuple[
     assert float(roots) < 1.2, "one rank sends what both could"
 
 
+def test_a_plan_says_what_each_engine_casts_and_quantises() -> None:
+    result = RUNNER.invoke(cli.app, ["plan", "disaggregated", "--set", "engines.narrow.quantization=int4"])
+    assert result.exit_code == 0, result.output
+    rows = re.findall(
+        r"^  (\S+-0) +model +25 +1\.25 MB +(\w+) +(.+?)  +none +not compared$", result.stdout, re.M
+    )
+    assert rows == [
+        ("wide-0", "direct", "identity"),
+        (
+            "narrow-0",
+            "broadcast",
+            "cast: 25 tensors from float32 to bfloat16 at the engine; "
+            "quantise: 14 become int4 with a scale for 1 x 32",
+        ),
+    ]
+
+
 PLANS = re.findall(r"^weightsync (plan .+)$", (ROOT / "recipes/README.md").read_text(encoding="utf-8"), re.M)
 LARGEST = "kimi-k2"
 
