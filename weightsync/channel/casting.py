@@ -30,7 +30,7 @@ class Casting:
             for tensor, meta in enumerate(plan.tensors)
             if dtypes.get(meta.name, meta.dtype) != meta.dtype
         }
-        self._segments = by_tensor(plan, layout)
+        self._segments = by_tensor(plan, layout) if self._dtype else []
         self._received, self._cast = np.zeros((2, len(plan.tensors)), np.uint64)
         self._came: set[int] = set()
 
