@@ -11,7 +11,7 @@ from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
 from weightsync.plan.draft import DRAFT
-from weightsync.sources.experts import stacked
+from weightsync.plan.experts import stacked
 from weightsync.sources.float8_weights import scaled_weights
 from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile
 

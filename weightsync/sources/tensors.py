@@ -18,12 +18,12 @@ from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
+from weightsync.plan.experts import stack_experts
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
 from weightsync.protocol.messages import Published
 from weightsync.sources.difference import difference
-from weightsync.sources.experts import stack_experts
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored

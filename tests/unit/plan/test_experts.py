@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.sources.experts import stack_experts
+from weightsync.plan.experts import stack_experts
 
 
 def rank_layout(experts: list[int], rows: int, columns: int) -> RankLayout:
