@@ -54,7 +54,7 @@ class TrainerShard(Claimable):
     If the weights are not in such a model, set ``self.source`` instead, a `Source` of your own.
 
     A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, beside
-    ``self.model`` or alone. See docs/components.md.
+    ``self.model`` or alone. MTP layers may also be in ``self.model``. See docs/components.md.
 
     WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
     to pass one of these arguments.

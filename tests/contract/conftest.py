@@ -92,15 +92,17 @@ class Rig:
         folder: Path,
         components: Components = MappingProxyType({}),
         draft: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        models: Sequence[PreTrainedModel] = (),
         **more: object,
     ) -> None:
+        """`models`: two that are saved in folders ``1`` and ``2``, in place of the rig's own."""
         self.kind, self.on_gpu, self.draft = kind, memory == "device", draft
         self.folder, self.dtype, bucket_bytes = folder, "float32", BUCKET_BYTES
         if kind == "sglang":
             self.dtype, bucket_bytes = "bfloat16", SGLANG_BUCKET_BYTES
             self.models = [save_qwen3(folder / str(seed), "moe" if moe else "tied", seed) for seed in (1, 2)]
         else:
-            self.models = [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
+            self.models = [*models] or [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
         options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {}) | more
         self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
         if isinstance(self.engine, HasComponents):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.mtp_models import Family
 from weightsync.engines.draft_model import own_modules, own_tensors
 from weightsync.engines.vllm.draft import VllmDraft
 
@@ -17,6 +19,8 @@ PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
 """Prompts that repeat tokens, for n-grams to be found."""
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_MTP_PARTS = {**_PARTS, "w13_weight": ("gate_up_proj",), "w2_weight": ("down_proj",)}
+_EXPERTS = ("w13_weight", "w2_weight")
 _TIED = "embed_tokens.weight"
 
 
@@ -56,6 +60,28 @@ def check_live(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Ten
         elif leaf == "lm_head" and names[0] not in wanted:
             names = [_TIED]
         assert torch.equal(tensor, torch.cat([wanted[each] for each in names])), name
+        seen.update(names)
+    assert seen == wanted.keys()
+
+
+def check_live_mtp(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], of: Family) -> None:
+    """Compare an MTP layer's live memory, which vLLM fuses and packs, with a trainer's, tensor by tensor.
+
+    No tensor may be left.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+    wanted = {name.removeprefix(of.layer): each for name, each in trained.items()}
+    seen = set[str]()
+    for name, tensor in live.items():
+        inner = re.sub(r"^model\.(mtp_)?layers\.2\.(mtp_block\.)?|routed_experts\.", "", name)
+        inner = inner.replace("experts.e_score", "gate.e_score")  # a second name
+        found = next((each for each in _MTP_PARTS if each in inner), "")
+        names = [inner.replace(found, part) for part in _MTP_PARTS[found]] if found else [inner]
+        whole = torch.cat([wanted[each] for each in names])
+        if inner.endswith(_EXPERTS):
+            whole = cpu_prepack_moe_weight(whole, "vec")  # as the kernel has them in float32
+        assert torch.equal(tensor, whole), name
         seen.update(names)
     assert seen == wanted.keys()
 

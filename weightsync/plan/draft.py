@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 DRAFT = "draft/"
@@ -32,3 +33,13 @@ class Draft:
     kind: str = ""
     digest: str = ""
     trained: bool = False
+
+
+def in_model(name: str, taken: Collection[str]) -> str:
+    """Return what a model calls tensor `name` of a draft if it holds it itself, as it may hold MTP layers.
+
+    That is `name` itself if the model has another tensor of that name, which is in `taken`: what engines
+    call the tensors that they take.
+    """
+    own = name.removeprefix(DRAFT)
+    return name if own in taken else own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weightsync.errors import PlanError
 from weightsync.plan.copies import repeated
 from weightsync.plan.coverage import check_tiling, first_element
-from weightsync.plan.draft import DRAFT
+from weightsync.plan.draft import DRAFT, in_model
 from weightsync.plan.layout import Int64, Layout
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
 
@@ -47,8 +47,9 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
         if not _check_same(first_name, first, name, engine)
     ]
     index = {meta.name: number for number, meta in enumerate(source.tensors)}
-    _check_ties(source, index, engines)
-    aliases = {alias: index[canonical] for alias, canonical in source.tied}
+    taken = {*first.names, *dict(first.tied)}
+    _check_ties(source, index, engines, taken)
+    aliases = _in_model(index, taken) | {alias: index[canonical] for alias, canonical in source.tied}
     wanted = [first.tensors[number] for number in _travel_order(first)]
     pairs = np.array([_find(meta.name, index, aliases) for meta in wanted], np.int64)
     _check_used(source, pairs, wanted)
@@ -86,6 +87,12 @@ def _travelling(first: str, meta: TensorMeta, others: Sequence[_Other], ours: Te
     return meta
 
 
+def _in_model(index: Mapping[str, int], taken: Collection[str]) -> dict[str, int]:
+    """Return a draft's tensors that the source holds in its model, by their names in the plan."""
+    found = ((name, in_model(name, taken)) for name in taken if name.startswith(DRAFT))
+    return {name: index[own] for name, own in found if own != name and own in index}
+
+
 def _travel_order(engine: Layout) -> list[int]:
     """Order tensors by first appearance in the segments; tensors without segments follow."""
     seen, first = np.unique(engine.tensor, return_index=True)
@@ -95,7 +102,8 @@ def _travel_order(engine: Layout) -> list[int]:
 
 
 _NO_DRAFT = (
-    "register trainers that hold it (as self.draft, or a checkpoint with draft=), or freeze it with "
+    "register trainers that hold it (as self.draft, or a checkpoint with draft=; MTP layers may be in the "
+    "model), or freeze it with "
     'SyncConfig(components={"draft": "frozen"})'
 )
 
@@ -149,17 +157,20 @@ def _remedy(ours: TensorMeta, theirs: TensorMeta) -> str:
     return f"only {', '.join(sorted(CASTABLE))} are cast to one another: declare the same on both sides"
 
 
-def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[str, Layout]]) -> None:
+def _check_ties(
+    source: Layout, index: dict[str, int], engines: Sequence[tuple[str, Layout]], taken: Collection[str]
+) -> None:
     """Check that tensors which an engine ties are not two tensors at the trainers."""
     aliases = dict(source.tied)
     for engine, layout in engines:
         for alias, canonical in layout.tied:
-            ours = {aliases.get(name, name) for name in (alias, canonical)}
+            held = alias if alias in index else in_model(alias, taken)
+            ours = {aliases.get(name, name) for name in (held, canonical)}
             if len(ours & index.keys()) > 1 and alias.startswith(DRAFT):
                 raise PlanError(
-                    alias,
+                    held,
                     f"the draft of engine {engine} has no memory of its own for it: it uses the model's "
-                    f"{canonical}. Leave it out at the draft's trainers, by exclude={[alias]}",
+                    f"{canonical}. Leave it out where trainers or files hold it, by exclude={[held]}",
                 )
             if len(ours & index.keys()) > 1:
                 raise PlanError(

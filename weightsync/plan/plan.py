@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
+from weightsync.plan.draft import in_model
 from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Int32, Int64, columns
 from weightsync.plan.members import Members
@@ -281,11 +282,17 @@ def _times(
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
     """Return the layout's segments for each tensor of the plan.
 
-    A segment that is held under a tied name counts for the tensor that travels.
+    A segment that is held under a tied name counts for the tensor that travels. So does one of a draft's
+    tensor that a trainer holds in its model.
     """
     canonical = dict(layout.tied)
+    taken = {*(meta.name for meta in plan.tensors), *dict(plan.tied)}
     held: dict[str, list[Segment]] = {}
     for segment in layout.segments:
         if segment.box.numel:
             held.setdefault(segment.tensor, []).append(segment)
-    return [held.get(meta.name, held.get(canonical.get(meta.name, ""), [])) for meta in plan.tensors]
+
+    def of(name: str) -> list[Segment]:
+        return held.get(name) or held.get(canonical.get(name, "")) or held.get(in_model(name, taken)) or []
+
+    return [of(meta.name) for meta in plan.tensors]

@@ -12,6 +12,7 @@ from torch import nn
 from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.trained_draft import VllmTrainedDraft
 from weightsync.errors import ConfigError
+from weightsync.plan import TensorMeta
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,12 @@ def models() -> tuple[Layers, Layers]:
 def runner(method: str = "eagle", draft: nn.Module | None = None, **settings: Any) -> Any:
     target, own = models()
     drafts = SimpleNamespace(model="a/draft", quantization=settings.get("draft_quantization"))
+    drafts.dtype = torch.bfloat16
+    drafts.hf_config = SimpleNamespace(
+        architectures=[settings.get("architecture", "Glm4MoeMTPModel")],
+        num_hidden_layers=3,
+        num_nextn_predict_layers=2,
+    )
     speculative = SimpleNamespace(method=method, model="given", draft_model_config=drafts)
     speculative.parallel_drafting = settings.get("parallel_drafting", False)
     parallel = SimpleNamespace(
@@ -57,17 +64,25 @@ def trained(**settings: Any) -> VllmTrainedDraft:
     return found
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_a_draft_of_these_methods_may_have_dummy_weights(method: str) -> None:
     draft = trained(method=method)
     assert (draft.method, draft.path) == (method, "a/draft")
 
 
-@pytest.mark.parametrize("method", ["mtp", "medusa", "dflash"])
+@pytest.mark.parametrize("method", ["medusa", "dflash"])
 def test_others_are_refused_by_name(method: str) -> None:
-    told = rf"speculative_config: .*'{method}'.*methods draft_model, eagle, eagle3 can .*freeze it"
+    told = rf"speculative_config: .*'{method}'.*methods draft_model, eagle, eagle3, mtp can .*freeze it"
     with pytest.raises(ConfigError, match=told):
         trained(method=method)
+
+
+def test_mtp_layers_of_other_families_are_refused_by_name() -> None:
+    told = (
+        r"speculative_config: .*'mtp'.*only Glm4MoeMTPModel and MiMoMTPModel can .*not ErnieMTPModel: freeze"
+    )
+    with pytest.raises(ConfigError, match=told):
+        trained(method="mtp", architecture="ErnieMTPModel")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +109,29 @@ def test_what_it_shares_is_named_as_files_may_name_it() -> None:
     }
     alone = Layers(model=Layers(fc=nn.Linear(2, 2)))
     assert trained(draft=alone).shared() == {}
+
+
+def test_the_embedding_that_each_mtp_layer_repeats_is_the_targets() -> None:
+    shared = trained(method="mtp").shared()
+    assert {name for name, held in shared.items() if held == "model.embed_tokens.weight"} == {
+        "model.embed_tokens.weight",
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.3.embed_tokens.weight",
+        "model.layers.4.embed_tokens.weight",
+    }
+
+
+def test_mtp_layers_are_those_of_the_targets_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"model.layers.3.eh_proj.weight": {"dtype": "F32", "shape": [2, 4]}}
+    headers["model.layers.3.embed_tokens.weight"] = {"dtype": "F32", "shape": [4, 2]}
+    headers["model.layers.2.mlp.weight"] = {"dtype": "F32", "shape": [2, 2]}
+    monkeypatch.setattr("weightsync.engines.vllm.trained_draft.file_headers", lambda _: headers)
+    draft = trained(method="mtp")
+    assert draft.checkpoint().tensors == (TensorMeta("model.layers.3.eh_proj.weight", "bfloat16", (2, 4)),)
+    del headers["model.layers.3.eh_proj.weight"], headers["model.layers.3.embed_tokens.weight"]
+    with pytest.raises(ConfigError, match=r"^speculative_config\.model: 'a/draft' .*no model\.layers\.3\.\*"):
+        draft.checkpoint()
 
 
 def test_a_layer_of_its_own_with_the_targets_memory_is_refused() -> None:

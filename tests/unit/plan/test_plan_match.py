@@ -19,6 +19,7 @@ from weightsync.plan import (
     make_plan,
     same_dtype_tensors,
 )
+from weightsync.plan.plan import by_tensor
 
 A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
 
@@ -272,3 +273,38 @@ def test_what_the_draft_shares_with_the_model_need_not_come_and_must_not_come_tw
     told = r"draft/a: the draft of engine e0 .*uses the model's a\. Leave it out.*exclude=\['draft/a'\]"
     with pytest.raises(PlanError, match=told):
         plan(whole(A, DRAFT_A, DRAFT_B), whole(A, DRAFT_B, tied=tied))
+
+
+MTP, OF_DRAFT = (TensorMeta(f"{prefix}mtp.a", "bfloat16", (4, 2)) for prefix in ("", "draft/"))
+
+
+def held(made: Plan, *metas: TensorMeta) -> list[list[str]]:
+    """Return what a rank with these tensors holds of each tensor of the plan."""
+    layout = RankLayout(metas, tuple(map(Segment.whole, metas)))
+    return [[segment.tensor for segment in segments] for segments in by_tensor(made, layout)]
+
+
+def test_a_draft_may_come_from_the_trainers_model_as_mtp_layers_do() -> None:
+    made = plan(whole(A, MTP), whole(A, OF_DRAFT))
+    assert made.tensors == (A, OF_DRAFT)
+    assert held(made, A, MTP) == [["a"], ["mtp.a"]]
+    assert held(made, A, OF_DRAFT) == [["a"], ["draft/mtp.a"]]
+
+
+def test_a_tensor_of_the_model_stands_for_no_draft() -> None:
+    both = whole(A, DRAFT_A)
+    assert held(plan(both, both), A) == [["a"], []]
+    with pytest.raises(
+        PlanError, match=r"draft/a: engines have a trained draft.*MTP layers may be in the model"
+    ):
+        plan(whole(A), both)
+    with pytest.raises(PlanError, match=r"^mtp\.a: .*but no engine has it"):
+        plan(whole(A, MTP, OF_DRAFT), whole(A, OF_DRAFT))
+
+
+def test_what_an_mtp_layer_shares_is_refused_in_the_model_too() -> None:
+    tied = (("draft/mtp.a", "a"),)
+    assert plan(whole(A, DRAFT_B), whole(A, DRAFT_B, tied=tied)).tensors == (A, DRAFT_B)
+    told = r"^mtp\.a: the draft of engine e0 .*uses the model's a\. Leave it out.*exclude=\['mtp\.a'\]"
+    with pytest.raises(PlanError, match=told):
+        plan(whole(A, MTP, DRAFT_B), whole(A, DRAFT_B, tied=tied))

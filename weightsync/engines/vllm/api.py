@@ -131,6 +131,13 @@ def draft_files(draft: torch.nn.Module, config: ModelConfig) -> Iterable[tuple[s
     return DefaultModelLoader(LoadConfig()).get_all_weights(config, draft)  # type: ignore[no-any-return,unused-ignore]
 
 
+def file_headers(config: ModelConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return dtype and shape of each tensor in a checkpoint's safetensors files, by name."""
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    return get_safetensors_params_metadata(config.model, revision=config.revision)  # type: ignore[no-any-return,unused-ignore]
+
+
 def require_no_draft(config: VllmConfig) -> None:
     """Raise ConfigError if a draft would keep other weights than the target, and nobody would know."""
     speculative = config.speculative_config

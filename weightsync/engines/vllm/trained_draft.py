@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,22 +11,24 @@ import torch
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import own_modules
 from weightsync.engines.trained_draft import TrainableDraft
-from weightsync.engines.vllm.api import ModelRunner, Reload, draft_files
+from weightsync.engines.vllm import mtp
+from weightsync.engines.vllm.api import ModelRunner, Reload, draft_files, file_headers
 from weightsync.engines.vllm.storage import why_not_live
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import TensorMeta
 
 _WHOLE_MODEL = "draft_model"
-_METHODS = (_WHOLE_MODEL, "eagle", "eagle3")
+_METHODS = (_WHOLE_MODEL, "eagle", "eagle3", mtp.MTP)
 _FREEZE = 'freeze it with SyncConfig(components={"draft": "frozen"})'
+_EMBEDDING = "embed_tokens.weight"
 _NEVER_LOADED = "t2d"
 """EAGLE-3's map from the target's tokens to the draft's, which vLLM does not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmTrainedDraft(TrainableDraft):
-    """A draft model, EAGLE or EAGLE-3.
+    """A draft model, EAGLE, EAGLE-3, or MTP layers of the target's checkpoint.
 
     Attributes:
         target: the model that the draft speculates for.
@@ -50,6 +52,10 @@ class VllmTrainedDraft(TrainableDraft):
         if speculative.method not in _METHODS:
             remedy = f"only drafts of the methods {', '.join(_METHODS)} can be trained: {_FREEZE}"
             raise ConfigError("speculative_config", value, remedy)
+        if speculative.method == mtp.MTP and not mtp.prefixes(config.hf_config):
+            found = config.hf_config.architectures[0]
+            remedy = f"of MTP, only {' and '.join(mtp.ARCHITECTURES)} can be trained, not {found}: {_FREEZE}"
+            raise ConfigError("speculative_config", value, remedy)
         num_stages = runner.vllm_config.parallel_config.pipeline_parallel_size
         for setting, given in (
             ("speculative_config.parallel_drafting", getattr(speculative, "parallel_drafting", False)),
@@ -67,11 +73,23 @@ class VllmTrainedDraft(TrainableDraft):
         return cls(str(speculative.method), path, draft, target, config, device, own)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors of transformers' model of the draft's config, or, for EAGLE, of its files."""
-        shared = self.shared()
+        """Return the tensors of transformers' model of the draft's config; of other methods, of its files.
+
+        Raises ConfigError if the files have no MTP layers.
+        """
         if self.method == _WHOLE_MODEL:
             return checkpoint_of(self.config.hf_config, self.config.dtype)
-        return Checkpoint(tuple(each for each in self._stored() if each.name not in shared), (), frozenset())
+        shared, begin = self.shared(), self._begin()
+        stored = self._layers(begin) if begin else self._stored()
+        return Checkpoint(tuple(each for each in stored if each.name not in shared), (), frozenset())
+
+    def _layers(self, begin: tuple[str, ...]) -> Sequence[TensorMeta]:
+        """Return the tensors of MTP layers, from the headers of the target's files."""
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        if found := mtp.tensors_of(file_headers(self.config), begin, dtype):
+            return found
+        remedy = f"its safetensors files have no {begin[0]}*: give those of a checkpoint with MTP layers"
+        raise ConfigError("speculative_config.model", self.path, remedy)
 
     def _stored(self) -> Iterator[TensorMeta]:
         """Yield the tensors of the files, in the engine's dtype: transformers does not know these models."""
@@ -89,7 +107,12 @@ class VllmTrainedDraft(TrainableDraft):
                 for leaf, _ in module.named_parameters(recurse=False):
                     held = f"{theirs[id(module)]}.{leaf}"
                     found |= {f"{path}.{leaf}": held, f"{path.removeprefix('model.')}.{leaf}": held}
+        if embedding := found.get(f"model.{_EMBEDDING}"):  # checkpoints repeat it in each MTP layer
+            found |= {f"{layer}{_EMBEDDING}": embedding for layer in self._begin()}
         return found
+
+    def _begin(self) -> tuple[str, ...]:
+        return mtp.prefixes(self.config.hf_config) if self.method == mtp.MTP else ()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run its ``load_weights``, once for each tensor: that of EAGLE-3 would collect them all first."""

@@ -1,0 +1,58 @@
+"""Multi-token prediction layers (MTP) of vLLM: which tensors of the target's own checkpoint they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightsync.plan import Box, TensorMeta
+from weightsync.plan.balance import Stretch
+from weightsync.plan.experts import stacked
+
+MTP = "mtp"
+"""vLLM's method. It calls all others, such as ``deepseek_mtp``, so when it starts."""
+
+_AFTER_LAYERS, _OWN_LAYERS = "Glm4MoeMTPModel", "MiMoMTPModel"
+ARCHITECTURES = (_AFTER_LAYERS, _OWN_LAYERS)
+"""vLLM's names of the models whose layers are known."""
+
+_IN_FLOAT32 = "e_score_correction_bias"
+"""What a router adds to its scores, which engines keep in float32."""
+
+
+def prefixes(hf_config: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers'
+    """Return what the names of a draft's tensors begin with; () for an architecture that is not known.
+
+    `hf_config` is that of the draft, as vLLM derives it from the target's.
+    """
+    architecture = hf_config.architectures[0]
+    if architecture not in ARCHITECTURES:
+        return ()
+    numbers = range(hf_config.num_nextn_predict_layers)
+    if architecture == _AFTER_LAYERS:  # the checkpoint numbers them on from those of the target
+        return tuple(f"model.layers.{hf_config.num_hidden_layers + n}." for n in numbers)
+    return tuple(f"model.mtp_layers.{n}." for n in numbers)
+
+
+def tensors_of(
+    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str
+) -> tuple[TensorMeta, ...]:
+    """Return the tensors of the layers, with single experts stacked as transformers' models have them.
+
+    Args:
+        headers: dtype and shape of each tensor in the checkpoint's files, as safetensors says them.
+        begin: what `prefixes` returned.
+        dtype: the engine's.
+    """
+    metas = [*_metas(headers, begin, dtype)]
+    whole = [Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, 0, 0) for meta in metas]
+    return stacked(metas, whole)[0]
+
+
+def _metas(
+    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str
+) -> Iterator[TensorMeta]:
+    for name, header in sorted(headers.items()):
+        if name.startswith(begin):
+            is_wide = name.endswith(_IN_FLOAT32) and header["dtype"] == "F32"
+            yield TensorMeta(name, "float32" if is_wide else dtype, tuple(header["shape"]))
