@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tests.actors.draft_trainer import module_of
 from tests.mtp_models import draw_target, mtp_weights
@@ -24,8 +25,7 @@ class MtpTrainer(TrainerShard):
         if apart:
             self.draft = self.layers
         else:
-            for name, module in self.layers.model.named_children():
-                self.model.model.add_module(name, module)
+            _attach(self.model, self.layers)
 
     @torch.no_grad()
     def train(self, model: int, draft: int) -> None:
@@ -38,3 +38,12 @@ class MtpTrainer(TrainerShard):
     def mtp_weights(self) -> Mapping[str, torch.Tensor]:
         """Copy the weights of the MTP layer."""
         return {name: each.detach().clone() for name, each in self.layers.named_parameters()}
+
+
+def _attach(model: nn.Module, added: nn.Module) -> None:
+    """Have `model` hold the modules of `added` that it lacks."""
+    for name, module in added.named_children():
+        if name in dict(model.named_children()):
+            _attach(model.get_submodule(name), module)
+        else:
+            model.add_module(name, module)
