@@ -35,6 +35,7 @@ from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached, DeviceHandle, Export
+from weightsync.protocol.messages import LiveDigest, Loaded
 from weightsync.protocol.timing import Span
 
 TIMEOUT_S = patient(60)
@@ -191,21 +192,21 @@ def test_what_a_rank_returns_arrives_as_it_was(replies: Replies, method: str, ou
     assert answered(replies, method, outcome) == outcome
 
 
-def test_digests_and_spans_arrive_as_they_were(replies: Replies) -> None:
-    digests, spans = (
-        np.array([1, (1 << 64) - 1], np.uint64),
-        (Span("load", 1e9, 0.5), Span("verify", 1e9, 1.0)),
-    )
-    arrived, arrived_spans = answered(replies, "load", (digests, spans))
-    assert arrived.dtype == np.uint64
-    assert arrived.flags.writeable
-    assert arrived.tolist() == digests.tolist()
-    assert arrived_spans == spans
+def test_what_a_rank_loaded_arrives_as_it_was(replies: Replies) -> None:
+    digests = np.array([1, (1 << 64) - 1], np.uint64)
+    spans = [Span("load", 1e9, 0.5), Span("verify", 1e9, 1.0)]
+    loaded = Loaded(digests, spans, LiveDigest("bf16", "ab"), are_live=False, are_compared=True)
+    arrived = answered(replies, "load", loaded)
+    assert isinstance(arrived, Loaded)
+    assert arrived.digests.dtype == np.uint64
+    assert arrived.digests.flags.writeable
+    assert arrived.digests.tolist() == digests.tolist()
+    assert dataclasses.replace(arrived, digests=digests) == loaded
 
 
 @pytest.mark.parametrize(
     ("method", "outcome"),
-    [("settle", 1), ("layout", None), ("addresses", {"w": "here"}), ("load", ("x", ())), ("join", META)],
+    [("settle", 1), ("layout", None), ("addresses", {"w": "here"}), ("load", (b"", ())), ("join", META)],
 )
 def test_what_the_method_does_not_return_is_a_wire_error(
     replies: Replies, method: str, outcome: object

@@ -6,6 +6,7 @@ whether it ran. Answers on the socket are decoded by a schema and never unpickle
 
 from __future__ import annotations
 
+import functools
 import hmac
 import itertools
 import logging
@@ -13,7 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -21,27 +22,14 @@ import zmq
 
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.wire import SentError
-from weightsync.engines.rank_process import RankProcess
+from weightsync.engines.rank import Rank
 from weightsync.errors import EngineError, WeightSyncError, WireError
-from weightsync.plan import RankLayout
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.timing import Span
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _SEND_MS = 5000
 _MAX_REPLY_NBYTES = 256 << 20
 """A layout takes about 200 bytes per segment."""
-_RESULTS: dict[str, Any] = {
-    "join": RankProcess | None,
-    "layout": RankLayout,
-    "reload": RankLayout,
-    "addresses": dict[str, int],
-    "can_export": bool,
-    "attach": Attached,
-    "load": tuple[np.ndarray, tuple[Span, ...]],
-}
-"""Return types of the methods of `Rank`; others return None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +128,19 @@ class Replies:
         return reply
 
 
-def _outcome(reply: _Reply, method: str) -> Any:  # noqa: ANN401 - as `_RESULTS` says
+def _outcome(reply: _Reply, method: str) -> Any:  # noqa: ANN401 - as the method is annotated
     if reply.error is not None:
         return reply.error.rebuild()
     try:
-        return msgspec.msgpack.decode(reply.result, type=_RESULTS.get(method), dec_hook=_digests)
+        return msgspec.msgpack.decode(reply.result, type=_returned(method), dec_hook=_digests)
     except msgspec.MsgspecError as error:
         raise WireError(f"not what rank {reply.rank} returns from {method}: {error}") from error
+
+
+@functools.cache
+def _returned(method: str) -> Any:  # noqa: ANN401 - a type
+    """Return the type of what a method of `Rank` returns."""
+    return get_type_hints(getattr(Rank, method))["return"]
 
 
 def _plain(value: object) -> object:
