@@ -1,4 +1,4 @@
-"""A trainer with a PEFT adapter on a GPU, and a vLLM that also loads adapters from files."""
+"""A trainer with a PEFT adapter on a GPU, and engines that also load adapters from files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.vllm_probe import OPTIONS
+from tests.gpu import sglang_probe, vllm_probe
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 
@@ -41,12 +41,14 @@ class AdapterTrainer(TrainerShard):
         self.model.save_pretrained(folder)
 
 
-class AdapterEngine(EngineActor):
+class VllmAdapters(EngineActor):
     """A vLLM with CUDA graphs and adapter slots, started with dummy weights."""
 
     def __init__(self, path: str, name: str, num_ranks: int, rank: int) -> None:
         slots = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank}
-        super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS, **slots})
+        super().__init__(
+            "vllm", path, name, {"tensor_parallel_size": num_ranks, **vllm_probe.OPTIONS, **slots}
+        )
 
     async def pid(self) -> int:
         """Return this process's id."""
@@ -75,3 +77,37 @@ class AdapterEngine(EngineActor):
             return [answers[f"file-{folder}-{number}"] for number in range(len(prompts))]
 
         return await asyncio.to_thread(self._engine.call, ask)
+
+
+class SglangAdapters(EngineActor):
+    """An SGLang with CUDA graphs and adapter slots, started with dummy weights."""
+
+    def __init__(self, path: str, name: str, num_ranks: int, rank: int) -> None:
+        slots = {"enable_lora": True, "max_loras_per_batch": 4, "max_lora_rank": rank}
+        given = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **slots}
+        super().__init__("sglang", path, name, {"lora_target_modules": list(TARGETS), **given})
+
+    async def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    async def by_file(
+        self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[list[int]]:
+        """Return what SGLang answers once its own loader has read an adapter from files."""
+        return await asyncio.to_thread(self._by_file, folder, prompts, num_tokens)
+
+    def _by_file(self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        from weightsync.engines.request_loop import Params
+        from weightsync.engines.sglang.lora import Adapted
+
+        engine: Any = self._engine
+        files = {"lora_name": folder, "lora_path": folder}
+        loaded = engine.loop.call(
+            lambda server: server.ask("load_lora_adapter", "LoadLoRAAdapterReqInput", **files)
+        )
+        assert loaded.success, loaded.error_message
+        greedy = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
+        made = engine.loop.complete(prompts, [Params(Adapted(greedy, folder, folder))] * len(prompts))
+        engine.loop.call(lambda server: server.unload_lora(folder))
+        return [each.tokens for each in made]

@@ -1,4 +1,4 @@
-"""A LoRA adapter in the slots of a vLLM with CUDA graphs answers as one that vLLM read from files."""
+"""A LoRA adapter in an engine's slots answers as one that the engine read from files, with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.actors.fleet import until
-from tests.gpu.adapter_actors import AdapterEngine, AdapterTrainer
+from tests.gpu.adapter_actors import AdapterTrainer, SglangAdapters, VllmAdapters
 from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
-from weightsync import SyncConfig, WeightSync, WeightSyncError
+from weightsync import EngineActor, SyncConfig, WeightSync, WeightSyncError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.timeout(400),
@@ -34,9 +33,20 @@ NUM_TOKENS = 16
 RANK = 16
 
 
+@pytest.fixture(params=["vllm", "sglang"])
+def served_by(request: pytest.FixtureRequest) -> type[EngineActor]:
+    pytest.importorskip(request.param)
+    return VllmAdapters if request.param == "vllm" else SglangAdapters
+
+
 @pytest.mark.parametrize(("num_ranks", "autocast"), [(1, False), (1, True), (2, False)])
-def test_it_answers_as_one_that_vllm_read_from_files(
-    num_ranks: int, autocast: bool, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+def test_it_answers_as_one_that_the_engine_read_from_files(
+    num_ranks: int,
+    autocast: bool,
+    served_by: type[EngineActor],
+    bundles: PlacementGroup,
+    num_gpus: int,
+    tmp_path: Path,
 ) -> None:
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
@@ -45,10 +55,10 @@ def test_it_answers_as_one_that_vllm_read_from_files(
     trainer = spawn(AdapterTrainer, bundles, 0)
     arguments = (path, "e0", num_ranks, RANK)
     if num_ranks == 1:
-        engine = spawn(AdapterEngine, bundles, 0, *arguments)
-    else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
+        engine = spawn(served_by, bundles, 0, *arguments)
+    else:  # further ranks are the engine's own processes, so that one actor has to see all its GPUs
         visible = visible_devices(bundles, range(num_ranks))
-        engine = spawn(AdapterEngine, bundles, 0, *arguments, share=0, visible=visible)
+        engine = spawn(served_by, bundles, 0, *arguments, share=0, visible=visible)
     ray.get([trainer.start.remote(path, RANK, autocast), engine.sync_layout.remote()], timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
     with WeightSync(CONFIG) as sync:
@@ -77,13 +87,15 @@ def test_it_answers_as_one_that_vllm_read_from_files(
     ray.kill(trainer)
 
 
-def test_a_killed_engine_gets_it_from_holders(bundles: PlacementGroup, tmp_path: Path) -> None:
+def test_a_killed_engine_gets_it_from_holders(
+    served_by: type[EngineActor], bundles: PlacementGroup, tmp_path: Path
+) -> None:
     path = str(tmp_path / "base")
     save_qwen3(tmp_path / "base", "untied", 0)
     trainer = spawn(AdapterTrainer, bundles, 0)
 
     def start(name: str) -> Any:
-        return spawn(AdapterEngine, bundles, 0, path, name, 1, RANK)
+        return spawn(served_by, bundles, 0, path, name, 1, RANK)
 
     engine = start("e0")
     ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))

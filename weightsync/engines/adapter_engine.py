@@ -34,6 +34,9 @@ class AdapterEngine:
 
     A version is written to the slot that serves none. Requests that begin after `resume` use it. Those that
     run keep the version with which they began, in the other slot.
+
+    Attributes:
+        numbers: the engine's numbers of the slots.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class AdapterEngine:
         on_ranks: Callable[..., list[Any]],
     ) -> None:
         """`on_ranks` calls a method of `AdapterRank` on each rank of engine `engine`."""
-        self._name, self._spec, self._numbers, self._on_ranks = engine, spec, numbers, on_ranks
+        self._name, self._spec, self.numbers, self._on_ranks = engine, spec, numbers, on_ranks
         self._changed = threading.Condition()
         self._running: Counter[int] = Counter()
         self._served: Served | None = None
@@ -145,7 +148,7 @@ class AdapterEngine:
         """
         with self._changed:
             self._closed = True
-            self._wait_unused(self._numbers, "close", timeout_s)
+            self._wait_unused(self.numbers, "close", timeout_s)
             if not self._changed.wait_for(lambda: not self._loading, timeout_s):
                 raise DeadlineError("close", (f"a load of adapter {self._spec.name}",), timeout_s)
         self._on_ranks("close")
@@ -165,5 +168,5 @@ class AdapterEngine:
     @property
     def _next(self) -> int:
         """The number of the slot that is written next."""
-        first, second = self._numbers
+        first, second = self.numbers
         return second if self._served and self._served.number == first else first

@@ -230,6 +230,11 @@ class Rank:
             del self._adapters[key]
         return answer
 
+    def call_slots(self, method: str, args: Sequence[Any]) -> None:
+        """Call a method of the slots, for engines that fill and find them by calls of their own."""
+        assert self._slots, "an engine of this kind gives its ranks slots"
+        getattr(self._slots, method)(*args)
+
     def _with_draft(self, layout: RankLayout) -> RankLayout:
         if self._draft is None:
             return layout

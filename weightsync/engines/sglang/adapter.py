@@ -9,21 +9,27 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+import torch
+
 from weightsync.config import PrefixCache
+from weightsync.engines.adapter_engine import Served
+from weightsync.engines.adapter_places import passes
 from weightsync.engines.checks import refuse_salt, require_gpus, warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
-from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
+from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
+from weightsync.engines.slot_serving import SlotServing
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.protocol.adapters import AdapterSpec
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
@@ -34,7 +40,7 @@ _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(ServingRanks):
+class SglangEngine(SlotServing):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except those that `sglang.api` fixes;
@@ -54,6 +60,7 @@ class SglangEngine(ServingRanks):
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
         super().__init__(name)
+        self._slots = SlotOptions.of(arguments)
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
@@ -139,6 +146,47 @@ class SglangEngine(ServingRanks):
             )
         return Params(sampling_params(settings, index), frozenset(settings.stop_token_ids))
 
+    def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
+        """Find where SGLang's loader puts the adapter's elements, and have it keep a slot for each number."""
+        self._slots.require(len(self._adapters))
+        config = peft_config(spec)
+        for axis, base in passes(spec):
+            probe = slot_name(spec.name, axis)
+            self._fill_slot(probe, config, coordinates(spec, axis, base), pinned=False)
+            try:
+                self.on_ranks("call_slots", "see", (spec, axis, base))
+            finally:
+                self._drop(probe)
+        with contextlib.ExitStack() as if_it_fails:
+            for number in numbers:
+                name = slot_name(spec.name, number)
+                self._fill_slot(name, config, ones(spec), pinned=True)
+                if_it_fails.callback(self._drop, name)
+                self.on_ranks("call_slots", "take", (spec.name, number))
+            if_it_fails.pop_all()
+
+    def _fill_slot(
+        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pinned: bool
+    ) -> None:
+        """Have SGLang load an adapter into a slot. Raises ConfigError if it refuses."""
+        self.on_ranks("call_slots", "look", ())
+        refused = self._asked("adapter", lambda server: server.load_lora(name, config, tensors, pinned))
+        if refused:
+            raise ConfigError("adapter", name, f"SGLang says: {refused}")
+        one_token = sampling_params(Sampling(max_tokens=1), 0)
+        self.loop.complete([[0]], [Params(Adapted(one_token, name, name))])
+
+    def _give_slots(self, name: str, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._drop(slot_name(name, number))
+
+    def _drop(self, name: str) -> None:
+        self._asked("adapter", lambda server: server.unload_lora(name))
+
+    def _adapted(self, name: str, served: Served, settings: Mapping[str, Any]) -> Adapted:
+        slot = slot_name(name, served.number)
+        return Adapted(settings, slot, f"{slot} {served.version}")
+
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         """Return an option that `level` needs, an unset one if any, and whether it is set."""
         saver, backup = self._sleeps
@@ -170,7 +218,8 @@ class SglangEngine(ServingRanks):
         with self._asking:
             calls = self._replies.calls(self._settings, method, pack(args))
             self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
-            return answers_of(self._replies.collect(calls, _ANSWER_S))
+            part = str(args[2]) if method == "adapter" else ""
+            return answers_of(self._replies.collect(calls, _ANSWER_S, part))
 
     def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
         with self._naming(method, FutureTimeoutError):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.errors import ConfigError, nearest
 
@@ -150,7 +151,7 @@ class Server:
         self,
         name: str,
         prompt: Sequence[int],
-        params: Mapping[str, Any],
+        params: Mapping[str, Any] | Adapted,
         on_tokens: Callable[[Sequence[int]], object],
         salt: str,
     ) -> None:
@@ -160,8 +161,11 @@ class Server:
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        lora = {}
+        if isinstance(params, Adapted):
+            lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
         request = GenerateReqInput(
-            input_ids=list(prompt), sampling_params=dict(params), rid=name, stream=True
+            input_ids=list(prompt), sampling_params=dict(params), rid=name, stream=True, **lora
         )
         async for out in self.manager.generate_request(request, None):
             reason = out["meta_info"].get("finish_reason") or {}
@@ -209,6 +213,30 @@ class Server:
         )
         async with self.session():
             _require(await self.manager.update_weights_from_tensor(request, None))
+
+    async def load_lora(
+        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pinned: bool
+    ) -> str:
+        """Have SGLang load an adapter, which the first request of it puts into a slot.
+
+        A `pinned` one keeps its slot. Returns why SGLang refuses, "" if it does not.
+        """
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        payloads = [MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(self.num_ranks)]
+        outcome = await self.ask(
+            "load_lora_adapter_from_tensors",
+            "LoadLoRAAdapterFromTensorsReqInput",
+            lora_name=name,
+            config_dict=dict(config),
+            serialized_named_tensors=payloads,
+            pinned=pinned,
+        )
+        return "" if outcome.success else str(outcome.error_message)
+
+    async def unload_lora(self, name: str) -> None:
+        """Have SGLang drop an adapter, once its requests have ended. Its slot is empty then."""
+        await self.ask("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=name)
 
     async def ask(self, method: str, request: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
         """Make one of SGLang's own calls with a request of class `request`. Returns its result."""

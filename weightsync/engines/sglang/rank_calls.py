@@ -22,6 +22,7 @@ import zmq
 
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.wire import SentError
+from weightsync.engines.adapter_rank import AdapterRank
 from weightsync.engines.rank import Rank
 from weightsync.errors import EngineError, WeightSyncError, WireError
 
@@ -82,8 +83,10 @@ class Replies:
         ranks = range(self._num_ranks)
         return [Call(self.endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
 
-    def collect(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+    def collect(self, calls: Sequence[Call], timeout_s: float, part: str = "") -> list[Any]:
         """Return the ranks' answers in order: results, or a WeightSyncError.
+
+        `part` is the method of `AdapterRank`, if they were asked for one.
 
         Raises EngineError if a rank did not answer, and WireError if a result has another type than `Rank`
         returns.
@@ -101,7 +104,7 @@ class Replies:
                 logger.warning("[engine %s] refused an answer: %s", self._engine, error)
                 continue
             if reply.number == calls[0].number:  # not a late answer to an earlier call
-                answers[reply.rank] = _outcome(reply, calls[0].method)
+                answers[reply.rank] = _outcome(reply, calls[0].method, part)
         return [answers[call.rank] for call in calls]
 
     def connected(self) -> None:
@@ -128,19 +131,20 @@ class Replies:
         return reply
 
 
-def _outcome(reply: _Reply, method: str) -> Any:  # noqa: ANN401 - as the method is annotated
+def _outcome(reply: _Reply, method: str, part: str) -> Any:  # noqa: ANN401 - as the method is annotated
     if reply.error is not None:
         return reply.error.rebuild()
     try:
-        return msgspec.msgpack.decode(reply.result, type=_returned(method), dec_hook=_digests)
+        return msgspec.msgpack.decode(reply.result, type=_returned(method, part), dec_hook=_digests)
     except msgspec.MsgspecError as error:
         raise WireError(f"not what rank {reply.rank} returns from {method}: {error}") from error
 
 
 @functools.cache
-def _returned(method: str) -> Any:  # noqa: ANN401 - a type
-    """Return the type of what a method of `Rank` returns."""
-    return get_type_hints(getattr(Rank, method))["return"]
+def _returned(method: str, part: str) -> Any:  # noqa: ANN401 - a type
+    """Return the type of what a method of `Rank` returns, or a method of its `AdapterRank`."""
+    called = getattr(AdapterRank, part) if part else getattr(Rank, method)
+    return get_type_hints(called)["return"]
 
 
 def _plain(value: object) -> object:

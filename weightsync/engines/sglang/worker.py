@@ -12,6 +12,7 @@ import torch
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, stored_otherwise
+from weightsync.engines.sglang.lora import LoraSlots
 from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.errors import ConfigError, EngineError
 
@@ -55,7 +56,8 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
 def _rank(model: torch.nn.Module, call: Call) -> Rank:
     if call.rank not in _ranks:
         device = next(model.parameters()).device
-        _ranks[call.rank] = Rank("sglang", call.rank, device, SglangHost(model, device, call.settings))
+        host, slots = SglangHost(model, device, call.settings), LoraSlots(model)
+        _ranks[call.rank] = Rank("sglang", call.rank, device, host, slots)
     return _ranks[call.rank]
 
 

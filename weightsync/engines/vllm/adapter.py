@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
-from weightsync.engines.adapter_engine import AdapterEngine
-from weightsync.engines.base import Rollout
+from weightsync.engines.adapter_engine import Served
 from weightsync.engines.checks import warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
-from weightsync.engines.serving_ranks import ServingRanks
+from weightsync.engines.slot_serving import SlotServing
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
-from weightsync.engines.vllm.lora import adapted
+from weightsync.engines.vllm.lora import Adapted, adapted
 from weightsync.engines.vllm.stepper import Stepper
-from weightsync.errors import ConfigError, nearest
+from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import AdapterSpec
 
 T = TypeVar("T")
@@ -47,13 +43,11 @@ class VllmRanks(EngineRanks):
 
 logger = logging.getLogger("weightsync.engines.vllm")
 
-_FIRST_SLOT = 1 << 20
-"""Adapters that a user loads have smaller numbers."""
 _END_S = 20.0
 """Time for vLLM to end by itself; it gives its workers about ten seconds."""
 
 
-class VllmEngine(ServingRanks, VllmRanks):
+class VllmEngine(SlotServing, VllmRanks):
     """One vLLM engine. A single rank runs in this process; several ranks have their own processes.
 
     `options` are arguments of vLLM's ``EngineArgs``, except those that `vllm.api` fixes. ``dtype`` defaults
@@ -78,8 +72,6 @@ class VllmEngine(ServingRanks, VllmRanks):
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
-        self._adapters: dict[str, AdapterEngine] = {}
-        self._slot_numbers = itertools.count(_FIRST_SLOT)
 
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it.
@@ -112,39 +104,13 @@ class VllmEngine(ServingRanks, VllmRanks):
         self._wake(WEIGHTS, CACHES)
         self._serve(version)
 
-    def open_adapter(self, spec: AdapterSpec) -> AdapterEngine:
-        """Take two slots for an adapter, see `ServesAdapters.open_adapter`."""
+    def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
         if self._sleeps:
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_sleep_mode", True, remedy)
-        self.close_adapter(spec.name)
-        numbers = next(self._slot_numbers), next(self._slot_numbers)
 
-        def on_ranks(method: str, *args: object) -> list[Any]:
-            return self.on_ranks("adapter", spec, numbers, method, args)
-
-        self._adapters[spec.name] = AdapterEngine(self._name, spec, numbers, on_ranks)
-        return self._adapters[spec.name]
-
-    def close_adapter(self, name: str) -> None:
-        """Give an adapter's slots back, once no request uses them. Raises DeadlineError if some do."""
-        if held := self._adapters.get(name):
-            held.close()
-            self._adapters.pop(name, None)
-
-    def _answer(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Params], settings: Sampling
-    ) -> Rollout:
-        if not settings.adapter:
-            return super()._answer(prompts, params, settings)
-        held = self._adapters.get(settings.adapter)
-        if held is None:
-            raise ConfigError("sampling.adapter", settings.adapter, nearest(settings.adapter, self._adapters))
-        with held.use() as served:
-            of_adapter = partial(adapted, settings.adapter, served.version, served.number)
-            chosen = [replace(each, settings=of_adapter(each.settings)) for each in params]
-            made = self.loop.complete(prompts, chosen)
-            return Rollout.of(made, settings.adapter, served.version)
+    def _adapted(self, name: str, served: Served, settings: object) -> Adapted:
+        return adapted(name, served.version, served.number, settings)
 
     def close(self) -> None:
         """End vLLM and its processes. Safe to call twice."""

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
 from weightsync.engines.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
 from weightsync.errors import ConfigError
-from weightsync.memory.tensors import byte_strides
-from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import AdapterSpec
 
-_DIGITS = 256
-"""All whole numbers to 256 are exact in bfloat16."""
 _STACK_DIMS = 4
 """Slots, 1, rows and columns."""
 
@@ -35,11 +33,7 @@ class Adapted:
 
 
 def adapted(name: str, version: int, number: int, sampling: object) -> Adapted:
-    """Return settings of a request for slot `number`.
-
-    vLLM caches prefixes by the request's name of the adapter. So the name has the version, and the slot's
-    number, which is not used twice: an adapter that is registered again may start at version 1 again.
-    """
+    """Return settings of a request for slot `number`. vLLM caches prefixes by the request's adapter name."""
     return Adapted(sampling, lora_request(f"{name}@{version} in {number}", number))
 
 
@@ -56,7 +50,7 @@ class LoraSlots:
         """
         manager = self._manager()
         self._require_room(spec, manager, len(numbers))
-        layout = _layout(spec, self._find(manager, spec, numbers[0]))
+        layout = self._find(manager, spec, numbers[0])
         slots = []
         for number in numbers:
             self._activate(manager, spec, number, lambda at: torch.zeros(spec.tensors[at].shape))
@@ -89,28 +83,14 @@ class LoraSlots:
                 )
                 raise ConfigError(f"options.{field}", slots, remedy)
 
-    def _find(self, manager: Any, spec: AdapterSpec, number: int) -> tuple[Sequence[Segment], torch.dtype]:  # noqa: ANN401
-        """Have vLLM load coordinates in place of an adapter, and see where each element came.
-
-        A pass loads one digit of each element's tensor, row or column: no float type need hold more.
-        """
-        most = len(spec.tensors), *(max(meta.shape[axis] for meta in spec.tensors) for axis in range(2))
-        found: list[dict[str, torch.Tensor]] = [{} for _ in most]
-        live: dict[str, torch.Tensor] = {}
-        for axis, size in enumerate(most):
-            for digit in range(_num_digits(size)):
-                base = _DIGITS**digit
-                self._activate(manager, spec, number, partial(_digits, spec, axis, base))
-                live = dict(_stacks(manager, number))
-                for name, stack in live.items():
-                    found[axis][name] = found[axis].get(name, -1) + stack.cpu().int() * base
-                manager.remove_adapter(number)
-        places = [
-            _segment(spec, name, [each[name] for each in found], stack)
-            for name, stack in live.items()
-            if (found[0][name] >= 0).any()
-        ]
-        return places, next(iter(live.values())).dtype
+    def _find(self, manager: Any, spec: AdapterSpec, number: int) -> RankLayout:  # noqa: ANN401 - vLLM's
+        """Have vLLM load coordinates in place of an adapter, and see where each element came."""
+        places = AdapterPlaces(spec)
+        for axis, base in passes(spec):
+            self._activate(manager, spec, number, partial(digits, spec, axis, base))
+            places.add(axis, base, dict(_stacks(manager, number)))
+            manager.remove_adapter(number)
+        return places.layout()
 
     def _activate(
         self,
@@ -133,48 +113,3 @@ def _stacks(manager: Any, number: int) -> Iterator[tuple[str, torch.Tensor]]:  #
             for part, stack in enumerate(getattr(module, kind, ())):
                 if stack.dim() == _STACK_DIMS:  # those of experts have more
                     yield f"{path}.{kind}.{part}", stack[at, 0]
-
-
-def _num_digits(most: int) -> int:
-    digits = 1
-    while most >= _DIGITS**digits:
-        digits += 1
-    return digits
-
-
-def _digits(spec: AdapterSpec, axis: int, base: int, index: int) -> torch.Tensor:
-    """Return one digit of each element's coordinate in an adapter, counted from 1, in tensor `index`.
-
-    Coordinates are the number of the tensor (axis 0), the row (1) and the column (2).
-    """
-    rows, columns = spec.tensors[index].shape
-    counts = (torch.tensor([[index]]), torch.arange(rows)[:, None], torch.arange(columns)[None])
-    return ((counts[axis] + 1) // base % _DIGITS).float().expand(rows, columns)
-
-
-def _segment(spec: AdapterSpec, name: str, found: Sequence[torch.Tensor], live: torch.Tensor) -> Segment:
-    """Return which box of which tensor is where in a stack, by the coordinates that were `found` there.
-
-    Raises ConfigError if it is not one box in order.
-    """
-    rows, columns = torch.nonzero(found[0] >= 0, as_tuple=True)
-    top, left = int(rows.min()), int(columns.min())
-    extent = int(rows.max()) + 1 - top, int(columns.max()) + 1 - left
-    held = [each[top : top + extent[0], left : left + extent[1]] for each in found]
-    number, row, column = (int(each[0, 0]) for each in held)
-    meta = spec.tensors[number]
-    counted = torch.arange(extent[0])[:, None], torch.arange(extent[1])[None]
-    expected = torch.tensor(number), row + counted[0], column + counted[1]
-    if not all(bool((each == wanted).all()) for each, wanted in zip(held, expected, strict=True)):
-        raise ConfigError("adapter", spec.name, f"vLLM rearranges {meta.name} in {name}: leave it out")
-    strides = byte_strides(live)
-    offset = top * strides[0] + left * strides[1]
-    return Segment(meta.name, Box((row, column), extent), name, offset, strides)
-
-
-def _layout(spec: AdapterSpec, found: tuple[Sequence[Segment], torch.dtype]) -> RankLayout:
-    segments, dtype = found
-    names = {segment.tensor for segment in segments}
-    kind = str(dtype).removeprefix("torch.")
-    held = tuple(TensorMeta(meta.name, kind, meta.shape) for meta in spec.tensors if meta.name in names)
-    return RankLayout(held, tuple(segments))

@@ -1,0 +1,185 @@
+"""SGLang's slots for LoRA adapters, and what a request says of one.
+
+SGLang keeps slots beside each layer: tensors with one matrix for each of them, of the largest rank. Its
+scheduler gives an adapter a slot when a request of it runs, and fills that by SGLang's own loader, cut for
+tensor parallelism. No call says which slot it was, so each rank looks which one changed. Sources: SGLang's
+``lora/`` of 0.5.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
+from weightsync.engines.adapter_rank import Slot
+from weightsync.errors import ConfigError
+from weightsync.protocol.adapters import LORA_A, AdapterSpec
+
+_BUFFERS = ("A_buffer", "B_buffer")
+_SLOTS_BY_DEFAULT = 8
+_SLOT_DIMS = 3
+"""Slots, rows and columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """What SGLang is told of a request that an adapter answers.
+
+    Attributes:
+        sampling: its settings.
+        lora: SGLang's name of the adapter.
+        key: cached prefixes are shared by requests with the same key alone.
+    """
+
+    sampling: Mapping[str, Any]
+    lora: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """SGLang's options of adapters.
+
+    Attributes:
+        enabled: whether it serves any.
+        sleeps: whether its memory can be released.
+        num_slots: how many it holds at once.
+    """
+
+    enabled: bool
+    sleeps: bool
+    num_slots: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> SlotOptions:
+        """Read the arguments of ``ServerArgs``."""
+        slots = arguments.get("max_loras_per_batch", _SLOTS_BY_DEFAULT)
+        return cls(bool(arguments.get("enable_lora")), bool(arguments.get("enable_memory_saver")), slots)
+
+    def require(self, num_adapters: int) -> None:
+        """Raise ConfigError if there are no slots for one more than `num_adapters`."""
+        if not self.enabled:
+            raise ConfigError("options.enable_lora", False, "start the engine with true to give it adapters")
+        if self.sleeps:
+            remedy = "leave it out: adapters would lose their slots in a sleep"
+            raise ConfigError("options.enable_memory_saver", True, remedy)
+        least = 2 * (num_adapters + 1) + 1
+        if self.num_slots < least:
+            remedy = (
+                f"give at least {least}: each adapter needs 2 slots, one to serve and one to write, and the "
+                "model itself one"
+            )
+            raise ConfigError("options.max_loras_per_batch", self.num_slots, remedy)
+
+
+def slot_name(adapter: str, number: int) -> str:
+    """Return what SGLang calls the adapter in slot `number`."""
+    return f"{adapter}@{number}"
+
+
+def peft_config(spec: AdapterSpec) -> dict[str, Any]:
+    """Return the config of an adapter, all of whose modules have its largest rank. Scaling is 1."""
+    names = (meta.name for meta in spec.tensors if meta.name.endswith(LORA_A))
+    modules = {name.removesuffix(LORA_A).rsplit(".", 1)[-1] for name in names}
+    return {
+        "peft_type": "LORA",
+        "r": spec.rank,
+        "lora_alpha": spec.rank,
+        "target_modules": sorted(modules),
+    }
+
+
+def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:
+    """Return `digits` in place of an adapter's tensors, by PEFT's names, padded to its largest rank."""
+    return {
+        _peft_name(meta.name): _padded(digits(spec, axis, base, index), meta.name, spec.rank)
+        for index, meta in enumerate(spec.tensors)
+    }
+
+
+def ones(spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """Return ones in place of an adapter's tensors, by PEFT's names."""
+    filled = ((meta.name, torch.ones(meta.shape)) for meta in spec.tensors)
+    return {_peft_name(name): _padded(each, name, spec.rank) for name, each in filled}
+
+
+def _peft_name(name: str) -> str:
+    return f"base_model.model.{name}"
+
+
+def _padded(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+    """Pad A's rows, or B's columns, with zeros: SGLang has one rank for all modules of an adapter."""
+    shape = (rank, tensor.shape[1]) if name.endswith(LORA_A) else (tensor.shape[0], rank)
+    padded = tensor.new_zeros(shape)
+    padded[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return padded
+
+
+class LoraSlots:
+    """The slots of one SGLang rank, see `weightsync.engines.adapter_rank.AdapterSlots`.
+
+    The engine calls `look`, has SGLang load an adapter and run a request of it, and calls `see` or `take`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._sums = torch.empty(0)
+        self._places: dict[str, AdapterPlaces] = {}
+        self._taken: dict[int, int] = {}
+
+    def look(self) -> None:
+        """Remember what all slots hold."""
+        self._sums = self._now()
+
+    def see(self, spec: AdapterSpec, axis: int, base: int) -> None:
+        """Take in what the slot holds that changed since `look`, by `AdapterPlaces.add`."""
+        if (axis, base) == next(passes(spec)):
+            self._places[spec.name] = AdapterPlaces(spec)
+        self._places[spec.name].add(axis, base, self._at(self._changed(spec.name)))
+
+    def take(self, adapter: str, number: int) -> None:
+        """Zero the slot that changed since `look`, and keep it as `number`."""
+        at = self._changed(adapter)
+        for matrix in self._at(at).values():
+            matrix.zero_()
+        self._taken[number] = at
+
+    def reserve(self, spec: AdapterSpec, numbers: Sequence[int]) -> Sequence[Slot]:
+        """Return the slots, which were taken. Raises ConfigError if SGLang rearranges the adapter."""
+        layout = self._places.pop(spec.name).layout()
+        return [Slot(number, layout, self._at(self._taken[number])) for number in numbers]
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Forget the slots, before SGLang unloads what is in them."""
+        for number in numbers:
+            self._taken.pop(number, None)
+
+    def _changed(self, adapter: str) -> int:
+        """Return the slot that changed since `look`, of those that nobody here writes."""
+        differ = (self._now() != self._sums).any(dim=0).tolist()
+        changed = {slot for slot, is_other in enumerate(differ) if is_other} - set(self._taken.values())
+        if len(changed) != 1:
+            remedy = f"SGLang filled {len(changed)} of its slots in place of one: register it again"
+            raise ConfigError("adapter", adapter, remedy)
+        return changed.pop()
+
+    def _now(self) -> torch.Tensor:
+        """Return a sum over the bytes of each matrix, int64[matrices, slots]."""
+        held = self._stacks().values()
+        return torch.stack([each.view(torch.uint8).sum(dim=(1, 2), dtype=torch.int64) for each in held])
+
+    def _at(self, slot: int) -> dict[str, torch.Tensor]:
+        return {name: stack[slot] for name, stack in self._stacks().items()}
+
+    def _stacks(self) -> dict[str, torch.Tensor]:
+        """Return the matrices of all slots by layer, [slots, rows, columns]."""
+        return {
+            f"{path}.{name}": value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if name.startswith(_BUFFERS) and value.dim() == _SLOT_DIMS  # those of experts have more
+        }
