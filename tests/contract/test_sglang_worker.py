@@ -30,10 +30,12 @@ from weightsync.engines.sglang import api as sglang_api
 from weightsync.engines.sglang import rank_calls as sglang_channel
 from weightsync.engines.sglang import worker as sglang_worker
 from weightsync.engines.sglang.api import pack, stored_otherwise
+from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.rank_calls import Call, Replies
 from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.draft import DRAFT, Draft
 from weightsync.protocol.handles import Attached, DeviceHandle, Export
 from weightsync.protocol.messages import LiveDigest, Loaded
 from weightsync.protocol.timing import Span
@@ -56,17 +58,19 @@ class Served(nn.Module):
 
 
 def scheduler(path: str, pipe: Connection) -> None:
-    """What SGLang's does with each request to update weights."""
-    model = Served(path)
+    """What SGLang's does with each request to update weights, unless it leaves the draft out."""
+    model, draft = Served(path), Served(path)
     with torch.inference_mode():
         for blob in iter(pipe.recv, None):
+            if b"no pickle" not in blob and pickle.loads(blob).to_draft:
+                receive(draft, [(blob, NOTHING)])
             receive(model, [(blob, NOTHING)])
             pipe.send("done")
 
 
 class Ranks:
-    def __init__(self, path: str) -> None:
-        self.settings = RankSettings("e0", path, "float32", repacks=False)
+    def __init__(self, path: str, speculation: Speculation | None = None) -> None:
+        self.settings = RankSettings("e0", path, "float32", repacks=False, speculation=speculation)
         self.replies = Replies("e0", 1)
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
@@ -82,7 +86,8 @@ class Ranks:
         return answer
 
     def calls(self, method: str, *args: object) -> list[Call]:
-        return self.replies.calls(self.settings, method, pack(args))
+        to_draft = self.settings.speculation is not None and method == "join"
+        return self.replies.calls(self.settings, method, pack(args), to_draft)
 
     def deliver(self, blob: bytes) -> None:
         self.pipe.send(blob)
@@ -125,6 +130,25 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
     assert type(failed) is EngineError
     assert (failed.phase, failed.rank) == ("no_such_method", 0)
     assert "AttributeError" in failed.cause
+
+
+def test_a_trained_draft_is_part_of_the_layout(tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path)
+    ranks = Ranks(str(tmp_path), Speculation("STANDALONE", str(tmp_path), None))
+    assert isinstance(ranks.ask("join", os.getpid()), RankProcess)
+    untreated = ranks.ask("layout")
+    assert untreated.draft == Draft("STANDALONE", str(tmp_path))
+    assert ranks.ask("treat", "frozen") is None
+    frozen = ranks.ask("layout").draft
+    assert frozen.digest
+    assert frozen.num_tensors >= len(untreated.tensors)  # a tied head has two names
+    assert ranks.ask("treat", "trained") is None
+    layout = ranks.ask("layout")
+    names = {meta.name for meta in untreated.tensors}
+    assert {meta.name for meta in layout.tensors} == names | {DRAFT + name for name in names}
+    assert {buffer.name.startswith(DRAFT) for buffer in layout.buffers} == {True, False}
+    assert layout.draft.trained
+    ranks.close()
 
 
 def test_what_is_no_call_does_not_end_the_process(ranks: Ranks) -> None:

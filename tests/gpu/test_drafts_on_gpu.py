@@ -1,26 +1,23 @@
-"""A draft that trainers hold, in a vLLM with CUDA graphs: it is written in place, and accepted."""
+"""A draft that trainers hold, in an engine with CUDA graphs: it is written in place, and accepted."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.contract.vllm_speculation import check_live
-from tests.gpu.draft_actors import DraftEngine, DraftTrainer
+from tests.gpu.draft_actors import DraftTrainer, SglangDrafts, VllmDrafts
 from tests.gpu.fleet import spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
-from weightsync import SyncConfig, WeightSync
+from weightsync import EngineActor, SyncConfig, WeightSync
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.timeout(400),
 ]
@@ -29,23 +26,21 @@ CONFIG = SyncConfig(
     timeout_s=patient(30), connect_timeout_s=patient(60), components={"draft": "trained"}, mode="direct"
 )
 PROMPTS = [[5, 9, 3, 7], [11] * 9, [*range(200, 230)]]
-SAMPLING = {"max_tokens": 32, "temperature": 0.0}
+NUM_TOKENS = 32
 
 
-def share_accepted(engine: Any) -> float:
-    """Return the part of the drafted tokens that the model accepts."""
-    before = ray.get(engine.accepted.remote())
-    ray.get(engine.generate.remote(PROMPTS, SAMPLING), timeout=patient(60))
-    drafted, accepted = (
-        now - then for now, then in zip(ray.get(engine.accepted.remote()), before, strict=True)
-    )
-    return accepted / drafted
+@pytest.fixture(params=["vllm", "sglang"])
+def served_by(request: pytest.FixtureRequest) -> type[EngineActor]:
+    pytest.importorskip(request.param)
+    return VllmDrafts if request.param == "vllm" else SglangDrafts
 
 
-def test_a_draft_that_follows_the_model_is_accepted(bundles: PlacementGroup, tmp_path: Path) -> None:
+def test_a_draft_that_follows_the_model_is_accepted(
+    served_by: type[EngineActor], bundles: PlacementGroup, tmp_path: Path
+) -> None:
     path = str(tmp_path / "model")
     save_qwen3(tmp_path / "model", "untied", 0)
-    trainer, engine = spawn(DraftTrainer, bundles, 0), spawn(DraftEngine, bundles, 0, path, "e0")
+    trainer, engine = spawn(DraftTrainer, bundles, 0), spawn(served_by, bundles, 0, path, "e0")
     ray.get([trainer.start.remote(path), engine.sync_layout.remote()], timeout=patient(200))
     shares = []
     with WeightSync(CONFIG) as sync:
@@ -59,10 +54,11 @@ def test_a_draft_that_follows_the_model_is_accepted(bundles: PlacementGroup, tmp
             assert report.routes == {"e0": "direct"}
             assert report.proofs == {"e0": "live weights"}
             live, trained = ray.get([engine.live_draft.remote(), trainer.weights.remote("draft")])
-            for name in ("model.embed_tokens.weight", "lm_head.weight"):  # vLLM pads the vocabulary
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):  # engines pad the vocabulary
                 live[name] = live[name][: len(trained[name])]
             check_live(live, trained)
-            shares.append(share_accepted(engine))
+            asked = engine.share_accepted.remote(PROMPTS, NUM_TOKENS)
+            shares.append(ray.get(asked, timeout=patient(60)))
             sys.stdout.write(f"{report}: {shares[-1]:.3f} of the drafted tokens accepted\n")
         sys.stdout.write("\n".join(map(str, sync.coverage())))
     assert shares[0] > 0.9

@@ -24,6 +24,7 @@ from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
+from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
@@ -63,7 +64,8 @@ class SglangEngine(SlotServing):
         self._slots = SlotOptions.of(arguments)
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
-        self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
+        speculation = Speculation.of(arguments)
+        self._settings = RankSettings(name, model_path, arguments["dtype"], sessions, speculation)
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()
@@ -216,7 +218,8 @@ class SglangEngine(SlotServing):
         Raises FutureTimeoutError after `wait_s` seconds.
         """
         with self._asking:
-            calls = self._replies.calls(self._settings, method, pack(args))
+            is_first = self._settings.speculation is not None and method == "join"
+            calls = self._replies.calls(self._settings, method, pack(args), to_draft=is_first)
             self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
             part = str(args[2]) if method == "adapter" else ""
             return answers_of(self._replies.collect(calls, _ANSWER_S, part))

@@ -36,7 +36,6 @@ _FIXED = (
     "node_rank",
     "tokenizer_worker_num",
     "incremental_streaming_output",
-    "speculative_algorithm",
     "weight_cache_mode",
 )
 _PORTS = range(20_000, 32_768)
@@ -197,6 +196,8 @@ class Server:
     async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
         """Deliver a call to each rank, and return when all ran. Sets SGLang's label to `version`.
 
+        The loader of a draft model gets calls that are for it, before the target's.
+
         Raises RuntimeError if SGLang refuses.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -210,6 +211,7 @@ class Server:
             load_format=_LOADER,
             flush_cache=False,
             weight_version=version,
+            disable_draft_model=not calls[0].to_draft,
         )
         async with self.session():
             _require(await self.manager.update_weights_from_tensor(request, None))

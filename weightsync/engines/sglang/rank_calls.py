@@ -41,6 +41,7 @@ class Call:
         secret: sent with the answer.
         settings: the engine's, equal in all calls; the first call makes the rank from them.
         blob: the method's arguments, pickled, since they travel by SGLang's own channel.
+        to_draft: the loader gets the draft model with it first, and then the target.
     """
 
     endpoint: str
@@ -50,6 +51,7 @@ class Call:
     settings: Any
     method: str
     blob: bytes
+    to_draft: bool = False
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -77,11 +79,13 @@ class Replies:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REPLY_NBYTES)
         self._socket.bind(self.endpoint)
 
-    def calls(self, settings: object, method: str, blob: bytes) -> list[Call]:
+    def calls(self, settings: object, method: str, blob: bytes, to_draft: bool = False) -> list[Call]:
         """Make a call of `method` for each rank. `blob` has the arguments."""
         number = next(self._numbers)
-        ranks = range(self._num_ranks)
-        return [Call(self.endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
+        return [
+            Call(self.endpoint, self._secret, number, rank, settings, method, blob, to_draft)
+            for rank in range(self._num_ranks)
+        ]
 
     def collect(self, calls: Sequence[Call], timeout_s: float, part: str = "") -> list[Any]:
         """Return the ranks' answers in order: results, or a WeightSyncError.

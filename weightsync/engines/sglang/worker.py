@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weightsync.config import Treatment
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, stored_otherwise
+from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
 from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.errors import ConfigError, EngineError
@@ -20,6 +23,8 @@ logger = logging.getLogger("weightsync.engines.sglang")
 
 _ranks: dict[int, Rank] = {}
 """The rank of this process, by number."""
+_drafts: dict[int, torch.nn.Module] = {}
+"""Its draft model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,14 @@ class RankSettings:
     Attributes:
         dtype: torch's name of the weights' dtype.
         repacks: whether SGLang processes weights again after each update, as quantized ones need.
+        speculation: how it speculates, if with a draft model.
     """
 
     engine: str
     model_path: str
     dtype: str
     repacks: bool
+    speculation: Speculation | None = None
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
@@ -45,6 +52,9 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
     try:
         ((blob, _),) = named_tensors
         call: Call = pickle.loads(blob)
+        if call.to_draft and call.rank not in _drafts:
+            _drafts[call.rank] = model  # SGLang calls the target's loader next, with the same data
+            return
         args = pickle.loads(call.blob)
         # In inference mode, which serving may use, a tracer would see other operators.
         with torch.inference_mode(False), torch.no_grad():
@@ -56,16 +66,22 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
 def _rank(model: torch.nn.Module, call: Call) -> Rank:
     if call.rank not in _ranks:
         device = next(model.parameters()).device
-        host, slots = SglangHost(model, device, call.settings), LoraSlots(model)
-        _ranks[call.rank] = Rank("sglang", call.rank, device, host, slots)
+        host = SglangHost(model, device, call.settings, _drafts.get(call.rank))
+        _ranks[call.rank] = Rank("sglang", call.rank, device, host, LoraSlots(model))
     return _ranks[call.rank]
 
 
 class SglangHost:
     """The `Host` of an SGLang rank."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, settings: RankSettings) -> None:
-        self._model, self._device, self._settings = model, device, settings
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        settings: RankSettings,
+        draft: torch.nn.Module | None = None,
+    ) -> None:
+        self._model, self._device, self._settings, self._draft = model, device, settings, draft
 
     def model(self) -> torch.nn.Module:
         return self._model
@@ -78,7 +94,18 @@ class SglangHost:
             # SGLang's loader would copy full-precision values into quantised parameters, without scales.
             remedy = "leave it out and start SGLang with quantization='fp8', or serve this format with vLLM"
             raise ConfigError("quantization_config", quantization, remedy)
-        return checkpoint_of(config, getattr(torch, self._settings.dtype)).as_held(self._model)
+        return checkpoint_of(config, self._dtype).as_held(self._model)
+
+    def draft(self, treatment: Treatment | None) -> DraftModel | None:
+        speculation = self._settings.speculation
+        if speculation is None or self._draft is None:
+            return None
+        return draft_of(speculation, self._draft, self._model, self._dtype, self._device, treatment)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._settings.dtype)
+        return dtype
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._model.load_weights(weights)  # type: ignore[operator]

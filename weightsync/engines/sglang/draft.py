@@ -1,0 +1,166 @@
+"""The draft model of an SGLang rank. It starts with the weights of its own checkpoint.
+
+Sources: SGLang's ``speculative/`` and ``models/llama_eagle3.py`` of 0.5.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.config import Treatment
+from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.draft_model import DraftModel
+from weightsync.engines.sglang.api import Loads, stored_otherwise
+from weightsync.engines.trained_draft import TrainableDraft
+from weightsync.errors import ConfigError
+from weightsync.memory.tensors import meta_of
+from weightsync.plan import TensorMeta
+
+_WHOLE_MODEL, _WITHOUT_WEIGHTS = "STANDALONE", "NGRAM"
+_TRAINABLE = (_WHOLE_MODEL, "EAGLE", "EAGLE3")
+_KNOWN = (*_TRAINABLE, "NEXTN", _WITHOUT_WEIGHTS)
+_FREEZE = 'freeze it with SyncConfig(components={"draft": "frozen"})'
+_TOKEN_MAPS = ("d2t", "t2d")
+"""EAGLE-3's maps between the target's tokens and the draft's. SGLang reads them once, when it starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How an SGLang engine speculates with a draft model.
+
+    Attributes:
+        algorithm: ``speculative_algorithm``.
+        path: where the draft's checkpoint is.
+        obstacle: an option for which its draft cannot be trained, with its value, if one is given.
+    """
+
+    algorithm: str
+    path: str
+    obstacle: tuple[str, object] | None
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Speculation | None:
+        """Read the arguments of ``ServerArgs``, and have SGLang read the draft's weights from its files.
+
+        Returns None for an engine without a draft model. Raises ConfigError for algorithms that are not known
+        here, and for a draft with dummy weights.
+        """
+        algorithm = arguments.get("speculative_algorithm")
+        if algorithm not in (None, *_KNOWN):
+            remedy = f"give one of {', '.join(_KNOWN)}: the draft's weights of others are not found"
+            raise ConfigError("options.speculative_algorithm", algorithm, remedy)
+        if algorithm in (None, _WITHOUT_WEIGHTS):
+            return None
+        if arguments.setdefault("speculative_draft_load_format", "auto") == "dummy":
+            remedy = "leave it out: no update brings EAGLE's token maps, or a frozen draft's weights"
+            raise ConfigError("options.speculative_draft_load_format", "dummy", remedy)
+        given = ((name, arguments.get(name)) for name in ("quantization", "speculative_token_map"))
+        obstacle = next(((f"options.{name}", value) for name, value in given if value), None)
+        path = arguments.get("speculative_draft_model_path") or arguments["model_path"]
+        return cls(str(algorithm), str(path), obstacle)
+
+
+def draft_of(
+    speculation: Speculation,
+    draft: torch.nn.Module,
+    target: torch.nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    treatment: Treatment | None,
+) -> DraftModel:
+    """Return the draft of a rank. Raises ConfigError if it is to be trained and cannot be."""
+    if treatment != "trained":
+        return DraftModel(speculation.algorithm, speculation.path, draft)
+    if speculation.algorithm not in _TRAINABLE:
+        remedy = f"only drafts of {', '.join(_TRAINABLE)} can be trained: {_FREEZE}"
+        raise ConfigError("options.speculative_algorithm", speculation.algorithm, remedy)
+    if speculation.obstacle:
+        remedy = f"leave it out, since a draft with it is not trained, or {_FREEZE}"
+        raise ConfigError(*speculation.obstacle, remedy)
+    own = _OwnModules(draft, target)
+    return SglangTrainedDraft(speculation.algorithm, speculation.path, own, draft, target, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SglangTrainedDraft(TrainableDraft):
+    """A draft model, EAGLE or EAGLE-3, whose `model` has its own modules alone.
+
+    Attributes:
+        draft: SGLang's module, with those that it shares with the target.
+        target: the model that the draft speculates for.
+        dtype: of both.
+    """
+
+    draft: torch.nn.Module
+    target: torch.nn.Module
+    dtype: torch.dtype
+    device: torch.device
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the tensors of transformers' model of the draft's config, or, for EAGLE, of its files."""
+        if self.method == _WHOLE_MODEL:
+            from transformers import AutoConfig
+
+            return checkpoint_of(AutoConfig.from_pretrained(self.path), self.dtype)
+        shared = self.shared()
+        return Checkpoint(tuple(each for each in self._stored() if each.name not in shared), (), frozenset())
+
+    def _stored(self) -> Iterator[TensorMeta]:
+        """Yield the tensors of the files, in the engine's dtype: transformers does not know these models."""
+        from safetensors.torch import safe_open
+
+        files = sorted(Path(self.path).glob("*.safetensors"))
+        if not files:
+            remedy = "give a folder with safetensors files, which say what tensors a draft has"
+            raise ConfigError("options.speculative_draft_model_path", self.path, remedy)
+        for file in files:
+            with safe_open(file, framework="pt") as held:
+                for name in held.keys():  # noqa: SIM118 - it is no mapping
+                    if not any(each in name for each in _TOKEN_MAPS):
+                        shape = held.get_slice(name).get_shape()
+                        yield meta_of(name, torch.empty(shape, dtype=self.dtype, device="meta"))
+
+    def shared(self) -> Mapping[str, str]:
+        """Return the target's parameters that the draft uses. Files name them with or without ``model.``."""
+        theirs = {each.data_ptr(): name for name, each in self.target.named_parameters()}
+        found: dict[str, str] = {}
+        for name, each in self.draft.named_parameters(remove_duplicate=False):
+            if held := theirs.get(each.data_ptr()):
+                found |= {name: held, name.removeprefix("model."): held}
+        return found
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run its ``load_weights``, once for each tensor: EAGLE's collects nothing then."""
+        for each in weights:
+            self.draft.load_weights([each])  # type: ignore[operator]
+
+    def loader(self) -> Loads:
+        """Return its loader, which copies at once."""
+        return Loads(self.draft)
+
+    def stored_otherwise(self) -> str:
+        """Return which layer may repack its weights, "" if none does."""
+        return stored_otherwise(self.draft, self.device)
+
+
+class _OwnModules(torch.nn.Module):
+    """A draft without the modules whose parameters are the target's, such as an embedding."""
+
+    def __init__(self, draft: torch.nn.Module, target: torch.nn.Module) -> None:
+        super().__init__()
+        theirs = {each.data_ptr() for each in target.parameters() if each.numel()}
+        self._held = [
+            (path, module)
+            for path, module in draft.named_modules()
+            if not any(each.data_ptr() in theirs for each in module.parameters(recurse=False))
+        ]
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        return iter(self._held)
