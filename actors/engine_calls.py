@@ -179,7 +179,9 @@ class EngineCalls(Claimable):
         Returns the dtype of its slots.
         """
         if not isinstance(self._engine, ServesAdapters):
-            remedy = "serve adapters with vLLM or SGLang: engines of other kinds have no slots that updates write"
+            remedy = (
+                "serve adapters with vLLM or SGLang: engines of other kinds have no slots that updates write"
+            )
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
         async with self._asking:
             part = EngineCalls()
