@@ -134,10 +134,10 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
 
 def test_a_trained_draft_is_part_of_the_layout(tmp_path: Path) -> None:
     build_tiny_qwen3(tmp_path)
-    ranks = Ranks(str(tmp_path), Speculation("STANDALONE", str(tmp_path), None))
+    ranks = Ranks(str(tmp_path), Speculation("EAGLE", str(tmp_path), None))
     assert isinstance(ranks.ask("join", os.getpid()), RankProcess)
     untreated = ranks.ask("layout")
-    assert untreated.draft == Draft("STANDALONE", str(tmp_path))
+    assert untreated.draft == Draft("EAGLE", str(tmp_path))
     assert ranks.ask("treat", "frozen") is None
     frozen = ranks.ask("layout").draft
     assert frozen.digest

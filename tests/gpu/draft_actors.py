@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.actors.draft_trainer import module_of
 from tests.gpu import sglang_probe, vllm_probe
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -66,19 +69,85 @@ class VllmDrafts(EngineActor):
         return (await asyncio.to_thread(self._engine.call, lambda llm: llm.collective_rpc(_live)))[0]
 
 
-class SglangDrafts(EngineActor):
-    """An SGLang with CUDA graphs, started with a dummy target. Its draft is a model of its own."""
+class EagleTrainer(DraftTrainer):
+    """One rank with an EAGLE draft. For equal seeds, the draft predicts what the model says.
 
-    def __init__(self, path: str, name: str) -> None:
+    Layers of both add nothing to the last token's embedding, which the model's last norm, or the draft's
+    projection, multiplies with signs.
+    """
+
+    def start(self, path: str) -> None:
+        """Read the model, and the draft beside it."""
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
+        self.draft = module_of(load_file(Path(eagle_path(path)) / "model.safetensors")).cuda()
+
+    @torch.no_grad()
+    def train(self, part: str, seed: int) -> None:
+        """Give the model, or the draft, other weights."""
+        draw = torch.Generator().manual_seed(seed)
+        hidden = self.model.config.hidden_size
+        signs = torch.randint(0, 2, (hidden,), generator=draw) * 2.0 - 1
+        for name, each in getattr(self, part).named_parameters():
+            drawn = torch.randn(each.shape, generator=draw) * each.shape[-1] ** -0.5
+            if name == "model.norm.weight":
+                drawn = signs
+            elif name == "fc.weight":
+                drawn = torch.cat([torch.diag(signs), torch.zeros(hidden, hidden)], dim=1)
+            elif "norm" in name:
+                drawn.fill_(1)
+            elif "o_proj" in name or "down_proj" in name or name == "fc.bias":
+                drawn.zero_()
+            each.copy_(drawn)
+
+
+def eagle_path(path: str) -> str:
+    """Return where the EAGLE draft of the model in `path` is."""
+    return f"{path}-eagle"
+
+
+def save_eagle(path: str) -> None:
+    """Save an EAGLE draft of one layer, as SGLang reads it, for the model of `save_qwen3` in `path`."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, groups = (config[name] * config["head_dim"] for name in _HEADS)
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "fc.bias": (hidden,),
+        "layers.0.self_attn.q_proj.weight": (heads, hidden),
+        "layers.0.self_attn.k_proj.weight": (groups, hidden),
+        "layers.0.self_attn.v_proj.weight": (groups, hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, heads),
+        "layers.0.mlp.gate_proj.weight": (inner, hidden),
+        "layers.0.mlp.up_proj.weight": (inner, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, inner),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+    }
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    settings = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1}
+    folder = Path(eagle_path(path))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **settings, "layer_types": None}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+_HEADS = "num_attention_heads", "num_key_value_heads"
+
+
+class SglangDrafts(EngineActor):
+    """An SGLang with CUDA graphs, started with a dummy target, that speculates with an EAGLE draft."""
+
+    def __init__(self, path: str, name: str, options: Mapping[str, Any] | None = None) -> None:
         speculative = {
-            "speculative_algorithm": "STANDALONE",
-            "speculative_draft_model_path": path,
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": eagle_path(path),
             "speculative_num_steps": 2,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 3,
+            "custom_weight_loader": [_LOADER],
         }
-        options = {**sglang_probe.OPTIONS, **speculative, "custom_weight_loader": [_LOADER]}
-        super().__init__("sglang", path, name, options)
+        super().__init__("sglang", path, name, {**(options or sglang_probe.OPTIONS), **speculative})
 
     async def share_accepted(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         """Answer `prompts`. Returns the part of the drafted tokens that the model accepts."""

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.contract.vllm_speculation import check_live
-from tests.gpu.draft_actors import DraftTrainer, SglangDrafts, VllmDrafts
+from tests.gpu.draft_actors import DraftTrainer, EagleTrainer, SglangDrafts, VllmDrafts, save_eagle
 from tests.gpu.fleet import spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
@@ -29,18 +29,22 @@ PROMPTS = [[5, 9, 3, 7], [11] * 9, [*range(200, 230)]]
 NUM_TOKENS = 32
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def served_by(request: pytest.FixtureRequest) -> type[EngineActor]:
-    pytest.importorskip(request.param)
-    return VllmDrafts if request.param == "vllm" else SglangDrafts
-
-
+@pytest.mark.parametrize(
+    ("package", "trainer_class", "engine_class"),
+    [("vllm", DraftTrainer, VllmDrafts), ("sglang", EagleTrainer, SglangDrafts)],
+)
 def test_a_draft_that_follows_the_model_is_accepted(
-    served_by: type[EngineActor], bundles: PlacementGroup, tmp_path: Path
+    package: str,
+    trainer_class: type[DraftTrainer],
+    engine_class: type[EngineActor],
+    bundles: PlacementGroup,
+    tmp_path: Path,
 ) -> None:
+    pytest.importorskip(package)
     path = str(tmp_path / "model")
     save_qwen3(tmp_path / "model", "untied", 0)
-    trainer, engine = spawn(DraftTrainer, bundles, 0), spawn(served_by, bundles, 0, path, "e0")
+    save_eagle(path)
+    trainer, engine = spawn(trainer_class, bundles, 0), spawn(engine_class, bundles, 0, path, "e0")
     ray.get([trainer.start.remote(path), engine.sync_layout.remote()], timeout=patient(200))
     shares = []
     with WeightSync(CONFIG) as sync:
@@ -54,8 +58,11 @@ def test_a_draft_that_follows_the_model_is_accepted(
             assert report.routes == {"e0": "direct"}
             assert report.proofs == {"e0": "live weights"}
             live, trained = ray.get([engine.live_draft.remote(), trainer.weights.remote("draft")])
-            for name in ("model.embed_tokens.weight", "lm_head.weight"):  # engines pad the vocabulary
-                live[name] = live[name][: len(trained[name])]
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):
+                if name in trained:  # engines pad the vocabulary
+                    live[name] = live[name][: len(trained[name])]
+                else:  # an EAGLE draft uses the model's
+                    live.pop(name)
             check_live(live, trained)
             asked = engine.share_accepted.remote(PROMPTS, NUM_TOKENS)
             shares.append(ray.get(asked, timeout=patient(60)))

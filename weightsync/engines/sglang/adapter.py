@@ -64,7 +64,7 @@ class SglangEngine(SlotServing):
         self._slots = SlotOptions.of(arguments)
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
-        speculation = Speculation.of(arguments)
+        speculation = Speculation.of(arguments, sessions)
         self._settings = RankSettings(name, model_path, arguments["dtype"], sessions, speculation)
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None

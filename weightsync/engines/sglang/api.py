@@ -142,6 +142,7 @@ class Server:
         self.num_ranks: int = arguments["tp_size"]
         self.pids: list[int] = engine.get_all_child_pids()
         self.forgets = has_sessions()
+        self._has_draft = "speculative_draft_load_format" in arguments
         self.manager = engine.tokenizer_manager
         if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
             watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
@@ -196,7 +197,7 @@ class Server:
     async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
         """Deliver a call to each rank, and return when all ran. Sets SGLang's label to `version`.
 
-        The loader of a draft model gets calls that are for it, before the target's.
+        A draft model's loader gets no calls, but those that are for it: before the target's.
 
         Raises RuntimeError if SGLang refuses.
         """
@@ -211,7 +212,7 @@ class Server:
             load_format=_LOADER,
             flush_cache=False,
             weight_version=version,
-            disable_draft_model=not calls[0].to_draft,
+            **({"disable_draft_model": not calls[0].to_draft} if self._has_draft else {}),
         )
         async with self.session():
             _require(await self.manager.update_weights_from_tensor(request, None))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightsync.config import Treatment
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.sglang.api import Loads, stored_otherwise
 from weightsync.engines.trained_draft import TrainableDraft
@@ -21,8 +21,8 @@ from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import TensorMeta
 
-_WHOLE_MODEL, _WITHOUT_WEIGHTS = "STANDALONE", "NGRAM"
-_TRAINABLE = (_WHOLE_MODEL, "EAGLE", "EAGLE3")
+_WITHOUT_WEIGHTS = "NGRAM"
+_TRAINABLE = ("EAGLE", "EAGLE3")
 _KNOWN = (*_TRAINABLE, "NEXTN", _WITHOUT_WEIGHTS)
 _FREEZE = 'freeze it with SyncConfig(components={"draft": "frozen"})'
 _TOKEN_MAPS = ("d2t", "t2d")
@@ -44,18 +44,22 @@ class Speculation:
     obstacle: tuple[str, object] | None
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Speculation | None:
+    def of(cls, arguments: dict[str, Any], sessions: bool) -> Speculation | None:
         """Read the arguments of ``ServerArgs``, and have SGLang read the draft's weights from its files.
 
-        Returns None for an engine without a draft model. Raises ConfigError for algorithms that are not known
-        here, and for a draft with dummy weights.
+        Returns None for an engine without a draft model. Raises ConfigError for a draft with dummy weights,
+        and for one that cannot be reached: with algorithms that are not known here (SGLang's own update of
+        weights fails with STANDALONE), and from SGLang 0.5.21 on, which has `sessions`.
         """
         algorithm = arguments.get("speculative_algorithm")
         if algorithm not in (None, *_KNOWN):
-            remedy = f"give one of {', '.join(_KNOWN)}: the draft's weights of others are not found"
+            remedy = f"give one of {', '.join(_KNOWN)}: the draft's weights of others are not reached"
             raise ConfigError("options.speculative_algorithm", algorithm, remedy)
         if algorithm in (None, _WITHOUT_WEIGHTS):
             return None
+        if sessions:
+            remedy = f"give {_WITHOUT_WEIGHTS}, or use SGLang 0.5.17: drafts of later ones are not reached"
+            raise ConfigError("options.speculative_algorithm", algorithm, remedy)
         if arguments.setdefault("speculative_draft_load_format", "auto") == "dummy":
             remedy = "leave it out: no update brings EAGLE's token maps, or a frozen draft's weights"
             raise ConfigError("options.speculative_draft_load_format", "dummy", remedy)
@@ -88,7 +92,7 @@ def draft_of(
 
 @dataclass(frozen=True, slots=True)
 class SglangTrainedDraft(TrainableDraft):
-    """A draft model, EAGLE or EAGLE-3, whose `model` has its own modules alone.
+    """An EAGLE or EAGLE-3 draft, whose `model` has its own modules alone.
 
     Attributes:
         draft: SGLang's module, with those that it shares with the target.
@@ -102,16 +106,11 @@ class SglangTrainedDraft(TrainableDraft):
     device: torch.device
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors of transformers' model of the draft's config, or, for EAGLE, of its files."""
-        if self.method == _WHOLE_MODEL:
-            from transformers import AutoConfig
-
-            return checkpoint_of(AutoConfig.from_pretrained(self.path), self.dtype)
+        """Return the tensors of its files, in the engine's dtype: transformers does not know these models."""
         shared = self.shared()
         return Checkpoint(tuple(each for each in self._stored() if each.name not in shared), (), frozenset())
 
     def _stored(self) -> Iterator[TensorMeta]:
-        """Yield the tensors of the files, in the engine's dtype: transformers does not know these models."""
         from safetensors.torch import safe_open
 
         files = sorted(Path(self.path).glob("*.safetensors"))
