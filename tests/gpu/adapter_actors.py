@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,15 +100,17 @@ class SglangAdapters(EngineActor):
         return await asyncio.to_thread(self._by_file, folder, prompts, num_tokens)
 
     def _by_file(self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        from safetensors.torch import load_file
+
         from weightsync.engines.request_loop import Params
         from weightsync.engines.sglang.lora import Adapted
 
         engine: Any = self._engine
-        files = {"lora_name": folder, "lora_path": folder}
-        loaded = engine.loop.call(
-            lambda server: server.ask("load_lora_adapter", "LoadLoRAAdapterReqInput", **files)
-        )
-        assert loaded.success, loaded.error_message
+        # An SGLang that starts with dummy weights reads no files.
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        refused = engine.loop.call(lambda server: server.load_lora(folder, config, tensors, pinned=False))
+        assert not refused, refused
         greedy = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
         made = engine.loop.complete(prompts, [Params(Adapted(greedy, folder, folder))] * len(prompts))
         engine.loop.call(lambda server: server.unload_lora(folder))
