@@ -29,6 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.faults import Fault
 from weightsync.plan import TensorMeta
+from weightsync.plan.draft import DRAFT
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
@@ -177,15 +178,20 @@ class Checkpoints:
         if isinstance(error, SourceChangedError):
             files: defaultdict[str, list[str]] = defaultdict(list)
             for name in (name for _, tensors in error.writers for name in tensors):
-                files[self[self.published].origin[name]].append(name)
+                files[_file_of(self[self.published].origin, name)].append(name)
             writers = [(f"another process, in {file},", tensors) for file, tensors in files.items()]
             found = SourceChangedError(error.version, writers)
             found.where = error.where
             return found
         if not isinstance(error, PlanError):
             return error
-        file = next((f for held in self._held.values() if (f := held.origin.get(error.parameter))), "")
+        file = next((f for held in self._held.values() if (f := _file_of(held.origin, error.parameter))), "")
         return PlanError(error.parameter, f"{error.problem}; it is in {file}") if file else error
+
+
+def _file_of(origin: Mapping[str, str], tensor: str) -> str:
+    """Return the file of a tensor of the plan, "" if there is none. MTP layers may be in a model's files."""
+    return origin.get(tensor) or origin.get(tensor.removeprefix(DRAFT), "")
 
 
 class CheckpointRank:

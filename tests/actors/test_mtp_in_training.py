@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from tests.actors.fleet import spawn, until
 from tests.contract.vllm_speculation import check_live_mtp
-from tests.mtp_models import FAMILIES, build_tiny_mtp
+from tests.mtp_models import FAMILIES, build_tiny_mtp, mtp_weights
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import VerifyError
@@ -106,34 +106,41 @@ def fleet(tmp_path: Path, family: str, apart: bool, num_ranks: int) -> Iterator[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mimo"])
-def test_mtp_layers_in_the_trainers_model_are_written_with_it(fleet: Fleet) -> None:
+def test_mtp_layers_in_the_trainers_model_are_written_with_it(fleet: Fleet, tmp_path: Path) -> None:
+    build_tiny_mtp(tmp_path / "files", "mimo", seed=1, mtp_seed=6)
     with WeightSync(CONFIG) as sync:
-        fleet.register(sync)
+        sync.register_engines({"e0": fleet.spawn("e0")}, respawn=fleet.spawn)
+        sync.register_checkpoint("files", [str(tmp_path / "files")])
         sync.connect()
-        for version, model, draft in ((1, 0, 0), (2, 0, 1), (3, 1, 0)):
+        sync.update_weights(1, checkpoint="files")
+        live = ray.get(fleet.engines["e0"].live_draft.remote())
+        check_live_mtp(live, mtp_weights(tmp_path / "files", "mimo", 6), FAMILIES["mimo"])
+        sync.register_trainers([fleet.trainer])
+        sync.connect()
+        for version, model, draft in ((2, 0, 0), (3, 0, 1), (4, 1, 0)):
             fleet.train(model, draft)
             assert sync.update_weights(version).engines == {"e0": version}
             fleet.check_draft()
             accepted = fleet.accepted()
-            assert accepted == 1 if version == 1 else accepted < 0.5
+            assert accepted == 1 if version == 2 else accepted < 0.5
         model, draft = sync.coverage()
-        assert str(draft) == "e0, draft: version 3, what its loader got; 16 tensors, 199 kB"
-        assert (model.component, model.version, model.num_tensors) == ("model", 3, 27)
+        assert str(draft) == "e0, draft: version 4, what its loader got; 16 tensors, 199 kB"
+        assert (model.component, model.version, model.num_tensors) == ("model", 4, 27)
         flip = Fault(process="engine e0", action="corrupt", at="move", bucket="last")
         sync.inject(FaultPlan((flip,)))
         fleet.train(0, 0)
         with pytest.raises(VerifyError, match=r"draft/model\.mtp_layers\.0\.") as caught:
-            sync.update_weights(4)
+            sync.update_weights(5)
         assert all(name.startswith("draft/") for name in caught.value.tensors)
-        assert until(lambda: sync.engine_versions()["e0"] == 3, patient(60)), "healed, with both"
+        assert until(lambda: sync.engine_versions()["e0"] == 4, patient(60)), "healed, with both"
         sync.settle(patient(60))
-        sync.update_weights(5)
+        sync.update_weights(6)
         fleet.check_draft()
         assert fleet.accepted() == 1
         os.kill(ray.get(fleet.engines["e0"].pid.remote()), signal.SIGKILL)
         assert until(lambda: len(sync.heals) == 2, patient(120))
         sync.settle(patient(60))
-        assert sync.engine_versions() == {"e0": 5}
+        assert sync.engine_versions() == {"e0": 6}
         fleet.check_draft()
         assert fleet.accepted() == 1
 

@@ -19,6 +19,7 @@ from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch, partition
+from weightsync.plan.draft import in_model
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
@@ -115,8 +116,10 @@ class CheckpointStore:
         return HostExport(LayoutTable.of(layout), held)
 
     def published(self, tensors: Sequence[TensorMeta]) -> Published:
-        """Return digests of this host's share, cast to the dtypes of `tensors`."""
-        dtypes = {meta.name: meta.dtype for meta in tensors}
+        """Return digests of this host's share, cast to the dtypes of `tensors`, which are the plan's."""
+        taken = {meta.name for meta in tensors}
+        own = [meta.name if meta.name in self._shapes else in_model(meta.name, taken) for meta in tensors]
+        dtypes = {name: meta.dtype for name, meta in zip(own, tensors, strict=True)}
         chunks = [
             chunk
             for held in self._held
@@ -126,8 +129,10 @@ class CheckpointStore:
         with ThreadPoolExecutor(num_threads(_MOST_THREADS)) as threads:
             shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
             self._add_up(chunks, shares, dtypes)
-        found = [self._digests.get((meta.name, meta.dtype), 0) for meta in tensors]
-        counts = {meta.name: self._nonfinite[meta.name, meta.dtype] for meta in tensors}
+        found = [self._digests.get(key, 0) for key in dtypes.items()]
+        counts = {
+            meta.name: self._nonfinite[name, meta.dtype] for name, meta in zip(own, tensors, strict=True)
+        }
         return Published(np.array(found, np.uint64), {name: count for name, count in counts.items() if count})
 
     def close(self) -> None:

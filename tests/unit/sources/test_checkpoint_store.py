@@ -123,6 +123,13 @@ def test_a_draft_has_files_of_its_own_whose_names_get_the_prefix(folder: Path, t
         CheckpointStore([str(folder)], exclude=["draft/b"], draft=[str(draft)])
 
 
+def test_a_draft_may_be_in_the_models_files(folder: Path) -> None:
+    source = CheckpointStore([str(folder)])
+    source.read()
+    digests = source.published([TensorMeta("draft/d", "float32", (1,))]).digests
+    assert digests.tolist() == [tensor_digest(torch.ones(1), (1,))]
+
+
 def test_experts_are_declared_as_models_stack_them(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path, moe=True)
     source = CheckpointStore([str(tmp_path)])
