@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,10 @@ class Speculating:
     """Trainer ranks that hold a model, a draft, or both, and two engines that speculate."""
 
     def __init__(
-        self, *trainers: Models, config: SyncConfig = TRAINED, packs: bool = False, offloads: bool = False
+        self, *trainers: Models, config: SyncConfig = TRAINED, packs: bool = False, **settings: Any
     ) -> None:
         self.models = [*trainers]
-        self.sources = [make_components(models, offloads=offloads) for models in trainers]
+        self.sources = [make_components(models, **settings) for models in trainers]
         self.packs = packs
         first = len(trainers)
         self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(first + 2)]
@@ -86,11 +87,12 @@ class Speculating:
         return Controller(config, self.fleet)
 
     @torch.no_grad()
-    def train(self, *, target: bool = True, draft: bool = True) -> None:
+    def train(self, *, target: bool = True, draft: bool = True, but: str = "") -> None:
         for model, speculator in self.models:
             for module in (model if target else None, speculator if draft else None):
-                for parameter in module.parameters() if module else ():
-                    local_tensor(parameter).normal_()
+                for name, parameter in module.named_parameters() if module else ():
+                    if name != but:
+                        local_tensor(parameter).normal_()
 
     def differing(self, name: str) -> list[str]:
         """Return the names of the tensors that engine `name` does not hold as trainers have them."""
@@ -99,11 +101,25 @@ class Speculating:
             held |= dict(model.named_parameters()) if model else {}
             held |= {f"draft/{each}": p for each, p in draft.named_parameters()} if draft else {}
         live = dict(self.engines[name].host.live())
-        return [each for each, tensor in live.items() if not torch.equal(local_tensor(held[each]), tensor)]
+        return [
+            each
+            for each, tensor in live.items()
+            if each not in held or not torch.equal(local_tensor(held[each]), tensor)
+        ]
+
+    def trained(self, name: str) -> bool:
+        """Whether engine `name` holds all that trainers have."""
+        held = {*(each for models in self.models for each in _names(models))}
+        return not held.intersection(self.differing(name))
 
     def close(self) -> None:
         for part in (*self.sources, *self.engines.values(), *self.holders):
             part.close()
+
+
+def _names(models: Models) -> Iterator[str]:
+    for module, prefix in zip(models, ("", "draft/"), strict=True):
+        yield from (f"{prefix}{name}" for name, _ in module.named_parameters()) if module else ()
 
 
 class Eagle(TrainersDraft):
@@ -128,9 +144,9 @@ def drive(
     trainers: list[Models] | None = None,
     config: SyncConfig = TRAINED,
     packs: bool = False,
-    offloads: bool = False,
+    **settings: Any,
 ) -> None:
-    fleet = Speculating(*(trainers or apart()), config=config, packs=packs, offloads=offloads)
+    fleet = Speculating(*(trainers or apart()), config=config, packs=packs, **settings)
     try:
         asyncio.run(work(fleet))
     finally:
@@ -268,6 +284,57 @@ def test_an_engine_that_comes_back_is_refilled_with_both(packs: bool) -> None:
         assert fleet.engines["e1"].rank.layout().draft == Draft("fused", "a/draft", trained=True)
 
     drive(work, packs=packs)
+
+
+TOWERS = {
+    "covered": {},
+    "frozen": {"frozen": ["up.weight"]},
+    "missing": {"exclude": ["up.weight"]},
+}
+DRAFTS: dict[str, tuple[Components, Callable[[], nn.Module | None], str]] = {
+    "trained": ({"draft": "trained"}, TrainersDraft, ""),
+    "frozen": ({"draft": "frozen"}, lambda: None, ""),
+    "missing": ({"draft": "trained"}, lambda: None, r"draft/"),
+    "unsaid": ({}, lambda: None, r"engine e0: .*'fused'"),
+}
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_each_part_is_covered_or_frozen_or_named(
+    draft: str, tower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up.weight` stands for a tower: a part of the model that trainers hold, freeze or leave out."""
+    monkeypatch.setattr("weightsync.channel.engine_end.inject", spoiling)
+    components, make_draft, missing = DRAFTS[draft]
+
+    async def work(fleet: Speculating) -> None:
+        if tower == "missing" or missing:
+            lacking = filter(None, (missing, "up.weight" if tower == "missing" else ""))
+            with pytest.raises((ConfigError, PlanError), match="|".join(lacking)):
+                await fleet.controller.connect()
+            assert fleet.controller.plan is None
+            assert not any(engine.serving() for engine in fleet.engines.values())
+            return
+        await fleet.controller.connect()
+        fleet.train()
+        assert (await fleet.controller.update(1)).engines == {"e0": 1, "e1": 1}
+        assert fleet.trained("e0") == fleet.trained("e1")
+        for version, spoiled in ((2, "down.weight"), (3, "up.weight"), (4, "draft/norm.bias")):
+            fleet.train(but="up.weight" if tower == "frozen" else "")
+            fleet.engines["e1"].spoils = spoiled
+            report = await fleet.controller.update(version)
+            assert report.engines == {"e0": version, "e1": 0}, "not half of it"
+            assert spoiled.removeprefix("draft/") in report.failures["e1"]
+            assert fleet.trained("e0")
+            if draft == "trained" or version < 4:  # a frozen draft comes back with a new process alone
+                await fleet.controller.snapshot_index.settled()
+                await fleet.controller.refill("e1")
+                assert fleet.trained("e1")
+                assert fleet.fleet.engines["e1"].record.version == version
+
+    models: list[Models] = [(TrainersTarget(), make_draft())]
+    drive(work, models, replace(CONFIG, components=components), **TOWERS[tower])
 
 
 def test_a_draft_that_nobody_trains_is_refused_with_both_remedies() -> None:
