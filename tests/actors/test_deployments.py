@@ -42,7 +42,7 @@ def notes(sync: WeightSync, name: str) -> dict[str, float]:
     return dict(ray.get(sync.engines()[name].notes.remote()))
 
 
-@pytest.mark.parametrize("action", ["corrupt", "kill"])
+@pytest.mark.parametrize("action", ["corrupt", pytest.param("kill", marks=pytest.mark.faults)])
 def test_an_engine_waits_with_its_version_until_its_whole_deployment_has_it(
     sync: WeightSync, action: Any
 ) -> None:
@@ -61,6 +61,7 @@ def test_an_engine_waits_with_its_version_until_its_whole_deployment_has_it(
     assert (heal.engine, heal.version, heal.verified) == ("d0", 2, True)
 
 
+@pytest.mark.faults
 def test_a_deployment_stays_with_its_version_if_one_of_its_engines_does_not_pause(sync: WeightSync) -> None:
     slow = Fault(process="engine d0", action="slow", seconds=CONFIG.timeout_s + 4, at="pause", version=2)
     sync.inject(FaultPlan((slow,)))

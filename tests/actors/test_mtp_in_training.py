@@ -104,7 +104,7 @@ def fleet(tmp_path: Path, family: str, apart: bool, num_ranks: int) -> Iterator[
     fleet.close()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("family", ["mimo"])
 def test_mtp_layers_in_the_trainers_model_are_written_with_it(fleet: Fleet, tmp_path: Path) -> None:
     build_tiny_mtp(tmp_path / "files", "mimo", seed=1, mtp_seed=6)

@@ -69,7 +69,8 @@ def scheduler(path: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    def __init__(self, path: str, speculation: Speculation | None = None) -> None:
+    def __init__(self, path: str) -> None:
+        speculation = Speculation("EAGLE", path, None)
         self.settings = RankSettings("e0", path, "float32", repacks=False, speculation=speculation)
         self.replies = Replies("e0", 1)
         spawn = multiprocessing.get_context("spawn")
@@ -86,8 +87,7 @@ class Ranks:
         return answer
 
     def calls(self, method: str, *args: object) -> list[Call]:
-        to_draft = self.settings.speculation is not None and method == "join"
-        return self.replies.calls(self.settings, method, pack(args), to_draft)
+        return self.replies.calls(self.settings, method, pack(args), to_draft=method == "join")
 
     def deliver(self, blob: bytes) -> None:
         self.pipe.send(blob)
@@ -132,12 +132,10 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
     assert "AttributeError" in failed.cause
 
 
-def test_a_trained_draft_is_part_of_the_layout(tmp_path: Path) -> None:
-    build_tiny_qwen3(tmp_path)
-    ranks = Ranks(str(tmp_path), Speculation("EAGLE", str(tmp_path), None))
-    assert isinstance(ranks.ask("join", os.getpid()), RankProcess)
+def test_a_draft_is_compared_or_is_part_of_the_layout(ranks: Ranks) -> None:
+    path = ranks.settings.model_path
     untreated = ranks.ask("layout")
-    assert untreated.draft == Draft("EAGLE", str(tmp_path))
+    assert untreated.draft == Draft("EAGLE", path)
     assert ranks.ask("treat", "frozen") is None
     frozen = ranks.ask("layout").draft
     assert frozen.digest
@@ -148,7 +146,8 @@ def test_a_trained_draft_is_part_of_the_layout(tmp_path: Path) -> None:
     assert {meta.name for meta in layout.tensors} == names | {DRAFT + name for name in names}
     assert {buffer.name.startswith(DRAFT) for buffer in layout.buffers} == {True, False}
     assert layout.draft.trained
-    ranks.close()
+    assert ranks.ask("treat", None) is None
+    assert ranks.ask("layout") == untreated
 
 
 def test_what_is_no_call_does_not_end_the_process(ranks: Ranks) -> None:

@@ -323,7 +323,7 @@ class Controller:
             was_published = self._publication is not None
             loaded = await self._move_and_publish([name for name in takers if name in paused], version)
         assert self._publication is not None
-        plan, expected = self._connection.plan, self._publication.fingerprint
+        plan, expected = self.connection().plan, self._publication.fingerprint
         with clock.phase("verify"):
             wrong = await self._comparison.wrong(plan, loaded, expected)
             if not was_published and any(wrong.values()):
@@ -383,13 +383,12 @@ class Controller:
 
         Digests that were taken while bytes moved do not tell a wrong copy from a trainer that wrote.
         """
-        assert self._connection is not None
         names = [name for name, tensors in wrong.items() if tensors]
         logger.warning(
             "[driver · v%d] moves again, since bytes differed: engines %s", version, ", ".join(names)
         )
         assert self._publication is not None
-        plan, expected = self._connection.plan, self._publication.fingerprint
+        plan, expected = self.connection().plan, self._publication.fingerprint
         try:
             if ((await self._trainers.publish(version)).fingerprint != expected).any():
                 return wrong  # a trainer wrote: `_changed` finds what
