@@ -48,8 +48,8 @@ class Trainer(TrainerShard):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).to(device)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
     def change(self) -> None:
         """Draw another output head."""
