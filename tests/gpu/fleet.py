@@ -61,6 +61,10 @@ class Trainer(TrainerShard):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.normal_(generator=draw)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copy a model that is whole here to the host, in its own dtype."""
+        return {name: each.detach().cpu() for name, each in self.model.state_dict().items()}
+
     def load(self, path: str) -> None:
         """The weights of another checkpoint of the same shape, into the memory that there is."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
