@@ -136,7 +136,7 @@ def test_a_slot_that_is_written_here_is_not_taken_for_the_new_one() -> None:
     pool.load(2, ones(spec))
     slots.take("math", 7)
     slots.look()
-    pool.load(2, ones(spec))  # an update, meanwhile
+    pool.load(2, ones(spec))  # as an update of the adapter does
     pool.load(4, ones(spec))
     slots.take("math", 8)
     slots.look()

@@ -13,6 +13,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.conversions import (
     Conversions,
     as_taken,
+    first_cast,
     ranks_as_taken,
     require_casts,
     travelling,
@@ -362,8 +363,9 @@ async def _attach(
     _compare(plan, digests)
     exports = _of_plan(_served(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
+    cast = {engine: first_cast(engine, plan.tensors) for engine in set(layouts.joined.values())}
     for name, reports in found.items():
-        require_casts(name, layouts.joined[name], plan.tensors, reports)
+        require_casts(name, cast[layouts.joined[name]], reports)
     served = {name: _served(layouts.engines[name], reports) for name, reports in found.items()}
     await _link(fleet, exports, served, timeout_s)
     return exports, served
@@ -461,7 +463,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
         connection.flat_layouts[name] = flat
     joined = connection.joined[twins[0]]
-    require_casts(name, joined, plan.tensors, attached)
+    require_casts(name, first_cast(joined, plan.tensors), attached)
     converts = with_casts(layouts, joined, plan.tensors)[0].converts
     connection.conversions.add(name, joined, layouts[0].converts)
     await connection.router.add(name, joined, _of_plan(served), converts=converts)

@@ -54,17 +54,24 @@ def with_casts(
     return [replace(each, converts=", ".join(filter(None, (each.converts, *told)))) for each in ranks]
 
 
-def require_casts(
-    name: str, engine: Layout, tensors: Sequence[TensorMeta], reports: Sequence[AttachReport]
-) -> None:
-    """Raise PlanError if engine `name` has to cast, and one of its ranks does not."""
+def first_cast(engine: Layout, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, str] | None:
+    """Return a tensor of an engine that travels in another dtype, and that dtype; None if there is none.
+
+    `tensors` are those that travel.
+    """
     before = dtypes(tensors)
-    held = next((meta for meta in engine.tensors if before.get(meta.name, meta.dtype) != meta.dtype), None)
-    if held and not all(report.casts for report in reports):
+    pairs = ((meta, before.get(meta.name, meta.dtype)) for meta in engine.tensors)
+    return next((pair for pair in pairs if pair[0].dtype != pair[1]), None)
+
+
+def require_casts(name: str, cast: tuple[TensorMeta, str] | None, reports: Sequence[AttachReport]) -> None:
+    """Raise PlanError if engine `name` has to cast, as `first_cast` says, and one of its ranks does not."""
+    if cast and not all(report.casts for report in reports):
+        held, travels = cast
         raise PlanError(
             held.name,
             f"engine {name} holds it as {held.dtype}, another engine does not, so it travels as "
-            f"{before[held.name]}, and the adapter of engine {name} does not cast: start all engines with "
+            f"{travels}, and the adapter of engine {name} does not cast: start all engines with "
             "one dtype, give them to two WeightSyncs (add_model makes the second), or have the adapter give "
             "its layout to EngineFeed.open",
         )

@@ -88,9 +88,9 @@ class EngineGroup:
         return paused
 
     async def pause_together(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
-        """Pause engines, but those in whose deployment another one serves on. Returns which are paused.
+        """Pause engines, and resume those of a deployment with an engine that did not pause.
 
-        The version that follows would leave such a deployment with two.
+        Returns which are paused. The next version would leave such a deployment with two versions.
         """
         paused = await self.pause(takers)
         serves = (EngineState.SERVING, EngineState.PAUSING)
@@ -100,7 +100,7 @@ class EngineGroup:
         return [name for name in paused if name not in left]
 
     def whole(self, names: Collection[str]) -> list[str]:
-        """Return those of `names` whose whole deployment is among them."""
+        """Return the engines of `names` in no deployment, or in one that is complete in `names`."""
         return [name for name in names if all(each in names for each in self._fleet.together(name))]
 
     async def resume(self, names: Iterable[str], version: int) -> int:
