@@ -61,13 +61,18 @@ class AdapterPlaces:
         segments = [
             self._segment(name, number, stack)
             for name, stack in self._live.items()
-            for number in set(self._found[0][name].flatten().tolist())
-            if number >= 0
+            for number in self._numbers(name)
         ]
         names = {segment.tensor for segment in segments}
         kind = str(next(iter(self._live.values())).dtype).removeprefix("torch.")
         metas = (meta for meta in self._spec.tensors if meta.name in names)
         return RankLayout(tuple(TensorMeta(meta.name, kind, meta.shape) for meta in metas), tuple(segments))
+
+    def _numbers(self, name: str) -> list[int]:
+        """Return which tensors a matrix has elements of. Others have negative numbers there."""
+        counts = torch.bincount(self._found[0][name].flatten().clamp(min=-1) + 1)
+        numbers: list[int] = counts[1:].nonzero().flatten().tolist()
+        return numbers
 
     def _segment(self, name: str, number: int, live: torch.Tensor) -> Segment:
         """Return which box of tensor `number` a matrix has, and where.

@@ -154,16 +154,16 @@ class SglangEngine(SlotServing):
         config = peft_config(spec)
         for axis, base in passes(spec):
             probe = slot_name(spec.name, axis)
-            self._fill_slot(probe, config, coordinates(spec, axis, base), pinned=False)
             try:
+                self._fill_slot(probe, config, coordinates(spec, axis, base), pinned=False)
                 self.on_ranks("call_slots", "see", (spec, axis, base))
             finally:
                 self._drop(probe)
         with contextlib.ExitStack() as if_it_fails:
             for number in numbers:
                 name = slot_name(spec.name, number)
-                self._fill_slot(name, config, ones(spec), pinned=True)
                 if_it_fails.callback(self._drop, name)
+                self._fill_slot(name, config, ones(spec), pinned=True)
                 self.on_ranks("call_slots", "take", (spec.name, number))
             if_it_fails.pop_all()
 
@@ -183,6 +183,7 @@ class SglangEngine(SlotServing):
             self._drop(slot_name(name, number))
 
     def _drop(self, name: str) -> None:
+        """Have SGLang unload an adapter, if it has loaded it."""
         self._asked("adapter", lambda server: server.unload_lora(name))
 
     def _adapted(self, name: str, served: Served, settings: Mapping[str, Any]) -> Adapted:
