@@ -223,7 +223,13 @@ class Holder:
 
     def warm_up(self, timeout_s: float) -> None: ...
 
-    def link(self, engine: RankMemory | None, trainer: RankMemory | None = None) -> None: ...
+    def link(
+        self,
+        engine: RankMemory | None,
+        trainer: RankMemory | None = None,
+        engine_layout: LayoutTable | None = None,
+        trainer_layout: LayoutTable | None = None,
+    ) -> None: ...
 
     def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
 

@@ -22,6 +22,7 @@ from weightsync.engines.live_writer import LiveWriter
 from weightsync.holder.holder import Holder
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
+from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
@@ -87,7 +88,7 @@ class Source:
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         assert send_buffer
         self._plan, self._send_buffer = plan, SharedBuffer.open(send_buffer)
-        self._pieces = plan.trainer_pieces(trainer)
+        self._pieces, self._trainer = plan.trainer_pieces(trainer), trainer
         exported = export(self._layout, flat(self.rank)) if self._layout.device else None
         return Attached(plan.digest(), exported)
 
@@ -107,6 +108,9 @@ class Source:
             self._send_buffer.tensor[at] = torch.from_numpy(held.reshape(-1).view(np.uint8))
             share = tensor_digest(torch.from_numpy(held.view(np.int32)), meta.shape, piece.box)
             shares[piece.tensor : piece.tensor + 1] += np.uint64(share)
+        if not self._plan.num_pieces:
+            parts = parts_in_place(self._plan, self._trainer, self._layout, flat(self.rank))
+            shares = digest_parts(self._plan, parts)
         return Published(shares, {})
 
 
@@ -219,7 +223,7 @@ class Staging(HostStaging):
 
     def targets(self) -> Sequence[SharedBuffer]:
         while len(self._targets) < 2:
-            self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
+            self._targets.append(SharedBuffer.create(self._plan.target_nbytes))
         return self._targets
 
     def put(self, bucket: int, timeout_s: float) -> None:

@@ -15,13 +15,14 @@ from weightsync.errors import TransportError
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
+from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import FeedTicket, Published
+from weightsync.protocol.messages import Digests, FeedTicket, Published
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 from weightsync.transports import Pending
@@ -58,11 +59,15 @@ class Shared:
 
 
 class Source(ModuleSource):
-    """A source that publishes on the host and exports weights like a GPU's."""
+    """A source that publishes on the host and exports weights like a GPU's.
+
+    Without pieces nothing is published: it digests what it holds.
+    """
 
     shared: Shared
     in_place = True
     _copied: Published | None = None
+    _held: tuple[Plan, int] | None = None
 
     def ready(self) -> bool:
         """Fill the send buffer, which broadcasts read in place of the model, before digests are asked for."""
@@ -73,14 +78,22 @@ class Source(ModuleSource):
 
     def publish(self, count: bool) -> Published:
         copied, self._copied = self._copied, None
-        return copied or super().publish(count)
+        published = copied or super().publish(count)
+        return replace(published, digests=self._digests(*self._held)) if self._held else published
+
+    def _digests(self, plan: Plan, trainer: int) -> Digests:
+        memory = {name: tensor.detach().view(torch.uint8).reshape(-1) for name, tensor in self.live().items()}
+        return digest_parts(plan, parts_in_place(plan, trainer, self.layout(), memory))
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return {name: local_tensor(tensor) for name, tensor in named_tensors(self.model)[0].items()}
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, send_buffer)
         if not self.in_place:
             return attached
-        live = {name: local_tensor(tensor) for name, tensor in named_tensors(self.model)[0].items()}
-        return replace(attached, export=self.shared.export(self.layout(), live))
+        self._held = None if plan.num_pieces else (plan, trainer)
+        return replace(attached, export=self.shared.export(self.layout(), self.live()))
 
 
 class Engine(DictEngine):

@@ -312,7 +312,7 @@ class EngineFeed:
             self._busy.release()
 
     def _take_all(self, attempt: int, sink: Sink, timeout_s: float) -> None:
-        for expected in range(self._num_buckets):
+        for expected in range(max(self._num_buckets, 1)):  # without buckets the holder writes all
             ready = self._wait_ready(attempt, expected, timeout_s)
             if isinstance(ready, Written):
                 sink.written()

@@ -6,38 +6,31 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from weightsync.config import SyncConfig
 from weightsync.driver.conversions import (
     Conversions,
-    as_taken,
     first_cast,
     ranks_as_taken,
     require_casts,
-    travelling,
     with_casts,
 )
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.layouts import Layouts, are_alike, ask_layouts
+from weightsync.driver.linking import Exports, Served, exported, link_all, link_engine
 from weightsync.driver.pushing import find_pushing
 from weightsync.driver.routing import Router
 from weightsync.driver.trial import Trial, run_trial
-from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
+from weightsync.errors import PlanError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
-from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable, Outline
-from weightsync.protocol.collector import collector_paused
+from weightsync.plan.direct_plan import make_direct_plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
-
-_Exports: TypeAlias = Sequence[RankMemory | None]
-"""What each rank exports, None if its holder does not access its memory."""
-_Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
-"""The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +75,6 @@ class Connection:
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layouts:
-    """The layouts of all ranks, also joined per side and engine. Equal engines share one.
-
-    `quantised` has what engines make of tensors, without casts.
-    """
-
-    trainers: Sequence[LayoutTable]
-    engines: Mapping[str, Sequence[LayoutTable]]
-    source: Layout
-    joined: Mapping[str, Layout]
-    quantised: Mapping[str, str]
-
-
 async def connect(
     fleet: Fleet, config: SyncConfig, epoch: int, demoted: Mapping[str, str] | None = None
 ) -> Connection:
@@ -114,30 +93,30 @@ async def connect(
     """
     clock = PhaseClock()
     with clock.phase("layouts"):
-        layouts = await _layouts(fleet, config)
+        layouts = await ask_layouts(fleet, config)
         fleet.drafts.check(layouts.engines, config)
-        layouts = _casting(layouts)
+        layouts = layouts.casting()
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
         pushing = await find_pushing(
-            fleet, config, layouts.trainers, layouts.engines, layouts.source, layouts.joined
+            fleet, config, layouts.trainers, layouts.engines, layouts.source.stated, layouts.joined
         )
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
     return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, pushing, clock)
 
 
-def _needs_buckets(layouts: _Layouts, trial: Trial) -> bool:
+def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:
     """Whether an engine takes broadcasts, of all tensors or of those of another dtype."""
     if any(trial.obstacles.values()):
         return True
     # One engine is enough: if engines hold different dtypes, one that casts is kept from reading directly.
-    return bool(same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1])
+    return bool(same_dtype_tensors(layouts.source.stated, *next(iter(layouts.joined.items())))[1])
 
 
 async def _open(
     fleet: Fleet,
     config: SyncConfig,
-    layouts: _Layouts,
+    layouts: Layouts,
     epoch: int,
     num_slots: int,
     demoted: Mapping[str, str],
@@ -189,7 +168,7 @@ async def _open(
     content, in_place = plan.content(), any(exports) or bool(pushing)
     flat_layouts = _flat_layouts(content, layouts.engines, served)
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
-    conversions = Conversions(layouts.source, plan)
+    conversions = Conversions(layouts.source.stated, plan)
     for name, converts in layouts.quantised.items():
         conversions.add(name, layouts.joined[name], converts)
     return Connection(
@@ -208,7 +187,7 @@ async def _open(
 
 
 def _flat_layouts(
-    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, _Served]
+    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, Served]
 ) -> dict[str, FlatLayout]:
     flat_layouts: dict[str, FlatLayout] = {}
     first = 0
@@ -218,7 +197,7 @@ def _flat_layouts(
             alike = (
                 flat
                 for other, flat in flat_layouts.items()
-                if _alike(ranks, layouts[other]) and _kinds(served[other]) == kinds
+                if are_alike(ranks, layouts[other]) and _kinds(served[other]) == kinds
             )
             twin = next(alike, None)
             flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks, kinds), first)
@@ -226,89 +205,30 @@ def _flat_layouts(
     return flat_layouts
 
 
-def _kinds(ranks: _Served) -> Sequence[str]:
+def _kinds(ranks: Served) -> Sequence[str]:
     return [each.kind for each in ranks if isinstance(each, LiveMemory)]
 
 
-def _of_plan(ranks: _Served) -> _Exports:
+def _of_plan(ranks: Served) -> Exports:
     return [each if isinstance(each, RankMemory) else None for each in ranks]
 
 
-async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
-    timeout_s = config.connect_timeout_s
-    if not fleet.live():
-        raise StateError("no engine is alive: call add_engine() first")
-    trainers, engines = await asyncio.gather(_of_trainers(fleet, timeout_s), _of_engines(fleet, config))
-    return _joined(engines, [_published(table, config) for table in trainers])
-
-
-@collector_paused
-def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> _Layouts:
-    """Join the layouts of each side. Equal engines share one."""
-    ranks = as_taken(engines, sources)
-    joined: dict[str, Layout] = {}
-    for name, its in ranks.items():
-        twin = next((other for other in joined if _alike(its, ranks[other])), None)
-        joined[name] = joined[twin] if twin else join_tables(its)
-    quantised = {name: its[0].converts for name, its in ranks.items()}
-    return _Layouts(sources, ranks, join_tables(sources), joined, quantised)
-
-
-def _casting(layouts: _Layouts) -> _Layouts:
-    """Return layouts of engines that also say what each casts."""
-    if not (tensors := travelling(layouts.source, layouts.joined)):
-        return layouts
-    joined, engines = layouts.joined, layouts.engines
-    return replace(layouts, engines={n: with_casts(its, joined[n], tensors) for n, its in engines.items()})
-
-
-async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
-    """Ask one of the ranks with equal outlines for its layout. That of the others follows."""
-    peers = {f"trainer {i}": trainer for i, (trainer, _) in enumerate(fleet.trainers)}
-    calls = {name: peer.outline() for name, peer in peers.items()}
-    outlines = (await gather_named(calls, "layout", timeout_s)).require()
-    asked = {outline.key: name for name, outline in reversed(outlines.items())}
-    wanted = {name: peers[name].layout() for name in asked.values()}
-    found = (await gather_named(wanted, "layout", timeout_s)).require()
-    return [found[asked[each.key]].of_rank(each) for each in outlines.values()]
-
-
-async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[LayoutTable]]:
-    """Ask one of the engines with equal outlines for the layouts of its ranks."""
-    timeout_s, components = config.connect_timeout_s, config.components
-    peers = {f"engine {name}": member.peer for name, member in fleet.live().items()}
-    calls = {name: peer.outline(components) for name, peer in peers.items()}
-    outlines = (await gather_named(calls, "layout", timeout_s)).require()
-    asked = {_keys(its): name for name, its in reversed(outlines.items())}
-    wanted = {name: peers[name].layout(components) for name in asked.values()}
-    found = (await gather_named(wanted, "layout", timeout_s)).require()
-    return {
-        name.removeprefix("engine "): [
-            table.of_rank(each) for table, each in zip(found[asked[_keys(its)]], its, strict=True)
-        ]
-        for name, its in outlines.items()
-    }
-
-
-def _keys(outlines: Sequence[Outline]) -> tuple[bytes, ...]:
-    return tuple(each.key for each in outlines)
-
-
-def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
-    """Return a trainer rank's layout. What is staged is published to the host, wherever the rank has it."""
-    on_device = trainer.device not in ("", MAPPED)
-    return replace(trainer, device="") if on_device and config.stage != "none" else trainer
-
-
-def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
+def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
+    members = Members(
+        num_holders=len(fleet.holders),
+        trainers=tuple(holder for _, holder in fleet.trainers),
+        engines=tuple((name, member.holders) for name, member in fleet.live().items()),
+    )
+    if not num_slots:
+        plan = make_direct_plan(
+            layouts.source, layouts.joined, members, bucket_bytes=config.bucket_bytes, epoch=epoch
+        )
+        if plan:
+            return plan
     return make_plan(
-        layouts.source,
+        layouts.source.whole,
         layouts.joined,
-        Members(
-            num_holders=len(fleet.holders),
-            trainers=tuple(holder for _, holder in fleet.trainers),
-            engines=tuple((name, member.holders) for name, member in fleet.live().items()),
-        ),
+        members,
         bucket_bytes=config.bucket_bytes,
         max_staging_bytes=config.max_staging_bytes,
         slots=num_slots,
@@ -337,15 +257,20 @@ async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, 
 async def _attach(
     fleet: Fleet,
     plan: Plan,
-    layouts: _Layouts,
+    layouts: Layouts,
     shared: SharedPlan,
     prepared: Sequence[Prepared],
     config: SyncConfig,
-) -> tuple[_Exports, Mapping[str, _Served]]:
+) -> tuple[Exports, Mapping[str, Served]]:
     """Attach trainers and engine ranks. Returns what the trainers export, and what each engine does."""
     timeout_s = config.connect_timeout_s
+    names: dict[bytes, bytes] = {}
+
+    async def attach(call: Coroutine[object, object, AttachReport]) -> AttachReport:
+        return (await call).known_by(names)  # before the others answer: a thousand ranks have equal names
+
     calls = {
-        f"trainer {rank}": trainer.attach(shared, rank, prepared[holder].send_buffer)
+        f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
     engines = {}
@@ -361,36 +286,14 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan, digests)
-    exports = _of_plan(_served(layouts.trainers, [*attached.values()]))
+    exports = _of_plan(exported(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
     cast = {engine: first_cast(engine, plan.tensors) for engine in set(layouts.joined.values())}
     for name, reports in found.items():
         require_casts(name, cast[layouts.joined[name]], reports)
-    served = {name: _served(layouts.engines[name], reports) for name, reports in found.items()}
-    await _link(fleet, exports, served, timeout_s)
+    served = {name: exported(layouts.engines[name], reports) for name, reports in found.items()}
+    await link_all(fleet, layouts, exports, served, timeout_s)
     return exports, served
-
-
-def _served(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> _Served:
-    """Return what each rank exports, with its layout."""
-    pairs = zip(layouts, reports, strict=True)
-    return [RankMemory(layout, each.memory) if each.memory else each.live for layout, each in pairs]
-
-
-async def _link(fleet: Fleet, exports: _Exports, served: Mapping[str, _Served], timeout_s: float) -> None:
-    """Have holders map the memory that trainers and engine ranks export."""
-    read = {holder: each for (_, holder), each in zip(fleet.trainers, exports, strict=True)}
-    written = {
-        holder: each
-        for name, ranks in served.items()
-        for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
-    }
-    links = {
-        f"holder {i}": holder.link(written.get(i), read.get(i))
-        for i, holder in enumerate(fleet.holders)
-        if written.get(i) or read.get(i)
-    }
-    (await gather_named(links, "attach", timeout_s)).require()
 
 
 async def _meet(
@@ -440,7 +343,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     asked = await gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s)
     names = {meta.name for meta in plan.tensors}
     layouts = ranks_as_taken(asked.require()[named], names)
-    twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
+    twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")
     fleet.drafts.check({name: layouts}, config)
@@ -451,13 +354,8 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
-    served = _served(layouts, attached)
-    links = {
-        process: holder.link(each)
-        for (process, holder), each in zip(holders.items(), served, strict=True)
-        if each
-    }
-    (await gather_named(links, "link", timeout_s)).require()
+    served = exported(layouts, attached)
+    await link_engine(fleet, member.holders, layouts, served, timeout_s)
     known = {flat.layout: flat for flat in connection.flat_layouts.values()}
     connection.flat_layouts.pop(name, None)
     if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
@@ -472,11 +370,6 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
         )
     member.attached = True
-
-
-def _alike(layouts: Sequence[LayoutTable], known: Sequence[LayoutTable]) -> bool:
-    """Whether two engines' layouts are equal, devices and conversions aside."""
-    return len(layouts) == len(known) and all(map(LayoutTable.alike, layouts, known))
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:

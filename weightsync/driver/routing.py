@@ -16,6 +16,7 @@ from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.alike import AlikeReshard
 from weightsync.plan.cross_host_parts import Needs
+from weightsync.plan.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import UpdateTask
 
@@ -72,7 +73,7 @@ class Router:
         fleet: Fleet,
         config: SyncConfig,
         plan: Plan,
-        source: Layout,
+        source: TrainersLayout,
         exports: Sequence[RankMemory | None],
         demoted: Mapping[str, str],
     ) -> None:
@@ -231,17 +232,17 @@ class Router:
         Returns why tensors are left out, and one `Reshard`. With `apart`, frozen tensors have a second one.
         """
         if (engine, apart) not in self._paired:
-            names, reasons = same_dtype_tensors(self._source, name, engine)
+            names, reasons = same_dtype_tensors(self._source.stated, name, engine)
             frozen = names & {self._plan.tensors[i].name for i in self._plan.frozen} if apart else frozenset()
             parts = [names - frozen, frozen] if frozen < names else [names]
-            made = [Reshard(self._source, name, engine, only=part) for part in parts if part]
+            made = [Reshard(self._source.whole, name, engine, only=part) for part in parts if part]
             self._paired[engine, apart] = reasons, made
         return self._paired[engine, apart]
 
     def _pair_alike(self, name: str, engine: Layout) -> tuple[dict[str, str], AlikeReshard | None]:
         """Pair as `_pair`, in kinds of tensors, for engines without a trainer on their hosts."""
         if engine not in self._alike:
-            names, reasons = same_dtype_tensors(self._source, name, engine)
+            names, reasons = same_dtype_tensors(self._source.stated, name, engine)
             found = AlikeReshard.of(self._source, name, engine, names) if names else None
             self._alike[engine] = reasons, found
         return self._alike[engine]
@@ -293,4 +294,4 @@ class Router:
 
 def _device(export: RankMemory | None) -> str:
     assert export is not None
-    return export.layout.device
+    return export.own.device

@@ -223,7 +223,7 @@ class DeviceStaging:
 
     def targets(self) -> Sequence[SharedBuffer]:
         while len(self._targets) < max(len(self._buffers), _MIN_TARGETS):
-            self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
+            self._targets.append(SharedBuffer.create(self._plan.target_nbytes))
         return self._targets
 
     def put(self, bucket: int, timeout_s: float) -> None:

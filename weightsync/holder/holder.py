@@ -31,12 +31,13 @@ from weightsync.holder.send_buffer import (
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import HostStaging, Staging
-from weightsync.holder.trainer_parts import digest_parts, parts_in_place
+from weightsync.holder.trainer_parts import digest_parts
 from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
 from weightsync.protocol.handles import DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (
@@ -161,9 +162,8 @@ class Holder:
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.
 
-        `source`: the device of its trainer rank's layout; on this holder's device it is read in place. Or
-        `PUSHED`. A send buffer is kept if the new plan lays it out alike. Raises TransportError when memory
-        is short.
+        `source`: `PUSHED`, or the device of its trainer rank's layout, which is read in place on the holder's
+        device. A send buffer is kept if the new plan lays it out alike. Raises TransportError.
         """
         with self._preparing:  # a call from a driver that died may still be running
             return self._prepare(plan, index, source)
@@ -214,19 +214,24 @@ class Holder:
             self._feed = self._open_feed(engine, self.staging)
             return self._feed.ticket
 
-    def link(self, engine: RankMemory | LiveMemory | None, trainer: RankMemory | None = None) -> None:
-        """Map the engine rank's memory and the trainer's. No bucket is written to `LiveMemory`.
+    def link(
+        self,
+        engine: RankMemory | LiveMemory | None,
+        trainer: RankMemory | None = None,
+        engine_layout: LayoutTable | None = None,
+        trainer_layout: LayoutTable | None = None,
+    ) -> None:
+        """Map the engine rank's memory and the trainer's. Layouts are those of `RankMemory.export`.
 
-        Unmaps the previous engine rank's memory. Raises TransportError.
+        No bucket is written to `LiveMemory`. Unmaps the previous engine rank's memory. Raises TransportError.
         """
         if self.staging and (memory := self.staging.mapped):
             with self._moving, self.staging.queue():
                 self._live_source.end()
                 if trainer:
-                    export = trainer.export()
-                    memory.connect(export)
+                    memory.connect(export := trainer.export(trainer_layout))
                     self._read = export.layout
-                memory.link(engine.export() if engine else None)
+                memory.link(engine.export(engine_layout) if engine else None)
         else:
             assert engine is trainer is None, "a holder in host memory maps no device memory"
 
@@ -257,14 +262,13 @@ class Holder:
         discarded. Raises TransportError or DeadlineError.
         """
         plan, staging = self._plan, self.staging
-        assert plan is not None
         assert staging is not None
         assert self._groups
         with self._moving, staging.queue():
             self._groups.warm_up(staging.device)
-            if plan.slots and plan.num_buckets:
-                for pending in self._groups.fill(0, staging, timeout_s):
-                    pending.wait()
+            has_any = plan and plan.slots and plan.num_buckets
+            for pending in self._groups.fill(0, staging, timeout_s) if has_any else ():
+                pending.wait()
 
     def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None:
         """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`.
@@ -342,11 +346,8 @@ class Holder:
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
         with self._moving, staging.queue():
-            if self._read and staging.mapped:
-                parts = parts_in_place(plan, trainer, self._read, staging.mapped.source)
-            else:
-                parts = published_parts(plan, trainer, self._send_buffer)
-            return digest_parts(plan, parts)
+            read = (self._read, staging.mapped.source) if self._read and staging.mapped else None
+            return digest_parts(plan, published_parts(plan, trainer, self._send_buffer, read))
 
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
         """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""

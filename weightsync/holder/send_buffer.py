@@ -16,9 +16,9 @@ import torch
 from weightsync.errors import StateError
 from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.snapshots import Copy, SnapshotContent
-from weightsync.holder.trainer_parts import Part, copied_parts
+from weightsync.holder.trainer_parts import Part, copied_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
-from weightsync.plan import MAPPED, PUSHED, Piece, Plan
+from weightsync.plan import MAPPED, PUSHED, Piece, Plan, RankLayout
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import BufferHandle, HostExport, PushTicket
 
@@ -254,8 +254,15 @@ def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
-def published_parts(plan: Plan, trainer: int, send_buffer: SendBuffer | None) -> Iterator[Part]:
-    """Yield the parts that `trainer` published, or would push."""
+def published_parts(
+    plan: Plan,
+    trainer: int,
+    send_buffer: SendBuffer | None,
+    read: tuple[RankLayout, Mapping[str, torch.Tensor]] | None,
+) -> Iterator[Part]:
+    """Yield the parts that `trainer` published, or would push, or has in memory that is `read` in place."""
+    if read:
+        return parts_in_place(plan, trainer, *read)
     assert send_buffer is not None
     if isinstance(send_buffer, SharedBuffer):
         return copied_parts(plan, trainer, send_buffer)

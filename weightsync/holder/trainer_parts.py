@@ -14,7 +14,7 @@ from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, RankLayout
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.plan import share_in_place
 from weightsync.protocol.messages import Digests
 
 Part: TypeAlias = tuple[int, Box, torch.Tensor]
@@ -34,17 +34,14 @@ def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterato
 def parts_in_place(
     plan: Plan, trainer: int, layout: RankLayout, memory: Mapping[str, torch.Tensor]
 ) -> Iterator[Part]:
-    """Yield the parts that `trainer` sends, as views of the trainer's memory.
+    """Yield the share of `trainer`, see `share_in_place`, as views of the trainer's memory.
 
     `memory` has the buffers of `layout`: uint8, one dimension.
     """
-    segments = by_tensor(plan, layout)
     dtypes = {meta.name: getattr(torch, meta.dtype) for meta in layout.tensors}
-    for piece in plan.trainer_pieces(trainer):
-        for segment in segments[piece.tensor]:
-            if box := piece.box.intersect(segment.box):
-                held = segment_view(memory[segment.buffer].view(dtypes[segment.tensor]), segment)
-                yield piece.tensor, box, held[box.slices(segment.box)]
+    for tensor, box, segment in share_in_place(plan, trainer, layout):
+        held = segment_view(memory[segment.buffer].view(dtypes[segment.tensor]), segment)
+        yield tensor, box, held[box.slices(segment.box)]
 
 
 def digest_parts(plan: Plan, parts: Iterable[Part]) -> Digests:

@@ -13,6 +13,8 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.direct import Reads, Reshard
 from weightsync.plan.layout import Bool, Int64, Layout, columns
 from weightsync.plan.match import match
+from weightsync.plan.tensor_rows import TensorRows, firsts
+from weightsync.plan.trainers_layout import TrainersLayout
 
 T = TypeVar("T", "Kinds", "Places")
 
@@ -121,11 +123,14 @@ class AlikeReshard:
         self.kinds, self._places, self._reshard = kinds, places, reshard
 
     @classmethod
-    def of(cls, source: Layout, name: str, engine: Layout, only: frozenset[str]) -> AlikeReshard | None:
+    def of(
+        cls, trainers: TrainersLayout, name: str, engine: Layout, only: frozenset[str]
+    ) -> AlikeReshard | None:
         """Pair both sides, see `Reshard`. None if few tensors are alike, or if trainers are replicas.
 
         Which replica is read depends on all tensors.
         """
+        source = trainers.stated
         matched = match(source, [(name, engine)])
         number = {meta.name: int(n) for meta, n in zip(matched.tensors, matched.source, strict=True)}
         taken = np.array([number[each] if each in only else _ALONE for each in engine.names], np.int64)
@@ -133,75 +138,18 @@ class AlikeReshard:
         kinds = sides.kinds()
         if len(kinds.buffer) < LEAST_ALIKE * len(kinds.first):
             return None
-        firsts = np.zeros(len(source.buffer_names), np.bool_)
-        firsts[kinds.buffer[kinds.first]] = True
+        listed = np.zeros(len(source.buffer_names), np.bool_)
+        listed[kinds.buffer[kinds.first]] = True
         held = np.zeros(len(source.tensors), np.bool_)
-        held[source.tensor[firsts[source.buffer] & (source.extent > 0).all(axis=1)]] = True
+        held[source.tensor[listed[source.buffer] & (source.extent > 0).all(axis=1)]] = True
         held &= np.isin(np.arange(len(held)), taken)
         part = engine.of_tensors((taken >= 0) & held[taken])
-        reshard = Reshard(source.of_tensors(held), name, part)
+        reshard = Reshard(trainers.of_tensors(held), name, part)
         return None if reshard.has_replicas else cls(kinds, sides.places(kinds), reshard)
 
     def reads(self, rank: int, near: Sequence[int]) -> AlikeReads:
         """Return the reads of engine rank `rank`, in which no trainer comes first."""
         return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """n segments of one side with elements, by tensor of the source, then by rank.
-
-    Attributes:
-        tensor, rank, buffer, byte_offset: [n].
-        shape: columns [n], what else says where a segment is.
-        start, count: [T], the first of each tensor's, and how many it has.
-    """
-
-    tensor: Int64
-    rank: Int64
-    buffer: Int64
-    byte_offset: Int64
-    shape: tuple[Int64, ...]
-    start: Int64
-    count: Int64
-
-    @classmethod
-    def of(cls, layout: Layout, taken: Int64, num_tensors: int) -> _Rows:
-        """Return the segments of tensors that are taken. `taken` has the source's number of each, or -1."""
-        rows = np.flatnonzero((layout.extent > 0).all(axis=1) & (taken[layout.tensor] >= 0))
-        rows = rows[np.argsort(taken[layout.tensor[rows]], kind="stable")]
-        tensor = taken[layout.tensor[rows]]
-        count = np.bincount(tensor, minlength=num_tensors)
-        shape = (*layout.offset[rows].T, *layout.extent[rows].T, *layout.strides[rows].T)
-        return cls(
-            tensor,
-            layout.rank[rows].astype(np.int64),
-            layout.buffer[rows].astype(np.int64),
-            layout.byte_offset[rows],
-            shape,
-            np.cumsum(count) - count,
-            count,
-        )
-
-    def codes(self, columns: Sequence[Int64]) -> Int64:
-        """Return a number for each tensor; tensors whose rows differ rarely have the same."""
-        code = row_codes([self.nth(), self.rank, *self.shape, *columns]).astype(np.int64)
-        sums = np.zeros(len(self.count), np.int64)
-        np.add.at(sums, self.tensor, code)
-        return sums
-
-    def nth(self) -> Int64:
-        """Return each row's number among those of its tensor."""
-        nth: Int64 = np.arange(len(self.tensor)) - self.start[self.tensor]
-        return nth
-
-    def differ(self, first: Int64, columns: Sequence[Int64]) -> Bool:
-        """Return which tensors have other rows than the tensors `first`, of as many rows."""
-        other = self.start[first[self.tensor]] + self.nth()
-        found = np.zeros(len(self.count), np.bool_)
-        for column in (self.rank, *self.shape, *columns):
-            found[self.tensor[column != column[other]]] = True
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,8 +163,8 @@ class _Sides:
         itemsize: [T].
     """
 
-    source: _Rows
-    engine: _Rows
+    source: TensorRows
+    engine: TensorRows
     dst_buffer: Int64
     base: Int64
     relative: Int64
@@ -228,7 +176,7 @@ class _Sides:
         num_tensors = len(source.tensors)
         times = np.bincount(taken[taken >= 0], minlength=num_tensors)
         own = np.where(times > 0, np.arange(num_tensors), _ALONE)
-        held, needed = _Rows.of(source, own, num_tensors), _Rows.of(engine, taken, num_tensors)
+        held, needed = TensorRows.of(source, own, num_tensors), TensorRows.of(engine, taken, num_tensors)
         alone = times > 1
         # One buffer for a tensor, and one tensor for a buffer, on all ranks.
         alone |= _spread(held.tensor, held.buffer, num_tensors)
@@ -251,9 +199,8 @@ class _Sides:
         num_tensors = len(self.alone)
         codes = [source.codes([source.byte_offset]), engine.codes([self.relative])]
         code = row_codes([*codes, source.count, engine.count, self.itemsize]).astype(np.int64)
-        _, first, kind = np.unique(np.where(self.alone, 0, code), return_index=True, return_inverse=True)
         # A tensor that is alone stands for its kind in this comparison, and in no other.
-        first = first[kind]
+        first = firsts(np.where(self.alone, 0, code))
         fits = (source.count == source.count[first]) & (engine.count == engine.count[first])
         first = np.where(fits & ~self.alone & ~self.alone[first], first, np.arange(num_tensors))
         differ = source.differ(first, [source.byte_offset]) | engine.differ(first, [self.relative])
@@ -265,8 +212,8 @@ class _Sides:
         tensor = tensor[buffer]
         # Buffers of tensors that are alone are numbered after all tensors: each is a kind.
         label = np.where(self.alone[tensor], num_tensors + np.arange(len(buffer)), first[tensor])
-        _, firsts, kind = np.unique(label, return_index=True, return_inverse=True)
-        return Kinds(buffer, kind.astype(np.int64), firsts.astype(np.int64))
+        _, first, kind = np.unique(label, return_index=True, return_inverse=True)
+        return Kinds(buffer, kind.astype(np.int64), first.astype(np.int64))
 
     def places(self, kinds: Kinds) -> list[Places]:
         """Return the places of each engine rank."""

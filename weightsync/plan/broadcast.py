@@ -47,13 +47,8 @@ def make_plan(
             4 PiB; names the tensor.
         ConfigError: members do not fit the layouts, or a limit is too small.
     """
-    _check_members(source, engines, members)
-    ordered = sorted(engines.items())
-    matched = match(source, ordered)
-    _check_size(matched.tensors)
-    # Engines of equal layout share it: it is proven once, under the name of the first.
-    for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
-        check_live(name, engine)
+    check_members(source.num_ranks, engines, members)
+    matched = check_sides(source, engines)
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
     _check_limits(bucket_bytes, slots, itemsize)
     capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
@@ -91,6 +86,20 @@ def make_plan(
     return plan
 
 
+def check_sides(source: Layout, engines: Mapping[str, Layout]) -> Match:
+    """Pair the tensors of both sides, and prove that segments cover each engine's live parameters.
+
+    Raises the errors of `make_plan`, but for those of segments of `source`.
+    """
+    ordered = sorted(engines.items())
+    matched = match(source, ordered)
+    _check_size(matched.tensors)
+    # Engines of equal layout share it: it is proven once, under the name of the first.
+    for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
+        check_live(name, engine)
+    return matched
+
+
 def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
     """Choose one replica of each box, in travel order. Boxes are proven to tile every tensor."""
     shards = Shards.of(source, matched)
@@ -112,9 +121,10 @@ def _frozen_last(pieces: Pieces, is_frozen: Bool, capacity: int) -> tuple[Pieces
     return pieces, np.append(bucket, later + (bucket[-1] + 1 if first else 0))
 
 
-def _check_members(source: Layout, engines: Mapping[str, Layout], members: Members) -> None:
-    if len(members.trainers) != source.num_ranks:
-        raise ConfigError("members.trainers", members.trainers, f"the layout has {source.num_ranks} ranks")
+def check_members(num_trainers: int, engines: Mapping[str, Layout], members: Members) -> None:
+    """Check that members are those of `num_trainers` ranks and `engines`. Raises ConfigError."""
+    if len(members.trainers) != num_trainers:
+        raise ConfigError("members.trainers", members.trainers, f"the layout has {num_trainers} ranks")
     known = dict(members.engines)
     if known.keys() != engines.keys():
         raise ConfigError("members.engines", tuple(known), f"the layouts are of {tuple(engines)}")

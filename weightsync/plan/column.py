@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import numpy.typing as npt
 
 Column = npt.NDArray[np.signedinteger[Any]]
 """Numbers in the smallest signed type that holds them all, so equal numbers have equal bytes."""
+
+Positions = npt.NDArray[np.int64]
+"""Positions of rows."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -26,6 +31,25 @@ def narrowed(wide: Column) -> Column:
     return wide.astype(next(kind for kind, limit in limits if limit.min <= low and high <= limit.max))
 
 
+@dataclass(frozen=True, slots=True)
+class PackedColumn:
+    """A column that is kept and passed on more often than read, compressed."""
+
+    kind: str
+    packed: bytes
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> PackedColumn:
+        """Pack numbers. Raises OverflowError for one that int64 does not hold."""
+        made = column(numbers)
+        return cls(made.dtype.str, zlib.compress(made.tobytes(), 1))
+
+    def tolist(self) -> list[int]:
+        """Return the numbers."""
+        numbers: list[int] = np.frombuffer(zlib.decompress(self.packed), self.kind).tolist()
+        return numbers
+
+
 def row_codes(columns: Sequence[Column]) -> npt.NDArray[np.uint64]:
     """Return a number for each row; different rows rarely have the same."""
     code = np.zeros(len(columns[0]), np.uint64)
@@ -34,3 +58,10 @@ def row_codes(columns: Sequence[Column]) -> npt.NDArray[np.uint64]:
         code ^= code >> np.uint64(32)
     code *= _GOLDEN
     return code
+
+
+def ranges(first: Positions, count: Positions) -> Positions:
+    """Return the numbers of all ranges, one range after the other: `count` from each `first` on."""
+    ends = np.cumsum(count)
+    found: Positions = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - count), count)
+    return found

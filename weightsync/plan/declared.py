@@ -71,9 +71,15 @@ class Declared:
 
 
 def _distinct(tables: Sequence[LayoutTable], names: Mapping[bytes, Sequence[str]]) -> Declarations:
+    objects: set[tuple[object, ...]] = set()
     seen: set[object] = set()
     distinct: dict[int, RankLayout] = {}
     for rank, each in enumerate(tables):
+        parts = each.names, each.tensors, each.tied, each.frozen
+        same = (each.stage, *map(id, parts))  # ranks of one mesh have the same objects
+        if same in objects:
+            continue
+        objects.add(same)
         key = each.names, each.stage, content(each.tensors), content(each.tied), content(each.frozen)
         if key not in seen:
             seen.add(key)

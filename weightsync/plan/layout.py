@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from weightsync.errors import PlanError
 from weightsync.plan.column import Column
-from weightsync.plan.declared import Declared
-from weightsync.plan.layout_table import LayoutTable, SegmentTable, check_lengths
+from weightsync.plan.declared import Declared, Numbers
+from weightsync.plan.layout_table import LayoutTable, SegmentTable
+from weightsync.plan.numbered import Numbered
 from weightsync.plan.segment import (
     DTYPES,
     MOST_NBYTES,
@@ -283,29 +284,44 @@ class Layout:
         )
 
 
-def join_tables(ranks: Sequence[LayoutTable]) -> Layout:
-    """Join the layouts of all ranks of one side, in columns. Raises as `Layout.from_ranks`."""
-    declared = Declared.of(ranks)
-    segments = [each.held() for each in ranks]
-    counts = [len(each) for each in segments]
+def join_tables(
+    ranks: Sequence[LayoutTable],
+    declared: Declared | None = None,
+    numbered: Numbered | None = None,
+    kept: Bool | None = None,
+) -> Layout:
+    """Join the layouts of all ranks of one side, in columns. Raises as `Layout.from_ranks`.
+
+    Args:
+        ranks: one for each rank, in order.
+        declared, numbered: what they declare, if that is known.
+        kept: bool[T], the tensors whose segments are listed; by default all. Tensors and buffers keep their
+            numbers.
+    """
+    declared = declared or Declared.of(ranks)
+    numbered = numbered or Numbered.of(declared, ranks)
+    segments = [each.held() for each in ranks] if kept is None else [*numbered.of_tensors(ranks, kept)]
+    return list_segments(declared, numbered, declared.numbers, segments)
+
+
+def list_segments(
+    declared: Declared, numbered: Numbered, numbers: Sequence[Numbers], segments: Sequence[SegmentTable]
+) -> Layout:
+    """Return `segments` of all ranks as a layout. `numbers` are those of each, as in `Declared`."""
     metas = tuple(declared.tensors.values())
-    tensor = _tensors(declared, segments)
-    ndim = _joined([each.ndim for each in segments])
-    _check_segments(declared, ranks, tensor, ndim)
-    used, buffer = _by_appearance(
-        _joined([numbers[each.buffer] for numbers, each in zip(declared.numbers, segments, strict=True)])
-    )
     num_dims = max([1, *(len(meta.shape) for meta in metas)])
+    ndim = _joined([each.ndim for each in segments])
+    pairs = [*zip(numbers, segments, strict=True)]
     return Layout.from_columns(
         tensors=metas,
-        num_ranks=len(ranks),
+        num_ranks=len(segments),
         tied=declared.tied,
-        tensor=tensor.astype(np.int32),
-        rank=np.repeat(np.arange(len(ranks), dtype=np.int32), counts),
+        tensor=_joined([numbered.tensor[its[each.tensor]] for its, each in pairs]).astype(np.int32),
+        rank=np.repeat(np.arange(len(segments), dtype=np.int32), [len(each) for each in segments]),
         offset=_wide(ndim, [each.offset for each in segments], num_dims, 0),
         extent=_wide(ndim, [each.extent for each in segments], num_dims, 1),
-        buffer=buffer.astype(np.int32),
-        buffer_names=tuple(declared.names[number] for number in used.tolist()),
+        buffer=_joined([numbered.buffer[its[each.buffer]] for its, each in pairs]).astype(np.int32),
+        buffer_names=numbered.buffer_names,
         byte_offset=_joined([each.byte_offset for each in segments]),
         strides=_wide(ndim, [each.strides for each in segments], num_dims, 0),
         buffers=declared.buffers,
@@ -375,42 +391,3 @@ def _wide(ndim: Int64, columns: Sequence[Column], num_dims: int, fill: int) -> I
     wide = np.full((len(ndim), num_dims), fill, np.int64)
     wide[np.arange(num_dims) < ndim[:, None]] = _joined(columns)
     return wide
-
-
-def _by_appearance(numbers: Int64) -> tuple[Int64, Int64]:
-    """Return the numbers that occur, in order of first appearance, and the position of each entry in them."""
-    size = int(numbers.max(initial=-1)) + 1
-    first = np.full(size, len(numbers))
-    first[numbers[::-1]] = np.arange(len(numbers))[::-1]  # the last assignment counts
-    used = np.argsort(first, kind="stable")[: int((first < len(numbers)).sum())]
-    place = np.zeros(size, np.int64)
-    place[used] = np.arange(len(used))
-    return used, place[numbers]
-
-
-def _tensors(declared: Declared, segments: Sequence[SegmentTable]) -> Int64:
-    """Return the number of each segment's tensor, -1 if no rank declares it."""
-    index = {name: number for number, name in enumerate(declared.tensors)}
-    of_name = np.array([index.get(name, -1) for name in declared.names], np.int64)
-    pairs = zip(declared.numbers, segments, strict=True)
-    return _joined([of_name[numbers[each.tensor]] for numbers, each in pairs])
-
-
-def _check_segments(declared: Declared, ranks: Sequence[LayoutTable], tensor: Int64, ndim: Int64) -> None:
-    """Check that every segment has a tensor, and as many dimensions as that."""
-    wanted = np.array([len(meta.shape) for meta in declared.tensors.values()], np.int64)
-    bad = tensor < 0
-    bad[~bad] = wanted[tensor[~bad]] != ndim[~bad]
-    if not bad.any():
-        return
-    row = int(bad.argmax())
-    ends = np.cumsum([len(each.segments) for each in ranks])
-    rank = int(np.searchsorted(ends, row, side="right"))
-    segment = ranks[rank].rank_layout().segments[row - int(ends[rank])]  # counted from the end
-    name, tied = segment.tensor, dict(declared.tied)
-    if name in tied:
-        raise PlanError(name, f"tied to {tied[name]}, so it has no segments; give them to {tied[name]}")
-    if name not in declared.tensors:
-        raise PlanError(name, f"a segment names it, no rank declares it; {suggest(name, declared.tensors)}")
-    meta = declared.tensors[name]
-    check_lengths(segment, [meta], len(meta.shape))

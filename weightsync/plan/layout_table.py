@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from weightsync.errors import PlanError
-from weightsync.plan.column import Column, column
+from weightsync.plan.column import Column, Positions, column, ranges
 from weightsync.plan.draft import Draft
 from weightsync.plan.mesh_segments import MeshSegments
 from weightsync.plan.segment import (
@@ -117,6 +117,13 @@ class SegmentTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def take(self, rows: Positions) -> SegmentTable:
+        """Return the segments at `rows`, int[m]."""
+        ndim = self.ndim.astype(np.int64)
+        dims = ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])
+        parts = {name: getattr(self, name)[rows] for name in ("tensor", "buffer", "byte_offset", "ndim")}
+        return SegmentTable(**parts, **{n: getattr(self, n)[dims] for n in ("offset", "extent", "strides")})
+
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
         """Return the segments. `names` has the name of each number."""
         rows = zip(
@@ -139,7 +146,7 @@ class Outline:
     """What differs between ranks whose layouts are otherwise equal.
 
     Attributes:
-        key: 16 bytes, equal for these ranks alone.
+        key: 16 bytes, equal for these ranks alone; empty where that is known.
         device, draft: those of the layout.
         mesh: the rank's coordinates, if its segments follow from them.
     """
@@ -233,7 +240,16 @@ class LayoutTable:
                 for kind, data in parts:
                     state.update(f"{kind} {len(data)} ".encode())
                     state.update(data)
-        return Outline(state.digest()[:16], self.device, self.mesh, self.draft)
+        return self.own(state.digest()[:16])
+
+    def own(self, key: bytes = b"") -> Outline:
+        """Return what this layout has beside that of ranks with equal ones."""
+        return Outline(key, self.device, self.mesh, self.draft)
+
+    def of_all(self) -> tuple[object, ...]:
+        """Return what this layout has in common with those that `of_rank` made of it, as objects."""
+        own = {field.name for field in fields(Outline)}
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in own)
 
     def of_rank(self, outline: Outline) -> LayoutTable:
         """Return the layout of another rank, whose outline has the same key."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightsync.plan.column import Column, column, narrowed
+from weightsync.plan.column import Column, Positions, column, narrowed, ranges
 from weightsync.plan.segment import ITEMSIZE, Cut, MeshPlace, Segment, TensorMeta
 
 
@@ -66,6 +66,13 @@ class MeshSegments:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def take(self, rows: Positions) -> MeshSegments:
+        """Return the segments at `rows`, int[m]."""
+        ndim = self.ndim.astype(np.int64)
+        dims = ranges((np.cumsum(ndim) - ndim)[rows], ndim[rows])
+        parts = {name: getattr(self, name)[rows] for name in ("tensor", "buffer", "itemsize", "ndim", "cut")}
+        return replace(self, **parts, shape=self.shape[dims])
 
     def at(self, coordinates: Sequence[int]) -> Mapping[str, Column]:
         """Return the columns of `SegmentTable` of the rank at `coordinates`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -61,7 +62,8 @@ class Plan:
     """Which bytes go where: all tensors for all engines, as buckets to broadcast. Made by `make_plan`.
 
     It holds S steps (broadcasts) and P pieces as columns, both in the order in which they travel. D is the
-    largest number of dimensions.
+    largest number of dimensions. If all engines read directly, and no two trainer ranks hold the same box,
+    there are none: `make_direct_plan`.
 
     Attributes:
         epoch: number of the membership.
@@ -163,6 +165,12 @@ class Plan:
     def max_bucket_nbytes(self) -> int:
         """Bytes of the largest bucket, alignment included."""
         return int((self.step_offset + align(self.step_nbytes, RUN_ALIGN)).max(initial=0))
+
+    @property
+    def target_nbytes(self) -> int:
+        """Bytes of a buffer that a refill reads into: a bucket's, or what a bucket would have at most."""
+        most = min(self.bucket_bytes, self.total_nbytes + RUN_ALIGN) // RUN_ALIGN * RUN_ALIGN
+        return self.max_bucket_nbytes or most
 
     def digest(self) -> str:
         """Return the SHA-256, in hexadecimal, of everything that the members must agree on."""
@@ -296,3 +304,29 @@ def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
         return held.get(name) or held.get(canonical.get(name, "")) or held.get(in_model(name, taken)) or []
 
     return [of(meta.name) for meta in plan.tensors]
+
+
+def share_in_place(plan: Plan, trainer: int, layout: RankLayout) -> list[tuple[int, Box, Segment]]:
+    """Return what rank `trainer` digests in its own memory, of `layout`.
+
+    Each row has the number of a tensor, a box of it, and the segment that holds the box. The shares of all
+    ranks are every element once: with pieces the rank's own, without pieces all that it holds.
+    """
+    segments = by_tensor(plan, layout)
+    if not plan.num_pieces:
+        return [(number, each.box, each) for number, held in enumerate(segments) for each in held]
+    held = [deque(each) for each in segments]
+    return [
+        (piece.tensor, piece.box, holding(held[piece.tensor], piece.box))
+        for piece in plan.trainer_pieces(trainer)
+    ]
+
+
+def holding(segments: deque[Segment], box: Box) -> Segment:
+    """Return the segment that contains `box`, and have the next search begin with it.
+
+    A stack of experts has hundreds of segments. Pieces come in about their order.
+    """
+    while segments[0].box != box and not segments[0].box.contains(box):
+        segments.rotate(-1)
+    return segments[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weightsync.plan import Reads
-from weightsync.plan.column import Column, column
-from weightsync.plan.layout_table import LayoutTable, pack_names, unpack_names
+from weightsync.plan.column import PackedColumn
+from weightsync.plan.layout_table import LayoutTable, Outline, pack_names, unpack_names
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
 
@@ -27,9 +27,9 @@ class DeviceMemory:
 
     names: bytes
     allocations: tuple[tuple[str, int, bytes], ...]
-    allocation: Column
-    offset: Column
-    nbytes: Column
+    allocation: PackedColumn
+    offset: PackedColumn
+    nbytes: PackedColumn
 
     @classmethod
     def of(cls, buffers: Mapping[str, DeviceHandle]) -> DeviceMemory:
@@ -40,10 +40,14 @@ class DeviceMemory:
         return cls(
             pack_names(buffers),
             tuple(numbers),
-            column(numbers[place] for place in places),
-            column(handle.offset for handle in handles),
-            column(handle.nbytes for handle in handles),
+            PackedColumn.of(numbers[place] for place in places),
+            PackedColumn.of(handle.offset for handle in handles),
+            PackedColumn.of(handle.nbytes for handle in handles),
         )
+
+    def known_by(self, names: dict[bytes, bytes]) -> DeviceMemory:
+        """Return the same with the object in `names` that equals its own. A new one is added."""
+        return replace(self, names=names.setdefault(self.names, self.names))
 
     def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
         """Return the handles by name, of `wanted` buffers alone if that is given."""
@@ -60,15 +64,21 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
-    """Device memory of a rank that its holder may access, and the rank's layout: an `Export` in columns."""
+    """Device memory of a rank that its holder may access: an `Export` without the layout.
 
-    layout: LayoutTable
+    Attributes:
+        own: what the rank's layout has beside that of all ranks with equal ones.
+        memory: its buffers.
+    """
+
+    own: Outline
     memory: DeviceMemory
 
     @collector_paused
-    def export(self) -> Export:
-        """Return the same with an object for each tensor."""
-        return Export(self.layout.rank_layout(), self.memory.handles())
+    def export(self, layout: LayoutTable | None) -> Export:
+        """Return the same with an object for each tensor. `layout` is that of a rank with an equal one."""
+        assert layout
+        return Export(layout.of_rank(self.own).rank_layout(), self.memory.handles())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +93,8 @@ class LiveMemory:
         """Make columns of its handles."""
         return cls(export.kind, DeviceMemory.of(export.parameters))
 
-    def export(self) -> LiveExport:
-        """Return the same with an object for each parameter."""
+    def export(self, layout: LayoutTable | None) -> LiveExport:
+        """Return the same with an object for each parameter. It is the same for each `layout`."""
         return LiveExport(self.kind, self.memory.handles())
 
 

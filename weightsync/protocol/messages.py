@@ -55,6 +55,10 @@ class AttachReport:
         memory = DeviceMemory.of(export.buffers) if export else None
         return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None, attached.casts)
 
+    def known_by(self, names: dict[bytes, bytes]) -> AttachReport:
+        """Return the same with names of buffers as in `DeviceMemory.known_by`."""
+        return replace(self, memory=self.memory.known_by(names)) if self.memory else self
+
 
 class UpdateTask(msgspec.Struct, frozen=True):
     """The part of one holder in an update.

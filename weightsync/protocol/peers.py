@@ -47,6 +47,9 @@ SharedTerms = NewType("SharedTerms", object)
 SharedTable = NewType("SharedTable", object)
 """The same of a `BundleTable`: engine ranks with equal needs receive the same."""
 
+SharedLayout = NewType("SharedLayout", object)
+"""The same of a `LayoutTable`: that of one rank, for all whose layouts are otherwise equal."""
+
 
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
@@ -91,7 +94,11 @@ class HolderPeer(Protocol):
     async def abort(self, cause: str) -> None: ...
     async def adopt(self, plan: SharedPlan, engine: str) -> FeedTicket: ...
     async def link(
-        self, engine: RankMemory | LiveMemory | None, trainer: RankMemory | None = None
+        self,
+        engine: RankMemory | LiveMemory | None,
+        trainer: RankMemory | None = None,
+        engine_layout: SharedLayout | None = None,
+        trainer_layout: SharedLayout | None = None,
     ) -> None: ...
     async def drop_engine(self) -> None: ...
     async def serve_snapshots(self, protocol: str, rdma_device: str) -> None: ...

@@ -22,7 +22,7 @@ class DeviceCopies:
     ) -> None:
         """`copies` has each piece, its memory on `device`, and its place in the send buffer, of one shape."""
         self._copies, self._device = [(held, place) for _, held, place in copies], device
-        self._digests = InPlace(plan, [(piece, held) for piece, held, _ in copies], device)
+        self._digests = InPlace(plan, [(piece.tensor, piece.box, held) for piece, held, _ in copies], device)
 
     def run(self, count: bool) -> Published:
         """Wait until the weights are written, then digest and copy them, with a cast where dtypes differ.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
 from weightsync.memory.tensors import byte_strides
-from weightsync.plan import Piece, Plan
+from weightsync.plan import Box, Plan
 from weightsync.protocol.messages import Published, combine
 
 _SCRATCH_NBYTES = 64 << 20
@@ -20,32 +21,34 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A piece that travels in another dtype, and its place in the scratch buffer."""
+    """A part that travels in another dtype, and its place in the scratch buffer."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
-class InPlace:
-    """One epoch's pieces in device memory. A holder has mapped it, so it must not move."""
+Part: TypeAlias = tuple[int, Box, torch.Tensor]
+"""A tensor's number in the plan, a box of it, and the box's elements in device memory, in any dtype."""
 
-    def __init__(
-        self, plan: Plan, pieces: Sequence[tuple[Piece, torch.Tensor]], device: torch.device
-    ) -> None:
-        """Prepare the digests. `pieces` are this rank's, each with its memory; `device` is the GPU of all."""
-        self._plan, self._pieces = plan, tuple(pieces)
-        self._held = [held for _, held in pieces]
+
+class InPlace:
+    """One epoch's parts in device memory. A holder has mapped it, so it must not move."""
+
+    def __init__(self, plan: Plan, parts: Sequence[Part], device: torch.device) -> None:
+        """Prepare the digests of `parts`, this rank's share. `device` is the GPU of all."""
+        self._plan, self._parts = plan, tuple(parts)
+        self._held = [held for _, _, held in parts]
         self._addresses = self._find()
-        parts, casts = [], []
-        for piece, held in pieces:
-            if held.dtype == self._dtype(piece):
-                parts.append(self._part(piece, held))
+        digested, casts = [], []
+        for part in parts:
+            if part[2].dtype == self._dtype(part[0]):
+                digested.append(self._part(part))
             else:
-                casts.append((piece, held))
+                casts.append(part)
         # Calls arrive on other threads, on which another GPU may be current.
         self._device = device
         with torch.cuda.device(device):
-            self._table = DigestTable(parts, len(plan.tensors))
+            self._table = DigestTable(digested, len(plan.tensors))
             self._batches = self._batch(casts)
 
     def has_memory(self) -> bool:
@@ -80,39 +83,41 @@ class InPlace:
     def _count(self, flagged: set[int]) -> dict[str, int]:
         """Count NaN and Inf in the dtype that travels."""
         counts = Counter[str]()
-        for piece, held in self._pieces:
-            if piece.tensor in flagged:
-                sent = held.to(self._dtype(piece))
-                counts[self._plan.tensors[piece.tensor].name] += count_nonfinite(sent)
+        for tensor, _, held in self._parts:
+            if tensor in flagged:
+                sent = held.to(self._dtype(tensor))
+                counts[self._plan.tensors[tensor].name] += count_nonfinite(sent)
         return {name: count for name, count in counts.items() if count}
 
-    def _batch(self, casts: Sequence[tuple[Piece, torch.Tensor]]) -> list[tuple[list[_Cast], DigestTable]]:
+    def _batch(self, casts: Sequence[Part]) -> list[tuple[list[_Cast], DigestTable]]:
         """Group casts into batches that share one scratch buffer, and digest what they write there."""
-        largest = max((piece.nbytes for piece, _ in casts), default=0)
-        scratch = torch.empty(max(largest, _SCRATCH_NBYTES) if casts else 0, dtype=torch.uint8, device="cuda")
+        nbytes = [box.numel * self._plan.tensors[tensor].itemsize for tensor, box, _ in casts]
+        size = max(_SCRATCH_NBYTES, *nbytes) if casts else 0
+        scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
         batches: list[tuple[list[_Cast], list[DigestPart]]] = []
-        at = len(scratch)
-        for piece, held in casts:
-            if at + piece.nbytes > len(scratch):
+        at = size
+        for (tensor, box, held), needed in zip(casts, nbytes, strict=True):
+            if at + needed > size:
                 batches.append(([], []))
                 at = 0
-            target = scratch[at : at + piece.nbytes].view(self._dtype(piece)).view(piece.box.extent)
+            target = scratch[at : at + needed].view(self._dtype(tensor)).view(box.extent)
             batches[-1][0].append(_Cast(held, target))
-            batches[-1][1].append(self._part(piece, target))
-            at += -(-piece.nbytes // _ALIGN) * _ALIGN
+            batches[-1][1].append(self._part((tensor, box, target)))
+            at += -(-needed // _ALIGN) * _ALIGN
         return [(copies, DigestTable(parts, len(self._plan.tensors))) for copies, parts in batches]
 
-    def _dtype(self, piece: Piece) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._plan.tensors[piece.tensor].dtype)
+    def _dtype(self, tensor: int) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._plan.tensors[tensor].dtype)
         return dtype
 
-    def _part(self, piece: Piece, data: torch.Tensor) -> DigestPart:
-        meta = self._plan.tensors[piece.tensor]
+    def _part(self, part: Part) -> DigestPart:
+        tensor, box, data = part
+        meta = self._plan.tensors[tensor]
         return DigestPart(
-            tensor=piece.tensor,
+            tensor=tensor,
             address=data.data_ptr(),
             strides=byte_strides(data),
-            box=piece.box,
+            box=box,
             shape=meta.shape,
             itemsize=meta.itemsize,
             mask=word_mask(meta.dtype),

@@ -19,7 +19,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
 from weightsync.plan.experts import stack_experts
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.plan import by_tensor, holding, share_in_place
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
 from weightsync.protocol.messages import Published
@@ -163,12 +163,14 @@ class TensorSource(ABC):
         layout = self._begin(plan, trainer)
         if send_buffer is None:
             live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
-            cuts = [
-                (piece, _view(live[segment.buffer], segment, piece.box)) for piece, segment in self._sources
+            parts = [
+                (tensor, box, _view(live[segment.buffer], segment, box))
+                for tensor, box, segment in share_in_place(plan, trainer, layout)
             ]
-            self._in_place = InPlace(plan, cuts, live[layout.segments[0].buffer].device)
+            self._in_place = InPlace(plan, parts, live[layout.segments[0].buffer].device)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
+        self._sources = _pair(plan, trainer, layout)
         self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
         if self._offloads or (self._copies and self._copies.has_device_copies):
@@ -184,8 +186,9 @@ class TensorSource(ABC):
     @collector_paused
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
         """Lock the weights' pages, and connect to the holder that asks for them."""
-        self._begin(plan, trainer)
+        layout = self._begin(plan, trainer)
         warm_up()
+        self._sources = _pair(plan, trainer, layout)
         self._pushes = Pushes(plan, trainer, ticket)
         self._make_copies()
         self._pushes.start()
@@ -195,7 +198,6 @@ class TensorSource(ABC):
         self.close()
         layout = self._layout or self.layout()
         self._rank, self._plan = trainer, plan
-        self._sources = _pair(plan, trainer, layout)
         return layout
 
     def _make_copies(self) -> None:
@@ -353,17 +355,7 @@ class TensorSource(ABC):
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:
     """Return the pieces that `trainer` sends, each with its segment in `layout`."""
     held = [deque(segments) for segments in by_tensor(plan, layout)]
-    return tuple((piece, _holding(held[piece.tensor], piece.box)) for piece in plan.trainer_pieces(trainer))
-
-
-def _holding(segments: deque[Segment], box: Box) -> Segment:
-    """Return the segment that contains `box`, and have the next search begin with it.
-
-    A stack of experts has hundreds of segments. Pieces come in about their order.
-    """
-    while segments[0].box != box and not segments[0].box.contains(box):
-        segments.rotate(-1)
-    return segments[0]
+    return tuple((piece, holding(held[piece.tensor], piece.box)) for piece in plan.trainer_pieces(trainer))
 
 
 def _view(buffer: torch.Tensor, segment: Segment, box: Box) -> torch.Tensor:

@@ -22,9 +22,11 @@ from tests.unit.plan.plan_strategies import (
     values,
     write,
 )
-from weightsync.plan import Box, Layout, Segment, TensorMeta
+from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.copies import Copies
 from weightsync.plan.direct import Reads, Reshard
+from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.trainers_layout import TrainersLayout
 
 TIED = ("head", "embed")
 
@@ -42,14 +44,20 @@ class Sides:
     engine_tied: bool = False
 
     def source(self) -> Layout:
-        return self._layout(self.trainers, self.source_tied)
+        return Layout.from_ranks(self._layouts(self.trainers, self.source_tied))
+
+    def trainer_tables(self) -> list[LayoutTable]:
+        return [*map(LayoutTable.of, self._layouts(self.trainers, self.source_tied))]
+
+    def trainers_layout(self) -> TrainersLayout:
+        return TrainersLayout(self.trainer_tables())
 
     def engine(self) -> Layout:
-        return self._layout(self.ranks, self.engine_tied)
+        return Layout.from_ranks(self._layouts(self.ranks, self.engine_tied))
 
-    def _layout(self, ranks: list[Rank], tied: bool) -> Layout:
+    def _layouts(self, ranks: list[Rank], tied: bool) -> list[RankLayout]:
         tensors = [meta for meta in self.tensors if not (tied and meta.name == TIED[0])]
-        return Layout.from_ranks([rank.layout(tensors, [TIED] if tied else []) for rank in ranks])
+        return [rank.layout(tensors, [TIED] if tied else []) for rank in ranks]
 
     def reshard(self, **changes: object) -> Reshard:
         return Reshard(self.source(), "e0", self.engine(), **changes)

@@ -14,12 +14,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plan.reshard_strategies import Sides, sides
-from weightsync.plan import Box, Layout, RankLayout, Reads, Reshard, Segment, TensorMeta, alike, host_bundles
+from weightsync.plan import (
+    Box,
+    Layout,
+    RankLayout,
+    Reads,
+    Reshard,
+    Segment,
+    TensorMeta,
+    alike,
+    host_bundles,
+    tensor_rows,
+)
 from weightsync.plan.alike import AlikeReshard
 from weightsync.plan.column import row_codes
 from weightsync.plan.cross_host_parts import CrossHostParts, Needs
 from weightsync.plan.layout import columns
+from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.segment import MeshPlace
 from weightsync.plan.shuffle import Lane
+from weightsync.plan.trainers_layout import TrainersLayout
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -29,7 +43,15 @@ def by_trainer(reads: Reads) -> list[list[int]]:
     return [column[order].tolist() for column in columns(reads).values()]
 
 
-def pair(source: Layout, engine: Layout, least: int = 0) -> AlikeReshard | None:
+def joined(ranks: Sequence[RankLayout]) -> TrainersLayout:
+    """The layouts of trainers as the driver joins them: those with equal outlines follow from one."""
+    tables = [LayoutTable.of(rank) for rank in ranks]
+    of_key: dict[bytes, LayoutTable] = {}
+    pairs = [(table, table.outline()) for table in tables]
+    return TrainersLayout([of_key.setdefault(each.key, table).of_rank(each) for table, each in pairs])
+
+
+def pair(source: TrainersLayout, engine: Layout, least: int = 0) -> AlikeReshard | None:
     with mock.patch.object(alike, "LEAST_ALIKE", least):
         return AlikeReshard.of(source, "e0", engine, frozenset(engine.names))
 
@@ -38,12 +60,16 @@ def pair(source: Layout, engine: Layout, least: int = 0) -> AlikeReshard | None:
 class Model:
     """Layers of equal tensors, without replicas at the trainers, and an engine's ranks."""
 
-    source: Layout
+    trainers: TrainersLayout
     engine: Layout
 
     @property
+    def source(self) -> Layout:
+        return self.trainers.whole
+
+    @property
     def near(self) -> list[int]:
-        return [2] * self.source.num_ranks
+        return [2] * self.trainers.num_ranks
 
 
 def cut(
@@ -73,21 +99,25 @@ def models(draw: st.DrawFn) -> Model:
     # Some tensors are cut otherwise than their like in other layers.
     odd = draw(st.sets(st.sampled_from([meta.name for meta in metas]), max_size=2))
 
+    states_mesh = draw(st.booleans())
+
     def rank(
         cuts: Mapping[str, Sequence[int | None]], parts: Sequence[int], place: Sequence[int], fuses: bool
     ) -> RankLayout:
-        segments, taken = [], Counter[str]()
+        segments, taken, held = [], Counter[str](), {}
         for meta in metas:
             dims = [0 if meta.name in odd else dim for dim in cuts[meta.name[0]]]
+            held[meta.name] = tuple((axis, dim) for axis, dim in enumerate(dims) if dim is not None)
             box = cut(meta.shape, dims, parts, place)
             buffer = f"fused {meta.name[1:]}" if fuses and meta.name[0] in fused else meta.name
             segments.append(Segment(meta.name, box, buffer, taken[buffer], box.strides(meta.itemsize)))
             taken[buffer] += box.numel * meta.itemsize
-        return RankLayout(tuple(metas), tuple(segments))
+        stated = MeshPlace(tuple(parts), tuple(place), held) if states_mesh and not fuses else None
+        return RankLayout(tuple(metas), tuple(segments), mesh=stated)
 
     trainers = [rank(ours, mesh, place, fuses=False) for place in np.ndindex(*mesh)]
     engine = [rank(theirs, (size,), (number,), fuses=True) for number in range(size)]
-    return Model(Layout.from_ranks(trainers), Layout.from_ranks(engine))
+    return Model(joined(trainers), Layout.from_ranks(engine))
 
 
 @FEW
@@ -95,8 +125,8 @@ def models(draw: st.DrawFn) -> Model:
 def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) -> None:
     """Also if the rows of all tensors have one code, so that only a comparison tells them apart."""
     codes = (lambda columns: row_codes(columns) * np.uint64(0)) if unlucky else row_codes
-    with mock.patch.object(alike, "row_codes", codes):
-        pairs = pair(model.source, model.engine)
+    with mock.patch.object(alike, "row_codes", codes), mock.patch.object(tensor_rows, "row_codes", codes):
+        pairs = pair(model.trainers, model.engine)
     assert pairs
     reshard = Reshard(model.source, "e0", model.engine)
     for rank in range(model.engine.num_ranks):
@@ -109,7 +139,7 @@ def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) ->
 @given(sides())
 def test_layouts_of_every_way_of_cutting_are_read_alike_or_hold_replicas(made: Sides) -> None:
     source, engine = made.source(), made.engine()
-    reshard, pairs = Reshard(source, "e0", engine), pair(source, engine)
+    reshard, pairs = Reshard(source, "e0", engine), pair(made.trainers_layout(), engine)
     assert (pairs is None) == reshard.has_replicas
     for rank in range(engine.num_ranks if pairs else 0):
         near = [2] * source.num_ranks
@@ -139,7 +169,7 @@ def lanes(model: Model, needs: Mapping[int, Needs], hosts: Mapping[int, str]) ->
 @given(models(), st.data())
 def test_messages_of_kinds_are_those_of_all_tensors(model: Model, data: st.DataObject) -> None:
     first, size = model.source.num_ranks, model.engine.num_ranks
-    pairs, reshard = pair(model.source, model.engine), Reshard(model.source, "e0", model.engine)
+    pairs, reshard = pair(model.trainers, model.engine), Reshard(model.source, "e0", model.engine)
     assert pairs
     given_, wanted = {}, {}
     for number in range(size):
@@ -206,22 +236,24 @@ def fused(metas: Sequence[TensorMeta], rank: int, size: int) -> RankLayout:
 
 
 def test_layers_are_alike_though_they_are_elsewhere() -> None:
-    source = Layout.from_ranks([rows(METAS, rank, 5) for rank in range(5)])
+    source = joined([rows(METAS, rank, 5) for rank in range(5)])
     engine = Layout.from_ranks([fused(METAS, rank, 2) for rank in range(2)])
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.first) == 3, "gate and up are of one kind, wherever an engine has them"
     found = pairs.reads(1, [2] * 5)
     assert len(found) < len(found.whole()) / 8
-    assert by_trainer(found.whole()) == by_trainer(Reshard(source, "e0", engine).reads(1, [2] * 5, start=0))
+    assert by_trainer(found.whole()) == by_trainer(
+        Reshard(source.whole, "e0", engine).reads(1, [2] * 5, start=0)
+    )
 
 
 @pytest.mark.parametrize("kept", [5, 0])
 def test_few_alike_are_planned_one_by_one(kept: int) -> None:
     metas = METAS[:kept] + METAS[-4:]
-    source = Layout.from_ranks([rows(metas, rank, 2) for rank in range(2)])
-    assert pair(source, source, least=4) is None
-    assert AlikeReshard.of(source, "e0", source, frozenset(source.names)) is None
+    source = joined([rows(metas, rank, 2) for rank in range(2)])
+    assert pair(source, source.whole, least=4) is None
+    assert AlikeReshard.of(source, "e0", source.whole, frozenset(source.whole.names)) is None
 
 
 def test_one_memory_of_many_tensors_is_no_kind() -> None:
@@ -232,11 +264,11 @@ def test_one_memory_of_many_tensors_is_no_kind() -> None:
     flat = tuple(
         Segment(s.tensor, s.box, "flat", at, s.strides) for s, at in zip(layout.segments, ends, strict=False)
     )
-    source = Layout.from_ranks([RankLayout(tuple(metas), flat)])
+    source = joined([RankLayout(tuple(metas), flat)])
     engine = Layout.from_ranks([layout])
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.buffer) == 1
     assert by_trainer(pairs.reads(0, [2]).whole()) == by_trainer(
-        Reshard(source, "e0", engine).reads(0, [2], start=0)
+        Reshard(source.whole, "e0", engine).reads(0, [2], start=0)
     )

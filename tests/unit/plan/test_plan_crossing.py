@@ -50,7 +50,7 @@ class CrossHostExchange:
 
 def alike_reshard(made: Sides) -> AlikeReshard | None:
     """Pair both sides in kinds of tensors, however many those have."""
-    source, engine = made.source(), made.engine()
+    source, engine = made.trainers_layout(), made.engine()
     with mock.patch.object(alike, "LEAST_ALIKE", 0):
         return AlikeReshard.of(source, "e0", engine, frozenset(engine.names))
 

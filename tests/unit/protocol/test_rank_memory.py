@@ -37,7 +37,8 @@ def test_an_export_is_whole_again_where_its_layout_and_its_memory_meet() -> None
     report = AttachReport.of(Attached("plan", export))
     assert report.plan_digest == "plan"
     assert report.memory
-    assert RankMemory(LayoutTable.of(layout), report.memory).export() == export
+    table = LayoutTable.of(layout)
+    assert RankMemory(table.own(), report.memory).export(table) == export
     assert AttachReport.of(Attached("plan", None)).memory is None
 
 

@@ -1,0 +1,84 @@
+"""Has holders map the memory that trainers and engine ranks export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
+from weightsync.driver.layouts import Layouts
+from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.device_memory import LiveMemory, RankMemory
+from weightsync.protocol.messages import AttachReport
+from weightsync.protocol.peers import SharedLayout
+
+Exports: TypeAlias = Sequence[RankMemory | None]
+"""What each rank exports, None if its holder does not access its memory."""
+Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
+"""The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
+
+
+def exported(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> Served:
+    """Return what each rank exports. `layouts` and `reports` are those of all ranks."""
+    pairs = zip(layouts, reports, strict=True)
+    return [RankMemory(layout.own(), each.memory) if each.memory else each.live for layout, each in pairs]
+
+
+async def link_all(
+    fleet: Fleet, layouts: Layouts, exports: Exports, served: Mapping[str, Served], timeout_s: float
+) -> None:
+    """Have holders map what their trainer ranks and engine ranks export.
+
+    `exports` are the trainers', `served` those of each engine. Raises the errors of `gather_named`, and
+    TransportError.
+    """
+    shared = _SharedLayouts(fleet)
+    read = {
+        holder: (export, shared.of(layout))
+        for (_, holder), layout, export in zip(fleet.trainers, layouts.trainers, exports, strict=True)
+        if export
+    }
+    written = {
+        holder: (memory, shared.of(layout))
+        for name, ranks in served.items()
+        for holder, layout, memory in zip(
+            fleet.engines[name].holders, layouts.engines[name], ranks, strict=True
+        )
+        if memory
+    }
+    links = {}
+    for holder in sorted(read.keys() | written.keys()):
+        engine, engine_layout = written.get(holder, (None, None))
+        trainer, trainer_layout = read.get(holder, (None, None))
+        call = fleet.holders[holder].link(engine, trainer, engine_layout, trainer_layout)
+        links[f"holder {holder}"] = call
+    (await gather_named(links, "attach", timeout_s)).require()
+
+
+async def link_engine(
+    fleet: Fleet, holders: Sequence[int], layouts: Sequence[LayoutTable], ranks: Served, timeout_s: float
+) -> None:
+    """Have `holders` map what the ranks of their engine export. `layouts` are those ranks'."""
+    shared = _SharedLayouts(fleet)
+    links = {
+        f"holder {holder}": fleet.holders[holder].link(memory, None, shared.of(layout))
+        for holder, layout, memory in zip(holders, layouts, ranks, strict=True)
+        if memory
+    }
+    (await gather_named(links, "link", timeout_s)).require()
+
+
+class _SharedLayouts:
+    """Layouts as calls carry them: one for all ranks whose layouts were made of it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._share = fleet.share
+        self._known: dict[tuple[int, ...], SharedLayout] = {}
+
+    def of(self, layout: LayoutTable) -> SharedLayout:
+        """Return the layout, or that of another rank from which it follows."""
+        key = tuple(map(id, layout.of_all()))
+        if key not in self._known:
+            self._known[key] = SharedLayout(self._share(layout))
+        return self._known[key]
