@@ -42,6 +42,7 @@ __all__ = ["TENSOR_PARALLEL", "Model", "make_fleet"]
 
 TENSOR_PARALLEL, PER_HOST = 8, 8
 _IPC_NBYTES = 64
+_PROCESS = 4242
 _BLOCKS = ((1 << 20, 2 << 20), (10 << 20, 20 << 20))
 """Tensors of at most these bytes share blocks of those, as in torch's allocator."""
 _NO_HOLDER = 1 << 31
@@ -72,6 +73,7 @@ class Model:
         self._digest: tuple[Plan, str] | None = None
         self._engine_answers: dict[str, Message] = {}
         self._outline: Outline | None = None
+        self._memory: DeviceMemory | None = None
         self._cuts = {meta.name: ((0, 0),) for meta in self.metas}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
@@ -107,6 +109,13 @@ class Model:
         )
         place = MeshPlace((num_ranks,), (rank,), self._cuts)
         return RankLayout(self.metas, segments, device=_device(rank), mesh=place)
+
+    def trainer_memory(self, rank: int, num_ranks: int) -> DeviceMemory:
+        """Return handles of a trainer rank's memory: those of the first rank, in allocations of its own."""
+        if self._memory is None:
+            self._memory = _memory(self.trainer_layout(0, num_ranks))
+        ipc = np.random.default_rng(rank).bytes(len(self._memory.ipc))
+        return replace(self._memory, owners=((_device(rank), _PROCESS),), ipc=ipc)
 
     def engine_layouts(self, first: int) -> list[RankLayout]:
         """Return rows, columns of down projections, or whole tensors, each a live parameter."""
@@ -157,7 +166,8 @@ class TrainerRank:
         return _handle(_device(self._rank), 0, 4096)
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
-        return AttachReport(self._model.plan_digest(plan), _memory(self._layout()))
+        memory = self._model.trainer_memory(self._rank, self._num_ranks)
+        return AttachReport(self._model.plan_digest(plan), memory)
 
     def publish(self, count: bool) -> Message:
         return self._model.published
@@ -341,8 +351,8 @@ def _memory(layout: RankLayout) -> DeviceMemory:
 
 
 def _handle(device: str, number: int, nbytes: int, offset: int = 0) -> DeviceHandle:
-    ipc = (number + 1).to_bytes(_IPC_NBYTES, "little")
-    return DeviceHandle(device, 4242, ipc, offset, nbytes)
+    ipc = np.random.default_rng(number).bytes(_IPC_NBYTES)  # as little alike as CUDA's
+    return DeviceHandle(device, _PROCESS, ipc, offset, nbytes)
 
 
 def _device(holder: int) -> str:

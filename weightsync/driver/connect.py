@@ -266,8 +266,14 @@ async def _attach(
     timeout_s = config.connect_timeout_s
     names: dict[bytes, bytes] = {}
 
+    # Before the others answer: a thousand ranks have equal names.
     async def attach(call: Coroutine[object, object, AttachReport]) -> AttachReport:
-        return (await call).known_by(names)  # before the others answer: a thousand ranks have equal names
+        return (await call).known_by(names)
+
+    async def attach_ranks(
+        call: Coroutine[object, object, Sequence[AttachReport]],
+    ) -> Sequence[AttachReport]:
+        return [each.known_by(names) for each in await call]
 
     calls = {
         f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))
@@ -276,7 +282,8 @@ async def _attach(
     engines = {}
     for name, member in fleet.live().items():
         tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
-        engines[f"engine {name}"] = member.peer.attach(shared, tickets, timeout_s, config.prefix_cache)
+        call = member.peer.attach(shared, tickets, timeout_s, config.prefix_cache)
+        engines[f"engine {name}"] = attach_ranks(call)
     trainers, answers = await asyncio.gather(
         gather_named(calls, "attach", timeout_s + GRACE_S),
         _meet(fleet, engines, fleet.named_holders(), timeout_s),

@@ -285,9 +285,9 @@ class Router:
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
         """Return the buckets that contain any of `tensors`."""
-        numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
-        if not numbers:
+        if not tensors:
             return frozenset()
+        numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
         buckets = self._plan.buckets()
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
 

@@ -13,8 +13,7 @@ import torch
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.tensors import segment_view
-from weightsync.plan import Box, Plan, RankLayout
-from weightsync.plan.plan import share_in_place
+from weightsync.plan import Box, Plan, RankLayout, share_in_place
 from weightsync.protocol.messages import Digests
 
 Part: TypeAlias = tuple[int, Box, torch.Tensor]

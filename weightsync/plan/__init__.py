@@ -5,7 +5,7 @@ from weightsync.plan.direct import Reads, Reshard, same_dtype_tensors
 from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Layout
 from weightsync.plan.members import Members, broadcast_groups
-from weightsync.plan.plan import Bucket, Piece, Plan, Step
+from weightsync.plan.plan import Bucket, Piece, Plan, Step, share_in_place
 from weightsync.plan.segment import (
     ITEMSIZE,
     MAPPED,
@@ -41,4 +41,5 @@ __all__ = [
     "broadcast_groups",
     "make_plan",
     "same_dtype_tensors",
+    "share_in_place",
 ]

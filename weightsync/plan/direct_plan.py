@@ -26,8 +26,8 @@ def make_direct_plan(
 ) -> Plan | None:
     """Plan for engines that all read directly: without buckets, and without pieces.
 
-    Each trainer rank digests all that it holds. None if several hold the same box: who digests it takes
-    pieces, see `weightsync.plan.make_plan`, which also has the arguments and errors.
+    Each trainer rank digests all that it holds. Returns None if several hold the same box: it takes pieces
+    to say which of them digests it. Arguments and errors are those of `weightsync.plan.make_plan`.
     """
     check_members(source.num_ranks, engines, members)
     matched = check_sides(source.stated, engines)

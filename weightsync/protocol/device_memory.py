@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,17 +17,22 @@ from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMemory:
-    """Handles of n buffers. An allocation holds many buffers, and its IPC handle is there once.
+    """Handles of n buffers in m allocations. An allocation holds many buffers, and has one IPC handle.
 
     Attributes:
         names: the buffers' names, as of `pack_names`.
-        allocations: device, process and IPC handle of each.
-        allocation: [n], an index into `allocations`.
+        owners: device and process of allocations, each pair once.
+        owner, ipc_nbytes: [m], an index into `owners`, and the bytes of the IPC handle.
+        ipc: the IPC handles, one after the other.
+        allocation: [n], its number.
         offset, nbytes: [n], see `DeviceHandle`.
     """
 
     names: bytes
-    allocations: tuple[tuple[str, int, bytes], ...]
+    owners: tuple[tuple[str, int], ...]
+    owner: PackedColumn
+    ipc_nbytes: PackedColumn
+    ipc: bytes
     allocation: PackedColumn
     offset: PackedColumn
     nbytes: PackedColumn
@@ -37,13 +43,24 @@ class DeviceMemory:
         handles = buffers.values()
         places = [handle.allocation for handle in handles]
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        owners = {owner: number for number, owner in enumerate(dict.fromkeys(place[:2] for place in numbers))}
         return cls(
             pack_names(buffers),
-            tuple(numbers),
+            tuple(owners),
+            PackedColumn.of(owners[place[:2]] for place in numbers),
+            PackedColumn.of(len(ipc) for _, _, ipc in numbers),
+            b"".join(ipc for _, _, ipc in numbers),
             PackedColumn.of(numbers[place] for place in places),
             PackedColumn.of(handle.offset for handle in handles),
             PackedColumn.of(handle.nbytes for handle in handles),
         )
+
+    def _allocations(self) -> list[tuple[str, int, bytes]]:
+        ends = itertools.accumulate(sizes := self.ipc_nbytes.tolist())
+        return [
+            (*self.owners[owner], self.ipc[end - size : end])
+            for owner, size, end in zip(self.owner.tolist(), sizes, ends, strict=True)
+        ]
 
     def known_by(self, names: dict[bytes, bytes]) -> DeviceMemory:
         """Return the same with the object in `names` that equals its own. A new one is added."""
@@ -51,7 +68,8 @@ class DeviceMemory:
 
     def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
         """Return the handles by name, of `wanted` buffers alone if that is given."""
-        places = (self.allocations[number] for number in self.allocation.tolist())
+        allocations = self._allocations()
+        places = (allocations[number] for number in self.allocation.tolist())
         spans = zip(self.offset.tolist(), self.nbytes.tolist(), strict=True)
         return {
             name: DeviceHandle(device, pid, ipc, offset, nbytes)

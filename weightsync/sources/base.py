@@ -64,7 +64,10 @@ class ModelSource(Source, Protocol):
 
 @runtime_checkable
 class ExportsWeights(Protocol):
-    """A source whose memory holders can read in place, before `publish` has digested it."""
+    """A source whose memory holders can read in place, before `publish` has digested it.
+
+    What it digests is `weightsync.plan.share_in_place`.
+    """
 
     def trial_handle(self) -> DeviceHandle | None:
         """Return a handle of any memory that `attach` would export, or None if there is none.

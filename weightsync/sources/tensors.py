@@ -17,9 +17,9 @@ from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, segment_view
-from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
+from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_place
 from weightsync.plan.experts import stack_experts
-from weightsync.plan.plan import by_tensor, holding, share_in_place
+from weightsync.plan.plan import by_tensor, holding
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
 from weightsync.protocol.messages import Published

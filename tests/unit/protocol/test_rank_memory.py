@@ -28,7 +28,9 @@ HANDLES = st.builds(
 def test_columns_give_the_handles_back_in_their_order(handles: dict[str, DeviceHandle]) -> None:
     sent = pickle.loads(pickle.dumps(DeviceMemory.of(handles), protocol=5))
     assert [*sent.handles().items()] == [*handles.items()]
-    assert len(sent.allocations) == len({(each.device, each.pid, each.ipc) for each in handles.values()})
+    allocations = {(each.device, each.pid, each.ipc) for each in handles.values()}
+    assert len(sent.ipc) == sum(len(ipc) for _, _, ipc in allocations)
+    assert len(sent.owners) == len({allocation[:2] for allocation in allocations})
 
 
 def test_an_export_is_whole_again_where_its_layout_and_its_memory_meet() -> None:
