@@ -51,14 +51,14 @@ class Faulty:
         self.log = Heard()
         self.version, self.committed = 0, {0}
         self.published: dict[int, Mapping[str, torch.Tensor]] = {}
-        self.trainers = [self._trainer(rank) for rank in range(2)]
-        engines = {name: self._spare(name) for name in self._slots}
+        self.trainers = [self.start_trainer(rank) for rank in range(2)]
+        engines = {name: self.start_engine(name) for name in self._slots}
         self.sync = WeightSync(SyncConfig(**SETTINGS | settings))
         self.sync.register_trainers(self.trainers)
         self.sync.register_engines(engines, respawn=self._respawn)
         self.sync.connect()
         assert self.sync.plan.num_buckets >= 5
-        self._standbys = {name: self._spare(name) for name in self._slots}
+        self._standbys = {name: self.start_engine(name) for name in self._slots}
 
     def close(self) -> None:
         self.log.close()
@@ -70,12 +70,12 @@ class Faulty:
         """The next version, or why it was not had, which is known after LIMIT_S at the latest."""
         self.version += 1
         ray.get([trainer.train.remote(self.version) for trainer in self.trainers if answers(trainer)])
-        alive = next((trainer for trainer in self.trainers if answers(trainer)), None)
-        if alive:
-            self.published[self.version] = ray.get(alive.weights.remote())
+        alive = [trainer for trainer in self.trainers if answers(trainer)]
+        parts = ray.get([trainer.weights.remote() for trainer in alive])
+        self.published[self.version] = {name: each for part in parts for name, each in part.items()}
         begun = time.monotonic()
         try:
-            outcome: SyncReport | WeightSyncError = self.sync.update_weights(self.version)
+            outcome: SyncReport | WeightSyncError = self.move()
         except WeightSyncError as error:
             outcome = error
         # Connecting anew has a deadline of its own: a holder's process takes seconds to start.
@@ -85,6 +85,10 @@ class Faulty:
         self.committed.add(self.sync.version)
         self.log.add(str(outcome))
         return outcome
+
+    def move(self) -> SyncReport:
+        """The update itself."""
+        return self.sync.update_weights(self.version)
 
     def update_all(self) -> SyncReport:
         """The next version, which has to reach everybody."""
@@ -128,7 +132,7 @@ class Faulty:
         """Others for those that do not answer."""
         for rank, trainer in enumerate(self.trainers):
             if not answers(trainer):
-                self.trainers[rank] = self._trainer(rank)
+                self.trainers[rank] = self.start_trainer(rank)
         ray.get([trainer.__ray_ready__.remote() for trainer in self.trainers])
         self.sync.register_trainers(self.trainers)
 
@@ -141,14 +145,18 @@ class Faulty:
         # It answers before the controller has heard that it may.
         return until(lambda: name in self.sync.serving(), patient(2))
 
-    def _trainer(self, rank: int) -> Any:
-        return spawn(Counting, WIDTH, f"faulty-{self._number}-{rank}")
+    def start_trainer(self, rank: int) -> Any:
+        return spawn(Counting, WIDTH, self.slot(rank))
 
-    def _spare(self, name: str) -> Any:
-        return spawn(Engine, WIDTH, name, self._slots[name])
+    def start_engine(self, name: str) -> Any:
+        return spawn(Engine, WIDTH, name, self.slot(name))
+
+    def slot(self, of: int | str) -> str:
+        """The slot of a trainer, by its rank, or of an engine, by its name."""
+        return f"faulty-{self._number}-{of}" if isinstance(of, int) else self._slots[of]
 
     def _respawn(self, name: str) -> Any:
-        taken, self._standbys[name] = self._standbys[name], self._spare(name)
+        taken, self._standbys[name] = self._standbys[name], self.start_engine(name)
         return taken
 
 

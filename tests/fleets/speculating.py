@@ -7,15 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from weightsync.config import Treatment
+from tests.fleets.rank_engine import RankEngine
+from weightsync.config import Components, Treatment
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.draft_model import DraftModel
+from weightsync.engines.rank import Rank
 from weightsync.engines.trained_draft import TrainableDraft
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.tensors import meta_of, named_tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-WIDTH = 4
+WIDTH = 256
 
 
 class TrainersTarget(nn.Module):
@@ -156,6 +158,18 @@ class SpeculatingHost:
         yield "draft/k.weight", self.drafting.qk.weight[6:]
         yield "draft/norm.weight", self.drafting.norm.weight
         yield "draft/norm.bias", self.drafting.norm.bias
+
+
+class SpeculatingEngine(RankEngine):
+    """An engine of one rank, with a draft."""
+
+    def __init__(self, name: str, packs: bool = False) -> None:
+        super().__init__(name, {})
+        self.host = SpeculatingHost(packs)
+        self.rank = Rank("test", 0, torch.device("cpu"), self.host)
+
+    def use_components(self, components: Components) -> None:
+        self.rank.treat(components.get("draft"))
 
 
 def checkpoint_of(model: nn.Module) -> Checkpoint:

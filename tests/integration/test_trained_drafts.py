@@ -15,13 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.fleets.loop import CONFIG
-from tests.fleets.rank_engine import RankEngine
-from tests.fleets.speculating import SpeculatingHost, TrainersDraft, TrainersTarget
+from tests.fleets.speculating import WIDTH, SpeculatingEngine, TrainersDraft, TrainersTarget
 from weightsync.config import Components, SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.engines.rank import Rank
 from weightsync.errors import ConfigError, PlanError, StateError, VerifyError
 from weightsync.holder.holder import Holder
 from weightsync.memory.addresses import local_tensor
@@ -40,14 +38,8 @@ FROZEN = replace(TRAINED, components={"draft": "frozen"})
 LOADING: ContextVar[Engine] = ContextVar("LOADING")
 
 
-class Engine(RankEngine):
-    def __init__(self, name: str, packs: bool) -> None:
-        super().__init__(name, {})
-        self.host, self.spoils = SpeculatingHost(packs), ""
-        self.rank = Rank("test", 0, torch.device("cpu"), self.host)
-
-    def use_components(self, components: Components) -> None:
-        self.rank.treat(components.get("draft"))
+class Engine(SpeculatingEngine):
+    spoils = ""
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         LOADING.set(self)
@@ -181,11 +173,13 @@ def test_models_may_be_replaced_and_their_weights_move(trainers: Callable[[], li
             assert (await fleet.controller.update(2 * version - 1)).engines["e0"] == 2 * version - 1
             assert fleet.differing("e0") == []
             norm = next(draft for _, draft in fleet.models if draft).norm
-            norm.weight = nn.Parameter(torch.rand(4))
+            norm.weight = nn.Parameter(torch.rand(WIDTH))
             assert (await fleet.controller.update(2 * version)).engines["e0"] == 2 * version
             assert fleet.differing("e0") == []
-        norm.weight = nn.Parameter(torch.rand(5))
-        with pytest.raises(StateError, match=r"draft/norm\.weight is float32 \(5,\), and was .*connect\(\)"):
+        norm.weight = nn.Parameter(torch.rand(WIDTH + 1))
+        with pytest.raises(
+            StateError, match=r"draft/norm\.weight is float32 \(257,\), and was .*connect\(\)"
+        ):
             await fleet.controller.update(5)
 
     drive(work, trainers())
@@ -362,7 +356,7 @@ def test_a_draft_that_no_engine_takes_is_refused(components: Components) -> None
 
 def test_a_trainers_copy_of_what_the_draft_shares_is_refused_by_name() -> None:
     draft = TrainersDraft()
-    draft.embed = nn.Embedding(6, 4)
+    draft.embed = nn.Embedding(6, WIDTH)
 
     async def work(fleet: Speculating) -> None:
         with pytest.raises(
