@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ class Policy:
 
     adapter = ""
 
-    def __init__(self, sync: WeightSync) -> None:
-        self._sync = sync
+    def __init__(self, sync: WeightSync, deployments: Mapping[str, Sequence[str]]) -> None:
+        self._sync, self._deployments = sync, deployments
 
     @property
     def version(self) -> int:
@@ -40,7 +40,7 @@ class Policy:
     def connect(self, trainers: Actors, engines: Actors, respawn: Respawn | None) -> None:
         """Connect trainers with engines."""
         self._sync.register_trainers(list(trainers.values()))
-        self._sync.register_engines(engines, respawn=respawn)
+        self._sync.register_engines(engines, respawn=respawn, deployments=self._deployments)
         self._sync.connect()
 
     def update(self, version: int) -> SyncReport:
@@ -54,7 +54,7 @@ class AdapterPolicy(Policy):
     adapter = "policy"
 
     def __init__(self, sync: WeightSync, model: Path) -> None:
-        super().__init__(sync)
+        super().__init__(sync, {})
         self._model = model
 
     @property
@@ -78,4 +78,4 @@ class AdapterPolicy(Policy):
 
 def make_policy(recipe: Recipe, sync: WeightSync, model: Path) -> Policy:
     """Return what `recipe` trains. `model`: the checkpoint that trainers start with."""
-    return AdapterPolicy(sync, model) if recipe.trainers.lora else Policy(sync)
+    return AdapterPolicy(sync, model) if recipe.trainers.lora else Policy(sync, recipe.deployments)

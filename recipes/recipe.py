@@ -156,12 +156,15 @@ class EngineSpec:
         tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
         quantization: ``int4`` has vLLM hold linear layers in four bits, in groups of 32, and the rest in
             bfloat16. Groups may differ: an engine casts what travels in another dtype.
+        deployment: engines of all groups that name the same deployment serve one version together, or none,
+            such as a group of prefill engines and one of decode engines. Without it each serves by itself.
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
     count: Positive = 1
     tensor_parallel_size: Positive = 1
     quantization: Literal["none", "int4"] = "none"
+    deployment: str = ""
 
     def check(self, group: str, model: ModelSpec) -> None:
         """Raise ConfigError for settings that no engine can have, with `model` cut over its ranks."""
@@ -245,6 +248,7 @@ class Recipe:
         for group, spec in self.engines.items():
             _check_name(group, f"engines.{group}")
             spec.check(group, self.model)
+        self._check_deployments()
         self._check_quantize()
         self._check_lora()
         if self.loop.prompts_per_step % self.trainers.count:
@@ -267,6 +271,28 @@ class Recipe:
             )
             raise ConfigError("loop.sleep", self.loop.sleep, remedy)
         check_events(self.engine_specs, self.events, self.loop.steps)
+        self._check_joining()
+
+    def _check_deployments(self) -> None:
+        """Raise ConfigError for a deployment that cannot have a name, or has one engine only."""
+        for group, spec in self.engines.items():
+            field = f"engines.{group}.deployment"
+            if spec.deployment:
+                _check_name(spec.deployment, field)
+            if len(self.deployments.get(spec.deployment, (group, group))) == 1:
+                others = {other.deployment for other in self.engines.values()} - {"", spec.deployment}
+                remedy = nearest(spec.deployment, others) if others else "give it to another group as well"
+                raise ConfigError(field, spec.deployment, f"{group}-0 would be alone in it; {remedy}")
+            if spec.deployment and self.trainers.lora:
+                remedy = "leave it out; each engine takes an adapter by itself"
+                raise ConfigError(field, spec.deployment, remedy)
+
+    def _check_joining(self) -> None:
+        """Raise ConfigError for an event that adds an engine to a deployment."""
+        for index, event in enumerate(self.events):
+            if event.action == "add" and (deployment := self.engine_specs[event.engine].deployment):
+                remedy = f"it is in deployment {deployment}, which nobody joins: give an engine in none"
+                raise ConfigError(f"events[{index}].engine", event.engine, remedy)
 
     def _check_quantize(self) -> None:
         """Raise ConfigError if trainers cannot quantise, or no engine takes what they make."""
@@ -305,6 +331,15 @@ class Recipe:
     def engine_specs(self) -> dict[str, EngineSpec]:
         """Engine names ``main-0``, ``main-1``, … with the group of each."""
         return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
+
+    @property
+    def deployments(self) -> dict[str, tuple[str, ...]]:
+        """The engines of each deployment."""
+        named: dict[str, tuple[str, ...]] = {}
+        for name, spec in self.engine_specs.items():
+            if spec.deployment:
+                named[spec.deployment] = (*named.get(spec.deployment, ()), name)
+        return named
 
     @property
     def devices(self) -> dict[str, tuple[int, ...]]:

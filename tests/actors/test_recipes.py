@@ -41,6 +41,24 @@ def test_engines_come_and_go_while_the_elastic_recipe_trains(tmp_path: Path) -> 
     assert joined > 3  # its start did not hold up the steps
 
 
+def test_a_deployment_of_a_recipe_serves_a_version_whole_or_not_at_all(tmp_path: Path) -> None:
+    recipe, chaos = tmp_path / "pd.yaml", tmp_path / "chaos.yaml"
+    recipe.write_text(
+        "name: pd\nengines:\n"
+        "  prefill: {kind: torch, deployment: pd}\n"
+        "  decode: {kind: torch, deployment: pd}\n"
+        "sync: {bucket_bytes: 1MiB}\nloop: {steps: 3, prompts_per_step: 8}\n"
+    )
+    flip = "{process: engine decode-0, action: corrupt, at: move, version: 3}"
+    chaos.write_text(f"faults:\n  - {flip}\n")
+    steps = run(tmp_path / "run", str(recipe), "--chaos", str(chaos))["steps"]
+    assert [step["rollout_versions"] for step in steps] == [[1], [2], [3]]
+    assert [step["engines"] for step in steps] == [{"prefill-0": v, "decode-0": v} for v in (2, 3, 4)]
+    # One engine suffices for sync.min_engines, and prefill-0 had version 3, which it did not serve alone.
+    assert [bool(step["retried"]) for step in steps] == [False, True, False]
+    assert "engine decode-0" in steps[1]["retried"]
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
 def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tmp_path: Path) -> None:
     few = ("--set", "loop.steps=3", "--set", "loop.target_reward=0")

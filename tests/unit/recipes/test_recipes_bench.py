@@ -125,7 +125,7 @@ def test_engines_sleep_before_the_trainers_take_their_memory(monkeypatch: pytest
     )
     for level in ("0", "1"):
         recipe = load_recipe(recipe_file("quickstart"), [f"loop.sleep={level}"])
-        recipe_bench._update(Policy(sync), sync, {}, recipe)
+        recipe_bench._update(Policy(sync, {}), sync, {}, recipe)
     assert said == ["settle", "scramble", "update 4", "settle", "sleep 1", "scramble", "update 4"]
 
 

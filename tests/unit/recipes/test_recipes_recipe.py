@@ -38,6 +38,12 @@ def test_engines_are_named_by_their_group(minimal: Path) -> None:
     assert names["main-1"] == EngineSpec(kind="torch", count=2)
 
 
+def test_a_deployment_has_the_engines_of_all_groups_that_name_it(tmp_path: Path) -> None:
+    groups = "{prefill: {count: 2, deployment: pd}, decode: {deployment: pd}, alone: {}}"
+    recipe = load_recipe(write(tmp_path, f"name: small\nengines: {groups}\n"))
+    assert recipe.deployments == {"pd": ("prefill-0", "prefill-1", "decode-0")}
+
+
 def test_the_members_are_those_that_run(minimal: Path) -> None:
     names = ["trainer 0", "trainer 1", "engine main-0", "engine main-1", "engine spare-0"]
     shared = load_recipe(minimal)

@@ -32,7 +32,7 @@ STRUCTURE = re.compile(
 def structurally_wrong() -> Iterator[tuple[str, object]]:
     for path in sorted((ROOT / "tests/bad_recipes").glob("*.yaml")):
         remedy = path.read_bytes().partition(b"\n")[0].decode().partition(" is not valid; ")[2]
-        if STRUCTURE.search(remedy) and path.stem != "event_of_nobody":
+        if STRUCTURE.search(remedy) and path.stem not in ("event_of_nobody", "deployment_of_one"):
             try:
                 yield path.stem, read_yaml(path, "recipe")[0]
             except ConfigError:
