@@ -15,7 +15,7 @@ from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout import Int64
 
 _NAME = re.compile(
-    r"(?P<home>(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
+    r"(?P<home>(?:draft/)?(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
     r"(?:experts\.(?P<expert>\d+)\.)?(?P<leaf>\w+)\.(?P<what>\w+)"
 )
 BEHIND = 1 << 30

@@ -22,6 +22,7 @@ from weightsync.plan import (
     same_dtype_tensors,
 )
 from weightsync.plan.conversion import IDENTITY, casts, conversion_of, dtypes
+from weightsync.plan.draft import DRAFT
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
 from weightsync.plan.formats import Quantization
@@ -37,6 +38,9 @@ MOST_COPIES = 10_000_000
 """Planning this many takes about six seconds, and twice that if they read other hosts."""
 _LEAST_RANKS = 2
 _MOST_REASONS = 3
+
+_Row = tuple[str, Sequence[TensorMeta], str, str]
+"""A component, its tensors, their route and their conversion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         raise ConfigError("--cluster", cluster and cluster[0], "leave it out: it is for models")
     return Scene(
         name=recipe.name,
-        model=_shape(spec),
+        model=_shape(spec, recipe.draft.num_hidden_layers if recipe.draft else 0),
         trainers=_trainers(recipe.trainers, is_mixture=recipe.model.moe is not None),
         engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
@@ -160,10 +164,10 @@ def _serves_lines(rows: Sequence[Covered]) -> list[str]:
     ]
 
 
-def _shape(spec: ModelSpec) -> ModelShape:
+def _shape(spec: ModelSpec, draft_layers: int = 0) -> ModelShape:
     sizes = asdict(spec) | {"moe": _mixture(spec.moe)}
     del sizes["pretrain_steps"]
-    return ModelShape(**sizes, qk_norm=True, dtype="float32")
+    return ModelShape(**sizes, qk_norm=True, dtype="float32", draft_layers=draft_layers)
 
 
 def _trainers(spec: TrainerSpec, *, is_mixture: bool) -> TrainerParallel:
@@ -229,22 +233,25 @@ def _sides(scene: Scene) -> _Sides:
 
 def _served(sides: _Sides, plan: Plan) -> list[Covered]:
     """Return the rows of what each engine is to serve."""
-    scene, known = sides.scene, dict[tuple[Layout, Quantization | None], tuple[str, str]]()
+    scene, known = sides.scene, dict[tuple[Layout, Quantization | None], list[_Row]]()
+    of_model, of_draft = (
+        [meta for meta in plan.tensors if meta.name.startswith(DRAFT) is drafts] for drafts in (False, True)
+    )
+    parts = {"model": of_model} | ({"draft": of_draft} if of_draft else {})
     for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True):
         if (engine, quantization) not in known:
             converts = formats_text(sides.tensors, quantization) if quantization else ""
             same, _ = same_dtype_tensors(sides.source, name, engine)
             whole = converts or scene.offloaded or casts(dtypes(plan.tensors), engine.tensors)
             is_direct = same and not whole and scene.sync.mode != "broadcast"
-            known[engine, quantization] = (
-                DIRECT if is_direct else "broadcast",
-                conversion_of(sides.source, plan.tensors, engine, converts),
-            )
+            route = DIRECT if is_direct else "broadcast"
+            known[engine, quantization] = [
+                (part, metas, route, conversion_of(sides.source, metas, engine, converts))
+                for part, metas in parts.items()
+            ]
     keys = zip(sides.engines.values(), sides.quantizations, strict=True)
     names = scene.names or tuple(sides.engines)
-    return [
-        Covered.of(name, "model", plan.tensors, *known[key]) for name, key in zip(names, keys, strict=True)
-    ]
+    return [Covered.of(name, *row) for name, key in zip(names, keys, strict=True) for row in known[key]]
 
 
 def _plan(sides: _Sides) -> Plan:
@@ -363,7 +370,8 @@ def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
     numel = sum(meta.numel for meta in tensors)
     count = f"{numel / 1e9:.2f} billion" if numel >= 1e9 else f"{numel / 1e6:.2f} million"
     published = f", published {model.published_billions:g}" if model.published_billions else ""
-    return f"{count_text(len(tensors), 'tensor')} of {model.dtype}, {count} parameters{published}"
+    draft = ", with those of its draft" if model.draft else ""
+    return f"{count_text(len(tensors), 'tensor')} of {model.dtype}, {count} parameters{published}{draft}"
 
 
 def _ranks(scene: Scene) -> str:

@@ -85,6 +85,19 @@ def policy_loss(new: Tensor, old: Tensor, batch: Batch, clip: float) -> Tensor:
     return -((gain * batch.mask).sum(dim=1) / lengths).mean()
 
 
+def distillation_loss(draft: Tensor, target: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """Return a draft's cross-entropy to what its target would sample, the mean over sampled tokens.
+
+    Args:
+        draft, target: logits, float ``[S, T, vocab]``; the draft's with gradient.
+        mask: as in `Batch`.
+        temperature: the sampler's temperature, above 0.
+    """
+    wanted = (target[:, :-1].float() / temperature).softmax(dim=-1)
+    entropy = -(wanted * (draft[:, :-1].float() / temperature).log_softmax(dim=-1)).sum(dim=-1)
+    return (entropy * mask).sum() / mask.sum().clamp(min=1)
+
+
 def collate(groups: Sequence[Group], *, pad: int) -> Batch:
     """Collate groups of equal size into one padded batch.
 

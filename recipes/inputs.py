@@ -37,8 +37,8 @@ def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
         raise ConfigError("trainers.lora.rank", recipe.trainers.lora.rank, remedy)
     for group, spec in recipe.engines.items():
         at = f"engines.{group}"
-        if recipe.trainers.lora and not find_spec("vllm"):
-            remedy = "vLLM serves adapters, and is not installed: pip install 'weightsync[vllm]'"
+        if (recipe.trainers.lora or recipe.draft) and not find_spec("vllm"):
+            remedy = "vLLM serves adapters and drafts, and is not installed: pip install 'weightsync[vllm]'"
             raise ConfigError(f"{at}.kind", spec.kind, remedy)
         check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
     return recipe

@@ -48,6 +48,8 @@ _KIND = "accelerator_type:"
 class Launcher:
     """Starts trainers and engines of `recipe`, which load the checkpoint at `model`.
 
+    A draft's is beside it.
+
     A placement group reserves one bundle for each of the recipe's devices, until `close`.
 
     Raises:
@@ -57,6 +59,7 @@ class Launcher:
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
         self._recipe, self.model = recipe, model
+        self.draft = model.with_name("draft") if recipe.draft else None
         there = ray.cluster_resources()
         self._num_gpus = int(there.get("GPU", 0))
         self._kinds = sorted(key.removeprefix(_KIND) for key in there if key.startswith(_KIND))
@@ -100,6 +103,9 @@ class Launcher:
             options |= _ON_GPU.get(kind, {})
         if lora := self._recipe.trainers.lora:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": lora.rank}
+        if draft := self._recipe.draft:
+            speculative = {"num_speculative_tokens": draft.num_speculative_tokens, "model": str(self.draft)}
+            options["speculative_config"] = {"method": "draft_model", **speculative}
         if spec.quantization == "int4":
             options |= {"dtype": "bfloat16", "hf_overrides": {"quantization_config": INT4}}
         if self._recipe.loop.sleep:
@@ -117,8 +123,8 @@ class Launcher:
         for rank in range(recipe.trainers.count):
             process = f"trainer {rank}"
             actor = ray.remote(GrpoTrainer).options(**self.options(process))
-            model, slot = str(self.model), self._slot(process)
-            trainers[process] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device)
+            model, slot, draft = str(self.model), self._slot(process), str(self.draft or "")
+            trainers[process] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device, draft)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote(recipe.sync.ports)}
         (meeting,) = collect(listens, "listen", timeout_s).values()
         collect(

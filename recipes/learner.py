@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weightsync.recipes.backends import make_backend
-from weightsync.recipes.grpo import Group, collate, policy_loss, token_logprobs
+from weightsync.recipes.grpo import Batch, Group, collate, distillation_loss, policy_loss, token_logprobs
 from weightsync.recipes.recipe import LoopSpec, LoraSpec, TrainerSpec
 from weightsync.recipes.task import PAD, WORDS
 
@@ -23,11 +23,16 @@ class Learner:
     Needs ``torch.distributed`` initialised.
 
     Attributes:
-        model, hf_config: what `TrainerShard` reads.
+        model, draft, hf_config: what `TrainerShard` reads. The draft is None without `draft_path`.
     """
 
     def __init__(
-        self, model_path: str | os.PathLike[str], loop: LoopSpec, spec: TrainerSpec, device: str = "cpu"
+        self,
+        model_path: str | os.PathLike[str],
+        loop: LoopSpec,
+        spec: TrainerSpec,
+        device: str = "cpu",
+        draft_path: str = "",
     ) -> None:
         self.loop, self._device = loop, device
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -35,6 +40,11 @@ class Learner:
             model = _adapted(model, spec.lora, loop.seed)
         self._backend = make_backend(spec.kind, model.to(device), loop, device)
         self.model, self.hf_config = self._backend.model, self._backend.hf_config
+        self._draft_backend, self.draft = None, None
+        if draft_path:
+            draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32)
+            self._draft_backend = make_backend(spec.kind, draft.to(device), loop, device)
+            self.draft = self._draft_backend.model
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._backend.optimizer, start_factor=1.0, end_factor=0.0, total_iters=loop.steps
         )
@@ -52,11 +62,25 @@ class Learner:
             loss = policy_loss(new, old, batch, self.loop.clip)
             grad_norm = self._backend.descend(loss)
         self._schedule.step()
+        self._distil(batch)
         return {"loss": loss.item(), "grad_norm": grad_norm}
+
+    def _distil(self, batch: Batch) -> None:
+        """Teach the draft, if there is one, to say what the model says now."""
+        if not self._draft_backend:
+            return
+        with torch.no_grad():
+            target = self._backend.forward(batch.tokens)
+        for _ in range(self.loop.epochs):
+            logits = self._draft_backend.forward(batch.tokens)
+            loss = distillation_loss(logits, target, batch.mask, self.loop.temperature)
+            self._draft_backend.descend(loss)
 
     def scramble(self) -> None:
         """Replace all weights by random numbers."""
         self._backend.scramble()
+        if self._draft_backend:
+            self._draft_backend.scramble()
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:

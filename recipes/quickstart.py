@@ -72,7 +72,7 @@ def run(
         screen.line(coverage_table(report.coverage))
         report.steps = [row for row in report.steps if row.version <= policy.version]
 
-        problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
+        problems, seeds = ProblemSampler(loop.seed, loop.num_pairs), random.Random(loop.seed)
         for _ in range(1, policy.version):  # draw what the finished steps drew
             problems.sample(loop.prompts_per_step)
             for _ in recipe.engine_specs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +20,7 @@ from weightsync.recipes.yaml_lines import located, read_yaml
 _HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")]
 _VocabSize = Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")]
 _Seed = Annotated[int, Limit(range(1 << 63).__contains__, "give at least 0 and less than 2**63")]
+_Pairs = Annotated[int, Limit(range(1, 17).__contains__, "give 1 to 16")]
 _GroupSize = Annotated[int, at_least(2)]
 _Rate = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give a finite number above 0")]
 _Fraction = Annotated[float, Limit(lambda value: 0 <= value <= 1, "give a number from 0 to 1")]
@@ -96,6 +97,29 @@ class ModelSpec:
         if self.num_key_value_heads % ranks and ranks % self.num_key_value_heads:
             remedy = f"give a divisor or a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
             raise ConfigError(field, ranks, remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSpec:
+    """A draft with which vLLM speculates: a model of the form of `model`, with layers of its own number.
+
+    Trainers teach it to say what the model says, and an update brings both, in one commit. It starts with
+    random weights.
+
+    Attributes:
+        num_hidden_layers: number of layers.
+        num_speculative_tokens: tokens that an engine has the draft propose, before the model checks them.
+    """
+
+    num_hidden_layers: Positive = 1
+    num_speculative_tokens: Positive = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="draft")
+
+    def form(self, model: ModelSpec) -> ModelSpec:
+        """Return the form of the draft of `model`."""
+        return replace(model, num_hidden_layers=self.num_hidden_layers, pretrain_steps=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +213,7 @@ class LoopSpec:
         steps: rollouts, each followed by training and by an update of the engines.
         seed: seed of the model's first weights and of the problems.
         prompts_per_step: problems per step, split among the trainers.
+        num_pairs: pairs of digits in each problem, and so tokens of its answer.
         group_size: completions sampled for each problem.
         epochs: optimiser steps on each step's rollouts.
         learning_rate: learning rate of AdamW at the first step. It falls to 0 linearly.
@@ -204,6 +229,7 @@ class LoopSpec:
     steps: Positive = 25
     seed: _Seed = 0
     prompts_per_step: Positive = 128
+    num_pairs: _Pairs = 1
     group_size: _GroupSize = 16
     epochs: Positive = 4
     learning_rate: _Rate = 2e-3
@@ -223,6 +249,7 @@ class Recipe:
     Attributes:
         name: name of the run, and of its folder under ``runs/``.
         engines: groups of engines by name.
+        draft: a draft with which engines speculate. It needs ``sync.components: {draft: trained}``.
         placement: which ranks share a GPU, or without enough GPUs a slot in host memory. ``colocated`` puts
             trainer ranks and engine ranks on the same devices, from the first on. ``disaggregated`` puts
             engines on devices after the trainers'. Slots go round the cluster's hosts, the driver's first.
@@ -234,6 +261,7 @@ class Recipe:
     engines: Mapping[str, EngineSpec]
     model: ModelSpec = field(default_factory=ModelSpec)
     trainers: TrainerSpec = field(default_factory=TrainerSpec)
+    draft: DraftSpec | None = None
     placement: Literal["colocated", "disaggregated"] = "colocated"
     sync: SyncConfig = field(default_factory=SyncConfig)
     loop: LoopSpec = field(default_factory=LoopSpec)
@@ -251,6 +279,7 @@ class Recipe:
         self._check_deployments()
         self._check_quantize()
         self._check_lora()
+        self._check_draft()
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
@@ -310,8 +339,26 @@ class Recipe:
 
     def _check_lora(self) -> None:
         """Raise ConfigError if trainers cannot train an adapter, or engines cannot serve it."""
-        if not self.trainers.lora:
+        if self.trainers.lora:
+            self._require_plain("trainers.lora")
+
+    def _check_draft(self) -> None:
+        """Raise ConfigError if trainers cannot train a draft, engines cannot take it, or nobody says so."""
+        treatment = self.sync.components.get("draft")
+        if treatment == "trained" and not self.draft:
+            remedy = "leave it out, or give a draft, such as draft: {num_hidden_layers: 1}"
+            raise ConfigError("sync.components.draft", treatment, remedy)
+        if not self.draft:
             return
+        if treatment != "trained":
+            remedy = "give {draft: trained}: an update brings the draft with the model"
+            raise ConfigError("sync.components", dict(self.sync.components), remedy)
+        if self.trainers.lora:
+            raise ConfigError("draft", asdict(self.draft), "leave it out, or leave trainers.lora out")
+        self._require_plain("draft")
+
+    def _require_plain(self, what: str) -> None:
+        """Raise ConfigError for settings with which neither adapters nor drafts work. `what`: the key."""
         wanted: list[tuple[str, object, tuple[object, ...]]] = [
             ("trainers.kind", self.trainers.kind, ("fsdp2", "plain")),
             ("trainers.quantize", self.trainers.quantize, (False,)),
@@ -324,7 +371,7 @@ class Recipe:
             wanted.append((f"engines.{group}.quantization", spec.quantization, ("none",)))
         for name, value, valid in wanted:
             if value not in valid:
-                remedy = f"give {' or '.join(str(each) for each in valid)}, or leave trainers.lora out"
+                remedy = f"give {' or '.join(str(each) for each in valid)}, or leave {what} out"
                 raise ConfigError(name, value, remedy)
 
     @property

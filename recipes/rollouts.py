@@ -96,11 +96,12 @@ def _generate(
 
     Each call has its own seed: engines with the same seed would explore the same way.
     """
-    named = {"adapter": adapter} if adapter else {}
+    named: dict[str, object] = {"max_tokens": loop.num_pairs, "temperature": loop.temperature}
+    named |= {"adapter": adapter} if adapter else {}
     calls = {
         f"engine {name}": engines[name].generate.remote(
             [problem.prompt for problem in share for _ in range(loop.group_size)],
-            {"max_tokens": 1, "temperature": loop.temperature, "seed": seeds.getrandbits(32)} | named,
+            {"seed": seeds.getrandbits(32)} | named,
         )
         for name, share in shares.items()
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightsync.config import Natural, Positive, at_least, check_fields
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import ITEMSIZE, TensorMeta
+from weightsync.plan.draft import DRAFT
 
 _Shape = tuple[int, ...]
 
@@ -54,6 +55,7 @@ class ModelShape:
         num_key_value_heads, head_dim: for grouped-query attention; unused with `mla`.
         intermediate_size: size of the dense MLPs; unused if all layers have experts.
         attention_bias: biases on the query, key and value projections.
+        draft_layers: layers of a draft of the same form, which is trained with the model; 0 for none.
         published_billions: parameter count that the authors publish; 0 if unknown.
     """
 
@@ -71,6 +73,7 @@ class ModelShape:
     moe: MixtureShape | None = None
     dtype: str = "bfloat16"
     published_billions: float = 0.0
+    draft_layers: Natural = 0
 
     def __post_init__(self) -> None:
         check_fields(self, field="model")
@@ -93,14 +96,23 @@ class ModelShape:
     @property
     def tied(self) -> tuple[tuple[str, str], ...]:
         """Tied tensors as (alias, canonical) pairs, as in `Layout`."""
-        return (("lm_head.weight", "model.embed_tokens.weight"),) if self.tie_word_embeddings else ()
+        prefixes = ("", DRAFT) if self.draft_layers else ("",)
+        pairs = ((f"{each}lm_head.weight", f"{each}model.embed_tokens.weight") for each in prefixes)
+        return tuple(pairs) if self.tie_word_embeddings else ()
+
+    @property
+    def draft(self) -> ModelShape | None:
+        """The form of the draft, None without one."""
+        if not self.draft_layers:
+            return None
+        return replace(self, num_hidden_layers=self.draft_layers, draft_layers=0)
 
 
 def checkpoint_tensors(model: ModelShape) -> tuple[TensorMeta, ...]:
     """Return every tensor of a Hugging Face checkpoint, one per expert, in layer order.
 
     Names and shapes are those of transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models, without
-    layers for multi-token prediction and without scales of quantised checkpoints.
+    layers for multi-token prediction and without scales of quantised checkpoints. Those of a draft come last.
     """
     vocab = (model.vocab_size, model.hidden_size)
     dense = _layer(model, None) if model.num_dense_layers else []
@@ -111,10 +123,12 @@ def checkpoint_tensors(model: ModelShape) -> tuple[TensorMeta, ...]:
         named += [(f"model.layers.{layer}.{name}", shape) for name, shape in kind]
     named.append(("model.norm.weight", vocab[1:]))
     named += [] if model.tie_word_embeddings else [("lm_head.weight", vocab)]
-    return tuple(
+    tensors = [
         TensorMeta(name, "float32" if name.endswith("e_score_correction_bias") else model.dtype, shape)
         for name, shape in named
-    )
+    ]
+    of_draft = checkpoint_tensors(model.draft) if model.draft else ()
+    return (*tensors, *(replace(meta, name=DRAFT + meta.name) for meta in of_draft))
 
 
 def _layer(model: ModelShape, moe: MixtureShape | None) -> list[tuple[str, _Shape]]:

@@ -42,6 +42,8 @@ def start(
     disable_progress_bar()
     with screen.stage("build the model"):
         build_checkpoint(launcher.model, recipe.model, seed=recipe.loop.seed)
+        if recipe.draft and launcher.draft:
+            build_checkpoint(launcher.draft, recipe.draft.form(recipe.model), seed=recipe.loop.seed)
     names = present_at_start(recipe.engine_specs, recipe.events)
     started = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
     with screen.stage(f"start {started} on {launcher}"):

@@ -26,11 +26,19 @@ class GrpoTrainer(TrainerShard):
     """One trainer rank. Call ``listen`` on rank 0, then ``join`` on all, then train."""
 
     def __init__(
-        self, rank: int, spec: TrainerSpec, model_path: str, loop: LoopSpec, slot: str | None, device: str
+        self,
+        rank: int,
+        spec: TrainerSpec,
+        model_path: str,
+        loop: LoopSpec,
+        slot: str | None,
+        device: str,
+        draft_path: str = "",
     ) -> None:
         super().__init__(slot, offloads=loop.sleep > 0, quantization=INT4 if spec.quantize else None)
         self._rank, self._spec = rank, spec
-        self._model_path, self._loop, self._device = model_path, loop, device
+        self._model_path, self._draft_path = model_path, draft_path
+        self._loop, self._device = loop, device
         self._store: TCPStore | None = None
 
     def __repr__(self) -> str:
@@ -46,8 +54,9 @@ class GrpoTrainer(TrainerShard):
         """Join the other ranks and load this rank's shard. Returns when all have joined."""
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         join_ranks(self._store, address, port, backend, self._rank, self._spec.count)
-        self._learner = Learner(self._model_path, self._loop, self._spec, self._device)
+        self._learner = Learner(self._model_path, self._loop, self._spec, self._device, self._draft_path)
         self.model, self.hf_config = self._learner.model, self._learner.hf_config
+        self.draft = self._learner.draft
         if self._loop.sleep:
             self.offload()
 

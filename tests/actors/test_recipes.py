@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from tests.actors.test_quickstart import weightsync
+from weightsync.recipes.forecast import planned
+from weightsync.recipes.inputs import recipe_file
+from weightsync.recipes.recipe import load_recipe
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -98,6 +101,20 @@ def test_rollouts_of_an_adapter_train_it_to_the_target(kind: str, tmp_path: Path
     served = [(row["component"], row["version"], row["proof"]) for row in report["coverage"]]
     assert served == [("model", 1, "what its loader got")] * 2 + [("adapter policy", 26, "live weights")] * 2
     assert "adapter policy" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+def test_a_draft_is_trained_and_served_with_its_model(tmp_path: Path) -> None:
+    few = ["loop.steps=3", "loop.prompts_per_step=16", "engines.main.count=1", "sync.timeout_s=300"]
+    report = run(tmp_path / "run", "speculative", *(part for each in few for part in ("--set", each)))
+    assert [step["rollout_versions"] for step in report["steps"]] == [[1], [2], [3]]
+    assert report["steps"][-1]["engines"] == {"main-0": 4}
+    served = [
+        (row["component"], row["version"], row["num_tensors"], row["proof"]) for row in report["coverage"]
+    ]
+    assert served == [("model", 4, 47, "what its loader got"), ("draft", 4, 14, "what its loader got")]
+    plan = planned(load_recipe(recipe_file("speculative"), ["engines.main.count=1"]))
+    assert [row["nbytes"] for row in report["coverage"]] == [row.nbytes for row in plan]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron"])

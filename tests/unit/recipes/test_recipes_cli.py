@@ -87,7 +87,7 @@ def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, cod
     ("arguments", "says"),
     [
         (["quikstart"], "did you mean 'quickstart'?"),
-        (["chaos"], "valid: colocated_grpo, disaggregated, elastic, lora_grpo, quickstart"),
+        (["chaos"], "valid: colocated_grpo, disaggregated, elastic, lora_grpo, quickstart, speculative"),
         (["quickstart", "--chaos", "quickstart"], "chaos: 'quickstart' is not valid"),
         (["quickstart", "--chaos", "no/such.yaml"], "chaos: 'no/such.yaml' is not valid"),
         (
@@ -339,8 +339,22 @@ def test_plans_of_the_recipes_page_run(command: str) -> None:
 def test_every_shipped_recipe_is_planned(name: str) -> None:
     result = RUNNER.invoke(cli.app, ["plan", name])
     assert result.exit_code == 0
-    moves = "an adapter of rank 8, 28 tensors, 131 kB" if name == "lora_grpo" else "25 tensors"
-    assert result.stdout.startswith(f"{name}: {moves}")
+    moves = {"lora_grpo": "an adapter of rank 8, 28 tensors, 131 kB", "speculative": "61 tensors"}
+    assert result.stdout.startswith(f"{name}: {moves.get(name, '25 tensors')}")
+
+
+def test_a_plan_counts_a_draft_by_itself() -> None:
+    """Each of 4 layers and 1 has 11 tensors. Both models have an embedding, a norm and a head."""
+    result = RUNNER.invoke(cli.app, ["plan", "speculative"])
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("  main-0, main-1")]
+    layer = 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128 + 2 * 32)
+    ends = 4 * (2 * 64 * 128 + 128)
+    assert [row[2:5] for row in rows] == [
+        ["model", "47", f"{(4 * layer + ends) / 1e6:.2f}"],
+        ["draft", "14", f"{(layer + ends) / 1e3:.0f}"],
+    ]
+    tied = RUNNER.invoke(cli.app, ["plan", "speculative", "--set", "model.tie_word_embeddings=true"])
+    assert tied.stdout.startswith("speculative: 59 tensors")
 
 
 @pytest.mark.parametrize(

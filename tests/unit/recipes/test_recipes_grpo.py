@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from weightsync.recipes.grpo import Batch, Group, collate, group_advantages, policy_loss, token_logprobs
+from weightsync.recipes.grpo import (
+    Batch,
+    Group,
+    collate,
+    distillation_loss,
+    group_advantages,
+    policy_loss,
+    token_logprobs,
+)
 
 rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=16)
 
@@ -79,3 +89,17 @@ def test_long_completions_weigh_as_much_as_short_ones() -> None:
     long, short = new.grad.sum(dim=1).tolist()
     assert long == pytest.approx(-short)
     assert new.grad[batch.mask == 0].eq(0).all()
+
+
+def test_a_draft_is_drawn_to_what_its_target_samples_at_sampled_tokens_alone() -> None:
+    target, draft = torch.randn(2, 4, 5), torch.zeros(2, 4, 5, requires_grad=True)
+    mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+    loss = distillation_loss(draft, target, mask, temperature=0.5)
+    torch.autograd.backward(loss)
+    assert loss.item() == pytest.approx(math.log(5))
+    assert draft.grad is not None
+    downhill = (target / 0.5).softmax(-1) - 0.2  # what softmax's gradient is at equal logits
+    assert torch.allclose(draft.grad[:, :-1], -2 * downhill[:, :-1] * mask[..., None] / 3, atol=1e-6)
+    assert not draft.grad[:, -1].any()
+    best = distillation_loss(target, target, mask, temperature=0.5)
+    assert best < distillation_loss(target + torch.randn(2, 4, 5), target, mask, temperature=0.5)

@@ -199,3 +199,33 @@ def test_training_finds_the_answers(folder: Path, tmp_path: Path) -> None:
     (result,) = results(tmp_path, world=1, num_steps=12)
     right = [group.completions[group.rewards.index(1.0)] for group in groups(4)]
     assert result[2] == right
+
+
+def learn_with_a_draft(rank: int, world: int, folder: Path) -> None:
+    """What one rank of two does: trains, and saves how often its draft says what its model says."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    learner = Learner(folder / "model", LOOP, TrainerSpec(), "cpu", str(folder / "draft"))
+    prompts = torch.tensor([problem.prompt for problem in ProblemSampler(5).sample(100)])
+
+    def agreement() -> float:
+        with torch.no_grad():
+            answers = [each(prompts).logits[:, -1].argmax(-1) for each in (learner.model, learner.draft)]
+        return (answers[0] == answers[1]).float().mean().item()
+
+    before = agreement()
+    for _ in range(10):
+        learner.train_step(groups(16)[rank::world])
+    torch.save((before, agreement()), folder / f"agreement {rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_draft_learns_to_say_what_its_model_says(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", replace(MODEL, num_hidden_layers=2), seed=0)
+    build_checkpoint(tmp_path / "draft", MODEL, seed=1)
+    fork(2, learn_with_a_draft, 2, tmp_path)
+    before, after = torch.load(tmp_path / "agreement 0.pt")
+    assert before < 0.2
+    assert after > 0.5

@@ -21,6 +21,14 @@ def test_a_right_answer_with_more_after_it_earns_nothing() -> None:
     assert reward(problem, []) == 0.0
 
 
+def test_each_of_several_pairs_earns_its_part() -> None:
+    problem = Problem(3, 7, ((4, 1),))
+    assert [WORDS[token] for token in problem.prompt] == ["max", "3", "7", "max", "4", "1", "="]
+    for said, earned in (("7 4", 1.0), ("7 1", 0.5), ("3 4", 0.5), ("7", 0.5), ("4 7", 0.0), ("7 4 7", 0.0)):
+        assert reward(problem, encode(said)) == earned
+    assert all(len(each.answer) == 3 for each in ProblemSampler(1, 3).sample(5))
+
+
 def test_a_prompt_reads_as_written() -> None:
     assert [WORDS[token] for token in Problem(3, 7).prompt] == ["max", "3", "7", "="]
 
