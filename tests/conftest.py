@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import pytest_timeout
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.patience import FACTOR, VARIABLE, patient
 
@@ -21,8 +21,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Examples share the machine with other processes, so their duration says nothing about our code.
-settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile(
+    "default", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+)
+# Many runs with other examples find what one run with many would.
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=300)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 

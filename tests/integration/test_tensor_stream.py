@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import patient
@@ -67,7 +67,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-@settings(max_examples=40)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6),
     bucket_nbytes=st.integers(16, 400),

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.reshard_strategies import Sides, sides
@@ -34,8 +34,6 @@ from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.segment import MeshPlace
 from weightsync.plan.shuffle import Lane
 from weightsync.plan.trainers_layout import TrainersLayout
-
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def by_trainer(reads: Reads) -> list[list[int]]:
@@ -120,7 +118,6 @@ def models(draw: st.DrawFn) -> Model:
     return Model(joined(trainers), Layout.from_ranks(engine))
 
 
-@FEW
 @given(models(), st.booleans())
 def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) -> None:
     """Also if the rows of all tensors have one code, so that only a comparison tells them apart."""
@@ -135,7 +132,6 @@ def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) ->
         assert (found.src_names, found.dst_names) == (wanted.src_names, wanted.dst_names)
 
 
-@FEW
 @given(sides())
 def test_layouts_of_every_way_of_cutting_are_read_alike_or_hold_replicas(made: Sides) -> None:
     source, engine = made.source(), made.engine()
@@ -165,7 +161,6 @@ def lanes(model: Model, needs: Mapping[int, Needs], hosts: Mapping[int, str]) ->
     return found
 
 
-@FEW
 @given(models(), st.data())
 def test_messages_of_kinds_are_those_of_all_tensors(model: Model, data: st.DataObject) -> None:
     first, size = model.source.num_ranks, model.engine.num_ranks

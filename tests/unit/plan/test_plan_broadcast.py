@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import (
@@ -20,7 +20,6 @@ from tests.unit.plan.plan_strategies import (
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, broadcast_groups, make_plan
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BUCKETS = st.sampled_from([256, 300, 512, 1024, 4096, 1 << 20])
 
 
@@ -56,7 +55,6 @@ def check_shape(plan: Plan) -> None:
     assert index == len(plan.steps)
 
 
-@FEW
 @given(worlds(), BUCKETS, st.data())
 def test_frozen_tensors_have_the_last_buckets_to_themselves(
     world: World, bucket_bytes: int, data: st.DataObject
@@ -72,7 +70,6 @@ def test_frozen_tensors_have_the_last_buckets_to_themselves(
         assert is_frozen == {bucket.index >= plan.num_changing_buckets}
 
 
-@FEW
 @given(worlds(), BUCKETS)
 def test_what_is_carried_out_equals_gather_then_slice(world: World, bucket_bytes: int) -> None:
     plan = world.plan(bucket_bytes)
@@ -88,7 +85,6 @@ def sides(world: World) -> list[tuple[str, list]]:
     return [("source", world.trainers), *world.engines.items()]
 
 
-@FEW
 @given(worlds(), st.data())
 def test_a_dropped_segment_is_refused_by_name(world: World, data: st.DataObject) -> None:
     side, ranks = data.draw(st.sampled_from(sides(world)))
@@ -108,7 +104,6 @@ def test_a_dropped_segment_is_refused_by_name(world: World, data: st.DataObject)
     assert caught.value.parameter == (gone.tensor if side == "source" else gone.buffer)
 
 
-@FEW
 @given(worlds(), st.data())
 def test_a_segment_given_twice_is_refused_by_name(world: World, data: st.DataObject) -> None:
     side, ranks = data.draw(st.sampled_from(sides(world)))
@@ -122,7 +117,6 @@ def test_a_segment_given_twice_is_refused_by_name(world: World, data: st.DataObj
     assert caught.value.parameter == (twice.tensor if side == "source" else twice.buffer)
 
 
-@FEW
 @given(worlds(), st.data())
 def test_a_shifted_segment_is_refused_by_name(world: World, data: st.DataObject) -> None:
     """In the trainer's tensor, or in the engine's live parameter."""
@@ -145,7 +139,6 @@ def test_a_shifted_segment_is_refused_by_name(world: World, data: st.DataObject)
     assert caught.value.parameter == (segment.tensor if side == "source" else segment.buffer)
 
 
-@FEW
 @given(worlds(), st.data())
 def test_a_wrong_shape_or_name_is_refused_by_name(world: World, data: st.DataObject) -> None:
     meta = data.draw(st.sampled_from([m for m in world.tensors if m.shape]))
@@ -172,7 +165,6 @@ def replan(world: World, source: Layout) -> Plan:
     return make_plan(source, world.targets(), world.members(), bucket_bytes=1024, max_staging_bytes=1 << 30)
 
 
-@FEW
 @given(worlds(), BUCKETS)
 def test_the_digest_is_the_plan(world: World, bucket_bytes: int) -> None:
     plan = world.plan(bucket_bytes)

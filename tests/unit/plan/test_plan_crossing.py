@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.shuffle_cases import bundles, reads_of
@@ -22,7 +22,6 @@ from weightsync.plan.host_bundles import HostBundles
 from weightsync.plan.shuffle import Lane, ShufflePlan, in_order
 
 LEAST, MIB = 256, 1 << 20
-few = settings(max_examples=40)
 
 
 @dataclass
@@ -102,7 +101,6 @@ def plans(parts: CrossHostParts, ranks: set[int]) -> dict[int, ShufflePlan]:
     return found
 
 
-@few
 @given(crossings())
 def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExchange) -> None:
     made, parts = case.made, case.parts
@@ -134,7 +132,6 @@ def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExcha
         assert (target == expected).all()
 
 
-@few
 @given(crossings())
 def test_what_a_host_shares_crosses_once(case: CrossHostExchange) -> None:
     wanted: dict[str, Counter] = defaultdict(Counter)
@@ -151,7 +148,6 @@ def test_what_a_host_shares_crosses_once(case: CrossHostExchange) -> None:
     assert sent == {h: sum(row[3] * row[4] * n for row, n in rows.items()) for h, rows in wanted.items()}
 
 
-@few
 @given(crossings())
 def test_no_round_exceeds_the_bound_on_either_side(case: CrossHostExchange) -> None:
     packed, received = defaultdict(int), defaultdict(int)
@@ -164,7 +160,6 @@ def test_no_round_exceeds_the_bound_on_either_side(case: CrossHostExchange) -> N
     assert max([0, *packed.values(), *received.values()]) <= case.plan.max_message_bytes
 
 
-@few
 @given(crossings())
 def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: CrossHostExchange) -> None:
     for rank in {*case.plan.receivers, *range(case.first)}:
@@ -174,7 +169,6 @@ def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: CrossHostExcha
         assert len(part.lanes) == len(part.sends(rank)) + len(part.receives(rank))
 
 
-@few
 @given(crossings())
 def test_each_rank_plans_its_own_part_of_the_same_messages(case: CrossHostExchange) -> None:
     """Links carry the same bytes in the same rounds as in the plan of all messages."""
@@ -199,7 +193,6 @@ def on_link(lane: Lane) -> tuple[object, ...]:
     return lane.sender, lane.receiver, lane.hop, sizes, *map(tuple, rows)
 
 
-@few
 @given(crossings())
 def test_a_hosts_bytes_are_counted_by_who_brings_them(case: CrossHostExchange) -> None:
     trainers, limit = range(case.first), case.plan.max_message_bytes

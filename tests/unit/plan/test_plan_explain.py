@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bench_plan import engine_layout, growth_exponent, members, plan, tensors, trainer_layout
@@ -81,7 +81,6 @@ def test_a_colocated_holder_does_not_receive_what_it_sends() -> None:
     assert "1.0 MiB" in str(shown)
 
 
-@settings(max_examples=30, deadline=None)
 @given(worlds(), st.sampled_from([256, 2048]))
 def test_figures_add_up(world: World, bucket_bytes: int) -> None:
     made = world.plan(bucket_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.errors import PlanError
@@ -19,7 +19,6 @@ def join(*ranks: RankLayout) -> Layout:
     return Layout.from_ranks(ranks)
 
 
-@settings(deadline=None, max_examples=30)
 @given(worlds())
 def test_each_rank_gets_its_segments_back(world: World) -> None:
     for layout, ranks in [(world.source(), world.trainers), (world.targets()["e0"], world.engines["e0"])]:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import World, worlds
@@ -166,7 +166,6 @@ def expected(ranks: Sequence[RankLayout]) -> dict[str, object]:
     }
 
 
-@settings(deadline=None, max_examples=40)
 @given(worlds(), st.data())
 def test_tables_are_joined_as_segment_by_segment(world: World, data: st.DataObject) -> None:
     tied = data.draw(st.sampled_from([(), (("head", "embed"),)]))

@@ -57,7 +57,7 @@ def cut_parameters(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Segment], lis
     return shape, draw(st.permutations(segments)), padding
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(cut_parameters())
 def test_accepted_exactly_if_each_byte_is_written_once(
     case: tuple[tuple[int, int, int], list[Segment], list[tuple[str, int, int]]],

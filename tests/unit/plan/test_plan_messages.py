@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import PAD
@@ -14,10 +14,7 @@ from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.direct import Reshard
 from weightsync.plan.shuffle import Messages, messages
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-
-@FEW
 @given(sides(), st.sampled_from([256, 300, 1024, 4096, 1 << 20]))
 def test_sent_in_messages_equals_gather_then_slice(made: Sides, max_nbytes: int) -> None:
     reshard = made.reshard()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import World, worlds
@@ -17,11 +17,9 @@ from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMet
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS, COLUMNS = 64, 32
 
 
-@FEW
 @given(worlds(), st.sampled_from([256, 1024, 1 << 20]), st.sampled_from([0, 20, 1 << 18]))
 def test_they_cover_what_the_rank_reads_from_the_slots(world: World, bucket_bytes: int, gap: int) -> None:
     plan = world.plan(bucket_bytes)
@@ -41,7 +39,6 @@ def test_they_cover_what_the_rank_reads_from_the_slots(world: World, bucket_byte
                 assert step.offset <= each.offset < each.offset + each.nbytes <= step.offset + step.nbytes
 
 
-@FEW
 @given(worlds(), st.sampled_from([256, 1024, 1 << 20]), st.sampled_from([0, 20, 1 << 18]))
 def test_they_write_what_the_buckets_write(world: World, bucket_bytes: int, gap: int) -> None:
     plan = world.plan(bucket_bytes)

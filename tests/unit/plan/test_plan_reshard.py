@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import PAD, cuts
@@ -27,10 +27,7 @@ from weightsync.plan.copies import stable_order
 from weightsync.plan.coverage import check_live
 from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, same_dtype_tensors
 
-FEW = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-
-@FEW
 @given(sides())
 def test_what_is_carried_out_equals_gather_then_slice(made: Sides) -> None:
     check_live("e0", made.engine())
@@ -46,7 +43,6 @@ def test_what_is_carried_out_equals_gather_then_slice(made: Sides) -> None:
         assert (np.minimum(reads.src_pitch, reads.dst_pitch) >= reads.row_nbytes).all()
 
 
-@FEW
 @given(sides())
 def test_each_byte_comes_from_the_nearest_that_holds_it(made: Sides) -> None:
     reshard = made.reshard()
@@ -54,7 +50,6 @@ def test_each_byte_comes_from_the_nearest_that_holds_it(made: Sides) -> None:
         assert reads_by_near(made, rank, reshard.reads(rank, near)) == nbytes_by_near(made, rank)
 
 
-@FEW
 @given(tilings())
 def test_any_tiling_to_any_other(made: Sides) -> None:
     check_live("e0", made.engine())
@@ -66,7 +61,6 @@ def test_any_tiling_to_any_other(made: Sides) -> None:
     np.testing.assert_array_equal(written, made.live_bytes(0))
 
 
-@FEW
 @given(sides(), st.data())
 def test_only_some_tensors(made: Sides, data: st.DataObject) -> None:
     names = [meta.name for meta in made.engine().tensors]
@@ -79,7 +73,6 @@ def test_only_some_tensors(made: Sides, data: st.DataObject) -> None:
     assert {reads.dst_names[number] for number in reads.dst_buffer.tolist()} == buffers
 
 
-@FEW
 @given(sides())
 def test_the_same_layouts_give_the_same_reads(made: Sides) -> None:
     one, other = (made.reshard().reads(0, made.near[0]) for _ in range(2))
@@ -90,7 +83,6 @@ def test_the_same_layouts_give_the_same_reads(made: Sides) -> None:
 # --- what is refused ---------------------------------------------------------------------------------
 
 
-@FEW
 @given(sides(), st.sampled_from([1, 3]))
 def test_reads_are_the_same_however_many_boxes_are_worked_on_at_once(made: Sides, at_once: int) -> None:
     num_trainers = len(made.trainers)
@@ -110,7 +102,6 @@ def test_numbers_too_large_to_sort_with_their_places_keep_their_order_too() -> N
     assert stable_order(small[:0]).tolist() == []
 
 
-@FEW
 @given(sides(), st.data())
 def test_a_hole_at_the_trainers_is_refused_by_name(made: Sides, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(made.trainers))
@@ -124,7 +115,6 @@ def test_a_hole_at_the_trainers_is_refused_by_name(made: Sides, data: st.DataObj
     assert gone.tensor in (caught.value.parameter, dict([TIED]).get(caught.value.parameter))
 
 
-@FEW
 @given(sides(), st.data())
 def test_an_overlap_at_the_trainers_is_refused_by_name(made: Sides, data: st.DataObject) -> None:
     """One more box that starts where another does, and is one row shorter."""

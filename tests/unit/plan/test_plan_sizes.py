@@ -38,7 +38,7 @@ def plan(*metas: TensorMeta) -> Plan:
     return make_plan(side, {"e": side}, MEMBERS, bucket_bytes=1 << 56, max_staging_bytes=1 << 60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @example([[1, 1 << 51]], "bfloat16")
 @given(st.lists(st.lists(DIMS, max_size=4), min_size=1, max_size=3), st.sampled_from(["int8", "bfloat16"]))
 def test_shapes_of_any_size_are_counted_exactly_or_refused(shapes: list[list[int]], dtype: str) -> None:
@@ -56,7 +56,7 @@ def test_shapes_of_any_size_are_counted_exactly_or_refused(shapes: list[list[int
     assert 0 <= made.bucket(0).nbytes - total < 256 * len(shapes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @example((2, 1), (1, 1), (-(1 << 63), 32768), 1)
 @example((0, 0), (2, 1), (1 << 52, 1), 0)
 @given(st.tuples(NUMBERS, NUMBERS), st.tuples(NUMBERS, NUMBERS), st.tuples(NUMBERS, NUMBERS), NUMBERS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
@@ -94,7 +94,6 @@ def boxes(draw: st.DrawFn) -> list[BoxCopy]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
 @given(boxes(), SIDES, st.data())
 def test_any_boxes_are_copied_once_in_their_groups(
     made: list[BoxCopy], side: int, data: st.DataObject
@@ -107,7 +106,6 @@ def test_any_boxes_are_copied_once_in_their_groups(
         assert not any(first < bound < first + min(rows[2], MIN_SIDE - 1) for bound in bounds)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 80), st.sampled_from([0, 2, 3, 6]), st.sampled_from([200, 202, 400])),
