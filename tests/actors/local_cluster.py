@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import ray
+from ray._private import node
 
 from tests.actors import zygote
 from tests.patience import patient
@@ -28,9 +29,15 @@ _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 _SCRIPT = """#!/bin/sh
 case "$1" in
 */default_worker.py | */setup_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
-*) exec {python} "$@" ;;
 esac
+case "$2" in
+*/dashboard/agent.py) exec {python} "$@" --minimal ;;
+esac
+exec {python} "$@"
 """
+"""Stands for Python where Ray starts processes. A node's agent is a minimal one: it collects no metrics."""
+_UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
+"""What a node starts for dashboards, terminals and autoscalers. It would take seconds of a core to start."""
 
 
 def start_ray() -> None:
@@ -47,7 +54,12 @@ def starting_workers() -> Iterator[None]:
     start each of them through a second process.
     """
     python = os.environ.get(FORKING_PYTHON, sys.executable)
-    with mock.patch.dict(os.environ, _ENVIRONMENT), mock.patch.object(sys, "executable", python):
+    unused = dict.fromkeys(_UNUSED, mock.DEFAULT)
+    with (
+        mock.patch.dict(os.environ, _ENVIRONMENT),
+        mock.patch.object(sys, "executable", python),
+        mock.patch.multiple(node.Node, **unused),
+    ):
         yield
 
 
