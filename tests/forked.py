@@ -8,6 +8,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from tests.patience import patient
 
 
 def forking() -> ForkServerContext:
@@ -15,6 +18,19 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
     return context
+
+
+def said_by(run: Callable[..., None], *args: object, exitcode: int = 0) -> Any:
+    """Return what ``run(pipe, *args)`` sends from a process that is forked so, after its end."""
+    ours, theirs = forking().Pipe(duplex=False)
+    process = forking().Process(target=run, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    with ours:
+        said = ours.recv() if ours.poll(patient(60)) else None
+    process.join(patient(60))
+    assert process.exitcode == exitcode
+    return said
 
 
 def fork(num_ranks: int, run: Callable[..., None], *args: object) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-import subprocess
-import sys
+import contextlib
+import os
+import resource
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.fleets.loop import Loop, drive
+from tests.forked import said_by
 from tests.patience import patient
 from weightsync.channel import engine_end as module
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
@@ -80,43 +82,41 @@ def test_the_welcome_is_waited_for_from_the_call_on(
     assert time.monotonic() - begun < AT_ONCE_S
 
 
-STARVED = """
-import os, resource, sys
-from weightsync.errors import PeerError
-from weightsync.channel.engine_end import HolderFeed
-from weightsync.memory.host import SharedBuffer
-slots = [SharedBuffer.create(4096) for _ in range(2)]
-def make():
-    return HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)
-def starve():
-    limit = max(map(int, os.listdir('/proc/self/fd'))) + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
+def make_slots() -> list[SharedBuffer]:
+    return [SharedBuffer.create(4096) for _ in range(2)]
+
+
+def make_feed(slots: list[SharedBuffer]) -> HolderFeed:
+    return HolderFeed("holder 1", "e0", tuple(slot.handle for slot in slots), None, -1)
+
+
+def starve() -> None:
+    """Leave this process no file descriptor."""
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with contextlib.suppress(OSError):
         while True:
             os.dup(0)
-    except OSError:
-        pass
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-feed = make()
-starve()
-try:
-    if sys.argv[1] == 'open':
-        feed.close()  # as many as the next one takes
-        make()
-    feed.accept('digest', 600)
-except PeerError as error:
-    print(error)
-"""
+
+
+def starved(pipe: Connection, when: str) -> None:
+    feed = make_feed(slots := make_slots())
+    starve()
+    try:
+        if when == "open":
+            feed.close()  # as many as the next one takes
+            make_feed(slots)
+        feed.accept("digest", 600)
+    except PeerError as error:
+        pipe.send(str(error))
 
 
 @pytest.mark.parametrize("when", ["open", "accept"])
 def test_a_holder_without_file_descriptors_says_so_at_once(when: str) -> None:
     """ZeroMQ would end the process when the engine connects, or nobody would speak until the deadline."""
-    done = subprocess.run(
-        [sys.executable, "-c", STARVED, when], capture_output=True, text=True, check=True, timeout=LONG_S
-    )
-    assert done.stdout.startswith("holder 1 failed: it has no file descriptors left of "), done.stderr
-    assert "ulimit -n" in done.stdout
+    said = said_by(starved, when)
+    assert said.startswith("holder 1 failed: it has no file descriptors left of ")
+    assert "ulimit -n" in said
 
 
 def _late(phase: str, *missing: str) -> DeadlineError:
@@ -182,20 +182,16 @@ def test_a_lost_peer_ends_the_wait_of_those_who_need_it() -> None:
     assert time.monotonic() - begun < AT_ONCE_S
 
 
-ENDED = """
-import pickle, sys
-from weightsync.channel.engine_end import HolderFeed
-from weightsync.memory.host import SharedBuffer
-slots = [SharedBuffer.create(4096) for _ in range(2)]
-feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)
-sys.stdout.buffer.write(pickle.dumps(feed.ticket))
-"""
+def ended(pipe: Connection) -> None:
+    feed = make_feed(slots := make_slots())
+    pipe.send(feed.ticket)
+    assert len(slots) == 2, "there until this process ends"
 
 
 def test_an_engine_whose_holder_ended_names_it_and_not_the_process_of_its_memory(plan: Plan) -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, check=True, timeout=LONG_S)
+    ticket = said_by(ended)
     with pytest.raises(PeerLostError, match=r"^holder 1 is gone"):
-        EngineFeed.open(pickle.loads(ended.stdout), plan, LONG_S)
+        EngineFeed.open(ticket, plan, LONG_S)
 
 
 def test_an_engine_is_not_respawned_for_what_its_holder_says_of_itself() -> None:

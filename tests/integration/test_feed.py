@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ import pytest
 import torch
 import zmq
 
+from tests.forked import said_by
 from tests.patience import patient
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.channel.wire import Hello, encode
@@ -28,7 +30,6 @@ from weightsync.errors import (
 )
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
-from weightsync.protocol.messages import FeedTicket
 from weightsync.testing import DictEngine
 
 
@@ -198,20 +199,16 @@ def test_a_ticket_does_not_show_its_secret(holder: HolderFeed) -> None:
     )
 
 
+def _killed(pipe: Connection) -> None:
+    slots = [SharedBuffer.create(2048) for _ in range(2)]
+    feed = HolderFeed("holder 1", "e0", tuple(slot.handle for slot in slots), None, -1)
+    assert Path(feed.ticket.endpoint.removeprefix("ipc://")).exists()
+    pipe.send(feed.ticket)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_holders_ticket_is_refused_and_its_directory_goes(plan: Plan) -> None:
-    script = (
-        "import os, msgspec, signal, sys\n"
-        "from weightsync.channel.engine_end import HolderFeed\n"
-        "from weightsync.memory.host import SharedBuffer\n"
-        "slots = [SharedBuffer.create(2048) for _ in range(2)]\n"
-        "feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)\n"
-        "sys.stdout.buffer.write(msgspec.msgpack.encode(feed.ticket)); sys.stdout.flush()\n"
-        "assert os.path.exists(feed.ticket.endpoint.removeprefix('ipc://'))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert done.returncode == -9, done.stderr
-    ticket = msgspec.msgpack.decode(done.stdout, type=FeedTicket)
+    ticket = said_by(_killed, exitcode=-signal.SIGKILL)
     with pytest.raises(PeerLostError):
         EngineFeed.open(ticket, plan, patient(1))
     directory = Path(ticket.endpoint.removeprefix("ipc://")).parent

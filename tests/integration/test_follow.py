@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
 import sys
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import follow
+from tests.forked import said_by
+
 PASSED = {
     "update": ("sources/tensors.py", "holder/update.py", "channel/engine_end.py", "memory/digests.py"),
     "direct": ("holder/update.py", "channel/engine_end.py"),
@@ -18,14 +21,18 @@ PASSED = {
 }
 
 
+def follow_in_this_process(pipe: Connection, kind: str) -> None:
+    sys.argv, page = ["follow", kind], io.StringIO()
+    with contextlib.redirect_stdout(page):
+        follow.main()
+    pipe.send(page.getvalue())
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.faults] * (kind != "update")) for kind in PASSED]
 )
 def test_the_way_is_printed_by_process(kind: str) -> None:
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.follow", kind]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    page = done.stdout
+    page = said_by(follow_in_this_process, kind)
     *processes, numbers = page.split("\n\n")
     heads = [each.splitlines()[0] for each in processes]
     assert heads[0] == "driver"
