@@ -16,7 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import ray
-from ray._private import node
 
 from tests.actors import zygote
 from tests.patience import patient
@@ -25,7 +24,12 @@ TOO_LATE = "timed out during startup"
 """Ray gives its raylet 30 s, which no setting changes."""
 ROOT = Path(__file__).parents[2]
 FORKING_PYTHON = "WEIGHTSYNC_TEST_FORKING_PYTHON"
-_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    # The first ones wait for the zygote. Ray would give up on them, and the driver wait for them forever.
+    "RAY_worker_register_timeout_seconds": f"{patient(60):.0f}",
+}
 _SCRIPT = """#!/bin/sh
 case "$1" in
 */default_worker.py | */setup_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
@@ -58,7 +62,7 @@ def starting_workers() -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, _ENVIRONMENT),
         mock.patch.object(sys, "executable", python),
-        mock.patch.multiple(node.Node, **unused),
+        mock.patch.multiple("ray._private.node.Node", **unused),
     ):
         yield
 
