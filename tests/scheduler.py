@@ -7,14 +7,15 @@ from xdist.workermanage import WorkerController
 
 RAY = ("tests/actors/",)
 FORKED = ("tests/contract/", "tests/unit/memory/test_memory.py", "tests/unit/recipes/test_recipes_learner.py")
-HOMES = (RAY, RAY, FORKED)
-"""What each process takes first: files that want a Ray cluster; a third, those that fork from a process."""
+HOMES = (RAY, FORKED)
+"""What each process takes first: files that want a Ray cluster, or those that fork from a process."""
 
 
 class ByFolder(LoadFileScheduling):  # type: ignore[misc]
     """Gives whole files to processes, so that few of them start the same things.
 
-    A process takes files of its home first, then those that are at home nowhere.
+    A process takes files of its home first, then those that are at home nowhere. Only at the end does it take
+    those of another home, and start what these want.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
