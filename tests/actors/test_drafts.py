@@ -95,7 +95,7 @@ def fleet(tmp_path: Path, num_ranks: int) -> Iterator[Fleet]:
     fleet.close()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_draft_that_nobody_covers_does_not_connect_and_a_frozen_one_does(fleet: Fleet) -> None:
     with WeightSync(SyncConfig(connect_timeout_s=patient(120))) as sync:
         fleet.register(sync, "e0")

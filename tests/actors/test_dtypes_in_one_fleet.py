@@ -88,7 +88,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 TORCH = {"half": ("torch", "float16"), "brain": ("torch", "bfloat16"), "single": ("torch", "float32")}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("fleet", [(build_tiny_qwen3, TORCH, ("model.embed_tokens.*",))], indirect=True)
 def test_a_killed_engine_comes_back_in_its_own_dtype(fleet: Fleet) -> None:
     fleet.sync.connect()

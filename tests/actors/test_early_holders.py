@@ -26,16 +26,16 @@ WIDTH = 16
 NAMESPACE = "early"
 
 
-@pytest.fixture
-def trainers() -> Iterator[list[ray.actor.ActorHandle]]:
+@pytest.fixture(scope="module")
+def trainers(cluster: None) -> Iterator[list[ray.actor.ActorHandle]]:
     made = [spawn(Trainer, WIDTH, f"early{i}") for i in range(2)]
     yield made
     for each in made:
         ray.kill(each)
 
 
-@pytest.fixture
-def engines() -> Iterator[dict[str, ray.actor.ActorHandle]]:
+@pytest.fixture(scope="module")
+def engines(cluster: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     made = {name: spawn(Engine, WIDTH, name, f"early-{name}") for name in ("e0", "e1")}
     yield made
     for each in made.values():
@@ -157,9 +157,9 @@ def test_registering_an_engine_that_fails_raises_nothing_and_connect_names_it(
     trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
 ) -> None:
     before = holders()
-    ray.kill(engines["e1"])
+    ray.kill(dead := spawn(Engine, WIDTH, "e1", "early-e1"))
     with WeightSync(SyncConfig(connect_timeout_s=patient(30))) as sync:
-        sync.register_engines(engines)
+        sync.register_engines({**engines, "e1": dead})
         sync.register_trainers(trainers)
         assert started(before, 3)
         with pytest.raises(PeerLostError, match="engine e1"):

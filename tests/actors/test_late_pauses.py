@@ -20,12 +20,12 @@ from weightsync import SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.driver.engine_state import EngineState
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 # No heartbeat comes in between: the engine is not found dead.
 CONFIG = SyncConfig(
     bucket_bytes=64 << 10, timeout_s=patient(0.5), connect_timeout_s=patient(200), heartbeat_s=patient(200)
 )
-KINDS = ["torch", pytest.param("vllm", marks=pytest.mark.faults)]
+KINDS = ["torch", "vllm"]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from weightsync.driver.engine_state import EngineState
 WIDTH = 64
 
 
+@pytest.mark.faults  # it starts a driver of its own
 def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_process_end() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tests.actors.stuck", ray.get_runtime_context().gcs_address],
@@ -45,7 +46,6 @@ def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_proces
     assert "[engine e1] is given up after 1 attempt: respawn: no answer within " in log
 
 
-@pytest.mark.faults  # the test above starts as many processes
 def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     late: list[Any] = []

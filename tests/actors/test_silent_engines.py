@@ -97,6 +97,7 @@ def test_an_engine_that_is_heard_again_is_filled_and_serves(fleets: list[Fleet])
     assert fleet.update(3).engines == {"e0": 3, "e1": 3}
 
 
+@pytest.mark.faults
 def test_one_whose_holder_is_silent_too_costs_no_update_and_gets_a_new_holder(fleets: list[Fleet]) -> None:
     fleets.append(fleet := Fleet())
     with stopped(pid(fleet.engines["e1"]), pid(fleet.holder())):
@@ -106,6 +107,7 @@ def test_one_whose_holder_is_silent_too_costs_no_update_and_gets_a_new_holder(fl
     assert fleet.update(3).engines == {"e0": 3, "e1": 3}
 
 
+@pytest.mark.faults
 def test_one_that_no_snapshot_can_fill_takes_the_next_update(fleets: list[Fleet]) -> None:
     fleets.append(fleet := Fleet(keep_versions=1))
     with stopped(pid(fleet.engines["e1"])):
@@ -115,6 +117,7 @@ def test_one_that_no_snapshot_can_fill_takes_the_next_update(fleets: list[Fleet]
     assert fleet.update(2).engines == {"e0": 2, "e1": 2}
 
 
+@pytest.mark.faults
 def test_one_whose_host_is_cut_off_keeps_its_process_and_one_that_hangs_is_respawned(
     fleets: list[Fleet], caplog: pytest.LogCaptureFixture
 ) -> None:

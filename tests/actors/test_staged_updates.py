@@ -18,7 +18,12 @@ WIDTH = 64
 
 
 @pytest.mark.parametrize(
-    ("action", "error"), [("kill", PeerLostError), ("corrupt", TransportError), ("error", PeerError)]
+    ("action", "error"),
+    [
+        ("kill", PeerLostError),
+        pytest.param("corrupt", TransportError, marks=pytest.mark.faults),
+        pytest.param("error", PeerError, marks=pytest.mark.faults),
+    ],
 )
 def test_a_fault_while_a_version_is_staged_costs_no_engine_its_version(
     action: Any, error: type[WeightSyncError]

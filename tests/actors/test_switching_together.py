@@ -28,6 +28,7 @@ def notes(of: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {name: dict(ray.get(engine.notes.remote())) for name, engine in of.items()}
 
 
+@pytest.mark.faults
 def test_no_engine_serves_before_the_slowest_has_the_version() -> None:
     fleet = engines("e0", "e1", "e2")
     with WeightSync(SyncConfig(bucket_bytes=4096, timeout_s=patient(10))) as sync:

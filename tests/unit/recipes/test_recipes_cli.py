@@ -533,6 +533,7 @@ def test_ranks_that_are_alike_are_planned_once(
     assert num_quick <= len(planned) - num_quick == tp * engines
 
 
+@pytest.mark.faults
 def test_a_hundred_thousand_engines_are_planned_at_once() -> None:
     arguments = ["plan", *MODEL, "--engines", "100000", "--cluster", "8xh200"]
     result = RUNNER.invoke(cli.app, arguments)
