@@ -60,16 +60,16 @@ def _visit(node: ast.AST, own: frozenset[str], *, in_class: bool) -> Iterator[tu
 
 def _named(node: ast.AST, own: frozenset[str]) -> list[str]:
     if isinstance(node, ast.Attribute):
-        return [] if _is_own(node.value, own) else [node.attr]
+        return [node.attr] if is_private(node.attr) and not _is_own(node.value, own) else []
     if isinstance(node, ast.ImportFrom):
         return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
     if isinstance(node, ast.Import):
         return [part for alias in node.names for part in alias.name.split(".")]
     if isinstance(node, ast.Call):
-        function = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        function = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if function in BY_NAME and not (node.args and _is_own(node.args[0], own)):
             return [part for each in node.args for part in _text(each).split(".")]
-    if isinstance(node, ast.Subscript):
+    if isinstance(node, ast.Subscript) and is_private(_text(node.slice)):
         holder = ast.unparse(node.value)
         return [_text(node.slice)] if holder.endswith(".__dict__") or holder.startswith("vars(") else []
     return []

@@ -79,13 +79,7 @@ def holds_the_spans_of_three_updates(events: list[dict[str, Any]]) -> None:
 
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for args, named in (
-        (("--set", "engines.main.tensor_parallel_size=3"), "engines.main.tensor_parallel_size: 3"),
-        (("--set", "loop.prompts_per_step=2", "--set", "engines.main.count=3"), "loop.prompts_per_step: 2"),
-        (("--set", "engines.main.kind=sglang"), "engines.main.kind: 'sglang'"),
-        (("--out", str(tmp_path / "file" / "run")), "--out: "),
-    ):
-        done = weightsync("run", "quickstart", *args)
-        assert done.returncode == 2
-        assert named in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    done = weightsync("run", "quickstart", "--out", str(tmp_path / "file" / "run"))
+    assert done.returncode == 2
+    assert "--out: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -97,6 +97,15 @@ def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, cod
         (["no/such.yaml"], "no/such.yaml"),
         (["quickstart", "--set", "loop.stepz=1"], "did you mean 'steps'?"),
         (["quickstart", "--set", "engines.main.count=0"], "engines.main.count: 0 is not valid"),
+        (["quickstart", "--set", "engines.main.kind=sglang"], "engines.main.kind: 'sglang'"),
+        (
+            ["quickstart", "--set", "engines.main.tensor_parallel_size=3"],
+            "engines.main.tensor_parallel_size: 3",
+        ),
+        (
+            ["quickstart", "--set", "loop.prompts_per_step=2", "--set", "engines.main.count=3"],
+            "loop.prompts_per_step: 2",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(
