@@ -225,7 +225,10 @@ def learn_with_a_draft(rank: int, world: int, folder: Path) -> None:
 def test_a_draft_learns_to_say_what_its_model_says(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "model", replace(MODEL, num_hidden_layers=2), seed=0)
     build_checkpoint(tmp_path / "draft", MODEL, seed=1)
-    fork(2, learn_with_a_draft, 2, tmp_path)
+    process = forking().Process(target=fork, args=(2, learn_with_a_draft, 2, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     before, after = torch.load(tmp_path / "agreement 0.pt")
     assert before < 0.2
     assert after > 0.5
