@@ -31,7 +31,7 @@ def make_direct_plan(
     """
     check_members(source.num_ranks, engines, members)
     matched = check_sides(source.stated, engines)
-    if has_replicas(source, matched):
+    if _has_replicas(source, matched):
         return None
     return Plan(
         epoch=epoch,
@@ -53,7 +53,7 @@ def make_direct_plan(
     )
 
 
-def has_replicas(source: TrainersLayout, matched: Match) -> bool:
+def _has_replicas(source: TrainersLayout, matched: Match) -> bool:
     """Whether several ranks hold the same box of a tensor. Proves that boxes tile every tensor.
 
     Of tensors that are cut alike one stands for all. Raises PlanError as `Shards.of`.
