@@ -70,7 +70,7 @@ async def link_engine(
 
 
 class _SharedLayouts:
-    """Layouts as calls carry them: one for all ranks whose layouts were made of it."""
+    """Shares layouts with holders, each once: ranks of one mesh have the same."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._share = fleet.share

@@ -14,7 +14,7 @@ Column = npt.NDArray[np.signedinteger[Any]]
 """Numbers in the smallest signed type that holds them all, so equal numbers have equal bytes."""
 
 Positions = npt.NDArray[np.int64]
-"""Positions of rows."""
+"""Positions of rows, or numbers of things."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

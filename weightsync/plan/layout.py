@@ -295,8 +295,8 @@ def join_tables(
     Args:
         ranks: one for each rank, in order.
         declared, numbered: what they declare, if that is known.
-        kept: bool[T], the tensors whose segments are listed; by default all. Tensors and buffers keep their
-            numbers.
+        kept: bool[T], which tensors have their segments listed; by default all. Tensors and buffers keep
+            their numbers.
     """
     declared = declared or Declared.of(ranks)
     numbered = numbered or Numbered.of(declared, ranks)

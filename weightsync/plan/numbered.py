@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
+from weightsync.plan.column import Positions
 from weightsync.plan.declared import Declared, Numbers
 from weightsync.plan.layout_table import LayoutTable, SegmentTable, check_lengths
 from weightsync.plan.mesh_segments import MeshSegments
 from weightsync.plan.segment import suggest
 
-Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 
@@ -38,8 +38,8 @@ class Numbered:
         distinct: the segments of all ranks, each object once.
     """
 
-    tensor: Int64
-    buffer: Int64
+    tensor: Positions
+    buffer: Positions
     buffer_names: tuple[str, ...]
     distinct: Sequence[Distinct]
 
@@ -77,7 +77,7 @@ def _distinct(declared: Declared, ranks: Sequence[LayoutTable]) -> Sequence[Dist
     return [*found.values()]
 
 
-def _by_appearance(numbers: Int64, size: int) -> tuple[Int64, Int64]:
+def _by_appearance(numbers: Positions, size: int) -> tuple[Positions, Positions]:
     """Return the numbers that occur, in order of first appearance, and the place of each number in them."""
     first = np.full(size, len(numbers))
     first[numbers[::-1]] = np.arange(len(numbers))[::-1]  # the last assignment counts
@@ -87,7 +87,9 @@ def _by_appearance(numbers: Int64, size: int) -> tuple[Int64, Int64]:
     return used, place
 
 
-def _check(declared: Declared, tensor: Int64, ndim: Int64, distinct: Distinct, table: LayoutTable) -> None:
+def _check(
+    declared: Declared, tensor: Positions, ndim: Positions, distinct: Distinct, table: LayoutTable
+) -> None:
     """Check that every segment has a tensor, and as many dimensions as that, `ndim` by tensor."""
     numbers = tensor[distinct.numbers[distinct.segments.tensor]]
     bad = numbers < 0

@@ -48,7 +48,7 @@ class TensorRows:
         )
 
     def codes(self, columns: Sequence[Int64]) -> Int64:
-        """Return a number for each tensor; tensors whose rows differ rarely have the same."""
+        """Return a hash of each tensor's rows."""
         code = row_codes([self.nth(), self.rank, *self.shape, *columns]).astype(np.int64)
         sums = np.zeros(len(self.count), np.int64)
         np.add.at(sums, self.tensor, code)

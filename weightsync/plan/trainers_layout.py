@@ -1,4 +1,4 @@
-"""The trainers' layout, whose segments are listed for the tensors that are asked for."""
+"""The trainers' layout. It lists the segments of those tensors that a caller asks for."""
 
 from __future__ import annotations
 

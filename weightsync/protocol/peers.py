@@ -48,7 +48,7 @@ SharedTable = NewType("SharedTable", object)
 """The same of a `BundleTable`: engine ranks with equal needs receive the same."""
 
 SharedLayout = NewType("SharedLayout", object)
-"""The same of a `LayoutTable`: that of one rank, for all whose layouts are otherwise equal."""
+"""The same of a `LayoutTable`. Holders make the layouts of all ranks of a mesh of it."""
 
 
 class TrainerPeer(Protocol):
