@@ -13,9 +13,8 @@ descriptors are FUSCO's (https://arxiv.org/abs/2512.22036), which moves tokens t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,16 +24,17 @@ from weightsync.memory.host_copies import HostCopies
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import extent_nbytes
 from weightsync.plan.buckets import RUN_ALIGN
-from weightsync.plan.copies import Copies
+from weightsync.plan.copies import Copies, concatenated
 from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Int32, Int64
 from weightsync.plan.segment import suggest
-from weightsync.plan.shuffle import Lane, Messages, ShufflePlan
+from weightsync.plan.shuffle import Lane, Messages, ShufflePlan, starts
 from weightsync.transports import Pending, Transport
 from weightsync.transports.base import Op, Recv, Send
 
 Memory = Mapping[str, torch.Tensor]
 
+_NEVER = np.iinfo(np.int64).max
 _SLOTS = 2
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
@@ -121,22 +121,23 @@ class Shuffle:
         source, target = source or {}, target or {}
         packs, receives = [lane for lane in plan.sends(rank) if not lane.hop], plan.receives(rank)
         local = [reads for number, reads in plan.local if number == rank]
-        for reads in (*(lane.messages.reads for lane in packs), *local):
-            _check_fits("source", source, reads.src_names, reads.src_buffer, *_reach(reads, "src"))
-        for reads in (*(lane.messages.reads for lane in receives), *local):
-            _check_fits("target", target, reads.dst_names, reads.dst_buffer, *_reach(reads, "dst"))
-        src = {name: tensor.data_ptr() for name, tensor in source.items()}
-        dst = {name: tensor.data_ptr() for name, tensor in target.items()}
-        own = {(rank, name): address for name, address in src.items()}
+        sent, received = ([lane.messages.reads for lane in lanes] for lanes in (packs, receives))
+        src = _Side("source", source, map(_Used.source, [*sent, *local]))
+        dst = _Side("target", target, map(_Used.target, [*received, *local]))
         self._transport, self.num_rounds = transport, plan.num_rounds
         self._device = _device([*source.values(), *target.values()])
         self._relays = [lane for lane in plan.sends(rank) if lane.hop]
         self._out = _Window([(lane.receiver, lane) for lane in packs], self.num_rounds, self._device)
         self._in = _Window([(lane.sender, lane) for lane in receives], self.num_rounds, self._device)
         self._memory = [*source.values(), *target.values(), self._out.staging, self._in.staging]
-        self._pack = self._copier(self._out.copies(lambda moved, round, at: moved.pack(round, src, at)))
-        self._unpack = self._copier(self._in.copies(lambda moved, round, at: moved.unpack(round, at, dst)))
-        self._local = self._copier([[reads.copies(own, dst) for reads in local]])
+        self._pack = self._copier(
+            self._out.copies(lambda moved, n, at: moved.pack(n, src.starts(moved.reads.src_names), at))
+        )
+        self._unpack = self._copier(
+            self._in.copies(lambda moved, n, at: moved.unpack(n, at, dst.starts(moved.reads.dst_names)))
+        )
+        own = {(rank, name): address for name, address in src.address.items()}
+        self._local = self._copier([[reads.copies(own, dst.address) for reads in local]])
 
     @property
     def staging_nbytes(self) -> int:
@@ -202,11 +203,10 @@ class Shuffle:
 
     def _copier(self, groups: Sequence[Sequence[Copies]]) -> Callable[[int], None]:
         """Return a function that runs the copies of a group by its number."""
-        parts = [copies.table() for group in groups for copies in group]
         bounds = [0, *itertools.accumulate(sum(map(len, group)) for group in groups)]
         if not bounds[-1]:
             return lambda _: None
-        copies = Copies(*np.concatenate(parts).T)
+        copies = concatenated([each for group in groups for each in group])
         if self._device.type == "cpu":
             return HostCopies(copies, bounds, self._memory).run
         with torch.cuda.device(self._device):
@@ -294,23 +294,76 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
     return found.pop()
 
 
-def _reach(reads: Reads, side: Literal["src", "dst"]) -> tuple[Int64, Int64]:
-    """Return the first byte of each read in its buffer, and the end."""
-    first, pitch = (reads.src, reads.src_pitch) if side == "src" else (reads.dst, reads.dst_pitch)
-    return first, first + (reads.rows - 1) * pitch + reads.row_nbytes
+@dataclass(frozen=True, slots=True, eq=False)
+class _Used:
+    """What reads use of one side's buffers: of ``names[buffer[i]]`` the bytes `low[i]` to `high[i]`."""
+
+    names: tuple[str, ...]
+    buffer: Int32
+    low: Int64
+    high: Int64
+
+    @classmethod
+    def source(cls, reads: Reads) -> _Used:
+        high = reads.src + (reads.rows - 1) * reads.src_pitch + reads.row_nbytes
+        return cls(reads.src_names, reads.src_buffer, reads.src, high)
+
+    @classmethod
+    def target(cls, reads: Reads) -> _Used:
+        high = reads.dst + (reads.rows - 1) * reads.dst_pitch + reads.row_nbytes
+        return cls(reads.dst_names, reads.dst_buffer, reads.dst, high)
 
 
-def _check_fits(
-    side: str, memory: Memory, names: tuple[str, ...], buffer: Int32, first: Int64, end: Int64
-) -> None:
-    for number in np.unique(buffer).tolist():
-        name, these = names[number], buffer == number
-        if name not in memory:
-            raise PlanError(name, f"the {side} memory has no such buffer; {suggest(name, memory)}")
-        low, high, nbytes = int(first[these].min()), int(end[these].max()), extent_nbytes(memory[name])
-        if low < 0 or high > nbytes:
-            raise PlanError(
-                name,
-                f"the plan uses its bytes {low} to {high}, the {side} memory has {nbytes}; give the "
-                "buffer that the layout describes",
-            )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spans:
+    """The bytes that are used of each of `names`: from `low` to `high`, which is -1 for none."""
+
+    names: tuple[str, ...]
+    low: Int64
+    high: Int64
+
+    @classmethod
+    def none(cls, names: tuple[str, ...]) -> _Spans:
+        return cls(names, np.full(len(names), _NEVER), np.full(len(names), -1))
+
+    def add(self, used: _Used) -> None:
+        np.minimum.at(self.low, used.buffer, used.low)
+        np.maximum.at(self.high, used.buffer, used.high)
+
+
+class _Side:
+    """One side's memory. It has all that is used there.
+
+    Attributes:
+        address: the start of each buffer by name.
+    """
+
+    def __init__(self, side: str, memory: Memory, used: Iterable[_Used]) -> None:
+        """Raises PlanError for a buffer that `memory` lacks, or that is too small there."""
+        self.address = {name: tensor.data_ptr() for name, tensor in memory.items()}
+        spans: dict[int, _Spans] = {}  # by object: to compare thousands of names takes long
+        for each in used:
+            if id(each.names) not in spans:
+                spans[id(each.names)] = _Spans.none(each.names)
+            spans[id(each.names)].add(each)
+        for its in spans.values():
+            for number in np.flatnonzero(its.high >= 0).tolist():
+                low, high = int(its.low[number]), int(its.high[number])
+                _check_fits(side, memory, its.names[number], low, high)
+        self._starts = {key: starts(its.names, self.address) for key, its in spans.items()}
+
+    def starts(self, names: tuple[str, ...]) -> Int64:
+        """Return the address of each of a plan's `names`; 0 for a buffer that is not used."""
+        return self._starts[id(names)]
+
+
+def _check_fits(side: str, memory: Memory, name: str, low: int, high: int) -> None:
+    if name not in memory:
+        raise PlanError(name, f"the {side} memory has no such buffer; {suggest(name, memory)}")
+    nbytes = extent_nbytes(memory[name])
+    if low < 0 or high > nbytes:
+        raise PlanError(
+            name,
+            f"the plan uses its bytes {low} to {high}, the {side} memory has {nbytes}; give the "
+            "buffer that the layout describes",
+        )

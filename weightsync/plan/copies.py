@@ -53,6 +53,13 @@ class Copies:
         return np.stack([getattr(self, field.name)[rows] for field in fields(Copies)], axis=1)
 
 
+def concatenated(parts: Sequence[Copies]) -> Copies:
+    """Return the copies of one part after those of the other. There is one part at least."""
+    return Copies(
+        *(np.concatenate([getattr(each, field.name) for each in parts]) for field in fields(Copies))
+    )
+
+
 def box_copies(boxes: Sequence[BoxCopy]) -> tuple[Int64, Int64]:
     """Turn N-dimensional boxes, also of different N, into few 2-D copies.
 

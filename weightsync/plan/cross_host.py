@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan.alike import Kinds, Places, expanded
+from weightsync.plan.alike import Kinds, Places
+from weightsync.plan.alike_messages import AlikeMessages
 from weightsync.plan.column import Column
-from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Int64
 from weightsync.plan.packed_reads import PackedReads
 from weightsync.plan.shuffle import Lane, ShufflePlan, bundle_messages, in_order
@@ -61,14 +61,13 @@ class BundleTable:
     ) -> Iterator[Lane]:
         """Yield the messages between `hosts`, which are of this kind, and `rank`."""
         reads, bounds = self.reads.reads(src_names), self.bounds.tolist()
-        parts: Iterable[Reads] = (reads.take(np.arange(*bounds[n : n + 2])) for n in range(len(self.number)))
+        parts = [reads.take(np.arange(*bounds[n : n + 2])) for n in range(len(self.number))]
+        capacity = self.capacity.tolist()
         if kinds:
-            spans = zip(parts, self.low.tolist(), self.high.tolist(), strict=True)
-            parts = (expanded(part, kinds, self.places, low, high) for part, low, high in spans)
-        moved = [
-            bundle_messages(part, capacity)
-            for part, capacity in zip(parts, self.capacity.tolist(), strict=True)
-        ]
+            known = AlikeMessages(kinds, self.places)
+            moved = [*map(known.of, parts, self.low.tolist(), self.high.tolist(), capacity)]
+        else:
+            moved = [*map(bundle_messages, parts, capacity)]
         rows = [*zip(self.number.tolist(), self.sender.tolist(), self.orders, moved, strict=True)]
         for host in hosts:
             for number, sender, order, messages in rows:

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align, arrange, cut
 from weightsync.plan.copies import Copies, repeated, tiles
 from weightsync.plan.coverage import check_live
-from weightsync.plan.direct import Reads, Reshard, addresses
+from weightsync.plan.direct import Reads, Reshard
 from weightsync.plan.layout import Int64, Layout, columns
 from weightsync.plan.segment import RankLayout
 
@@ -250,7 +250,8 @@ def bundle_messages(reads: Reads, capacity: int) -> Messages:
     """Cut the reads of one bundle into messages of at most `capacity` bytes."""
     piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
     table, part = tiles(reads, piece)
-    return messages(reads.cut(part, table), capacity)
+    moved = messages(reads.cut(part, table), capacity)
+    return replace(moved, origin=part[moved.origin])
 
 
 def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
@@ -290,14 +291,18 @@ def _ends(bundle: Bundle) -> list[tuple[str, int]]:
 def _digests(header: bytes, lanes: Iterable[tuple[int, Lane]]) -> dict[int, bytes]:
     """Return by peer the first 16 bytes of a SHA-256 of `header` and its `lanes`, in their order."""
     states: dict[int, hashlib._Hash] = {}
-    names: dict[int, bytes] = {}  # thousands, and few different lists of them
+    known: dict[int, bytes] = {}  # of messages that differ in trainer and place alone, and of names
     for peer, lane in lanes:
-        state, reads = states.setdefault(peer, hashlib.sha256(header)), lane.messages.reads
-        state.update(json.dumps([lane.bundle, lane.hop]).encode())
-        _hash_messages(state, lane.messages, _DST)
-        if (key := id(reads.src_names)) not in names:
-            names[key] = hashlib.sha256(json.dumps(reads.src_names).encode()).digest()
-        state.update(names[key])
+        moved, names = lane.messages, lane.messages.reads.src_names
+        state = states.setdefault(peer, hashlib.sha256(header))
+        state.update(json.dumps([lane.bundle, lane.hop, moved.trainer[:1].tolist()]).encode())
+        if (key := id(moved.wire)) not in known:
+            each = hashlib.sha256()
+            _hash_messages(each, moved, ("trainer", *_DST))
+            known[key] = each.digest()
+        if id(names) not in known:
+            known[id(names)] = hashlib.sha256(json.dumps(names).encode()).digest()
+        state.update(known[key] + known[id(names)])
     return {peer: state.digest()[:16] for peer, state in states.items()}
 
 
@@ -328,6 +333,7 @@ class Messages:
         bounds: int64[M + 1], the first of each message's `reads`.
         reads: the copies that are packed and unpacked, in the messages' order.
         wire: int64[N], where each of the reads starts in its message, without gaps between its rows.
+        origin: int64[N], the number of the read that each is, or is a part of, among those that were given.
     """
 
     round: Int64
@@ -337,6 +343,7 @@ class Messages:
     bounds: Int64
     reads: Reads
     wire: Int64
+    origin: Int64
 
     @property
     def num_rounds(self) -> int:
@@ -351,14 +358,26 @@ class Messages:
         """Return the numbers of the messages of one round."""
         return range(*np.searchsorted(self.round, [round, round + 1]).tolist())
 
-    def pack(self, message: int, src_address: Mapping[str, int], wire: int) -> Copies:
+    def moved(self, trainer: int, shift: Int64) -> Messages:
+        """Return these messages as from another trainer, and written elsewhere.
+
+        `shift` has the bytes between the places of each of the reads: int64[N].
+        """
+        reads = replace(
+            self.reads,
+            trainer=np.broadcast_to(np.int32(trainer), len(self.reads)),
+            dst=self.reads.dst + shift,
+        )
+        return replace(self, trainer=np.broadcast_to(np.int64(trainer), len(self.trainer)), reads=reads)
+
+    def pack(self, message: int, start: Int64, wire: int) -> Copies:
         """Return the trainer's copies that fill `message`, at address `wire` of its memory.
 
-        `src_address` has the start of each of its buffers.
+        `start` has the address of each of ``reads.src_names``.
         """
         reads, these = self.reads, slice(*self.bounds[message : message + 2].tolist())
         return Copies(
-            addresses(reads.src_names, reads.src_buffer[these], src_address) + reads.src[these],
+            start[reads.src_buffer[these]] + reads.src[these],
             wire + self.wire[these],
             reads.rows[these],
             reads.row_nbytes[these],
@@ -366,22 +385,28 @@ class Messages:
             reads.row_nbytes[these],
         )
 
-    def unpack(self, round: int, wire: int, dst_address: Mapping[str, int]) -> Copies:
+    def unpack(self, round: int, wire: int, start: Int64) -> Copies:
         """Return the receiver's copies out of a round in its buffer at address `wire`.
 
-        `dst_address` has the start of each of its live parameters.
+        `start` has the address of each of ``reads.dst_names``.
         """
         numbers = self.of(round)
-        reads, these = self.reads, slice(*self.bounds[[numbers.start, numbers.stop]].tolist())
-        offset = np.repeat(self.offset, np.diff(self.bounds))[these]
+        bounds = self.bounds[numbers.start : numbers.stop + 1]
+        reads, these = self.reads, slice(*bounds[[0, -1]].tolist())
+        offset = np.repeat(self.offset[numbers.start : numbers.stop], np.diff(bounds))
         return Copies(
             wire + offset + self.wire[these],
-            addresses(reads.dst_names, reads.dst_buffer[these], dst_address) + reads.dst[these],
+            start[reads.dst_buffer[these]] + reads.dst[these],
             reads.rows[these],
             reads.row_nbytes[these],
             reads.row_nbytes[these],
             reads.dst_pitch[these],
         )
+
+
+def starts(names: Sequence[str], address: Mapping[str, int]) -> Int64:
+    """Return the address of each buffer, 0 for one that has none."""
+    return np.array([address.get(name, 0) for name in names], np.int64)
 
 
 def messages(reads: Reads, max_nbytes: int) -> Messages:
@@ -413,4 +438,5 @@ def messages(reads: Reads, max_nbytes: int) -> Messages:
         bounds=runs.bounds,
         reads=reads.cut(part[runs.order], table[runs.order]),
         wire=start - start[runs.bounds[:-1]][message],
+        origin=part[runs.order],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.copies import Copies
 from weightsync.plan.direct import Reads, Reshard
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.shuffle import Messages, starts
 from weightsync.plan.trainers_layout import TrainersLayout
 
 TIED = ("head", "embed")
@@ -297,3 +298,13 @@ def _split(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
     low[dim], high[dim] = size, high[dim] - size
     parts = Box(box.offset, tuple(low)), Box(tuple(offset), tuple(high))
     return [each for part in parts for each in _split(draw, part, depth - 1)]
+
+
+def packs(moved: Messages, number: int, src: Mapping[str, int]) -> Copies:
+    """The copies that fill a message at address 0."""
+    return moved.pack(number, starts(moved.reads.src_names, src), 0)
+
+
+def unpacks(moved: Messages, turn: int, dst: Mapping[str, int]) -> Copies:
+    """The copies out of a round at address 0."""
+    return moved.unpack(turn, 0, starts(moved.reads.dst_names, dst))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.shuffle_cases import bundles, reads_of
 from tests.unit.plan.plan_strategies import PAD
-from tests.unit.plan.reshard_strategies import Sides, run, sides
+from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.plan import alike, host_bundles
 from weightsync.plan.alike import AlikeReshard
 from weightsync.plan.cross_host_parts import CrossHostParts, Needs
@@ -110,7 +110,7 @@ def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExcha
         for lane in part.sends(rank):
             for number in range(0 if lane.hop else lane.messages.num_rounds):
                 wire = np.zeros(lane.messages.nbytes[number], np.uint8)
-                run(lane.messages.pack(number, src, 0), made.source_line(), wire, np.zeros_like(wire))
+                run(packs(lane.messages, number, src), made.source_line(), wire, np.zeros_like(wire))
                 packed[lane.receiver, lane.bundle, number] = wire
     for rank, part in parts.items():
         for lane in part.sends(rank):
@@ -127,7 +127,7 @@ def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExcha
                 giver = lane.sender if lane.hop else rank
                 wire = packed[giver, lane.bundle, number]
                 assert len(wire) == lane.messages.nbytes[number]
-                run(lane.messages.unpack(number, 0, own), wire, target, written)
+                run(unpacks(lane.messages, number, own), wire, target, written)
         assert (written == wanted).all()
         assert (target == expected).all()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import PAD
-from tests.unit.plan.reshard_strategies import Sides, run, sides
+from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.direct import Reshard
@@ -40,11 +40,11 @@ def deliver(made: Sides, rank: int, sent: Messages, target: np.ndarray, written:
             memory = {name: at for (t, name), at in sources.items() if t == trainer}
             wire = np.zeros(sent.nbytes[number], np.uint8)
             packed = np.zeros_like(wire)
-            run(sent.pack(number, memory, 0), line, wire, packed)
+            run(packs(sent, number, memory), line, wire, packed)
             assert packed.max() == 1
             offset = int(sent.offset[number])
             buffer[offset : offset + len(wire)] = wire
-        run(sent.unpack(turn, 0, own), buffer, target, written)
+        run(unpacks(sent, turn, own), buffer, target, written)
 
 
 def check_shape(sent: Messages, max_nbytes: int) -> None:

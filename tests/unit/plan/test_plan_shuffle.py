@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.shuffle_cases import make_case
 from tests.unit.plan.plan_strategies import PAD
-from tests.unit.plan.reshard_strategies import Sides, run, sides
+from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Layout
 from weightsync.plan.shuffle import ShufflePlan
@@ -48,8 +48,8 @@ def test_every_byte_arrives_once_where_it_belongs(case: tuple[Sides, ShufflePlan
             src = {name: at for (rank, name), at in sources.items() if rank == lane.sender}
             for message in range(lane.messages.num_rounds):
                 wire = np.zeros(lane.messages.nbytes[message], np.uint8)
-                run(lane.messages.pack(message, src, 0), line, wire, np.zeros_like(wire))
-                run(lane.messages.unpack(message, 0, own), wire, target, written)
+                run(packs(lane.messages, message, src), line, wire, np.zeros_like(wire))
+                run(unpacks(lane.messages, message, own), wire, target, written)
         assert (written == made.live_bytes(number)).all()
         assert (target == expected).all()
 
