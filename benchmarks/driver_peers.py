@@ -16,6 +16,7 @@ from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
+from weightsync.plan.alike import AlikeReads, Near
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.plan.segment import MeshPlace
@@ -241,16 +242,22 @@ class Holder:
         trainer_layout: LayoutTable | None = None,
     ) -> None: ...
 
-    def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
+    def route(
+        self,
+        reads: Sequence[Reads] | AlikeReads,
+        memory: Mapping[int, DeviceMemory],
+        near: Near | None = None,
+    ) -> None: ...
 
     def exchange(
         self, terms: CrossHostTerms, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None
     ) -> Exchange:
         """Answer as if messages passed between all pairs that may have some. The real plan takes seconds."""
         senders, found = range(terms.num_senders), terms.place(rank)
-        mates = [other for other in found[0].ranks if other != rank] if found else []
-        receivers = [other for host in terms.hosts for other in host.ranks] if rank in senders else mates
-        givers = sorted({*senders, *mates} - {rank}) if found else []
+        mates = {*found[0].ranks} - {rank} if found else set[int]()
+        far = [host.ranks for host in terms.hosts if rank in senders and rank not in host.near]
+        receivers = sorted(mates.union(*far))
+        givers = sorted(mates.union(senders) - (found[0].near - mates) - {rank}) if found else []
         return Exchange(
             "" if rank else "tcp://10.0.0.1:29501",
             {other: (rank << 32 | other).to_bytes(16, "little") for other in receivers},
@@ -290,17 +297,20 @@ class Holder:
         )
 
 
-def make_fleet(num_tensors: int, num_trainers: int, num_engines: int, ledger: Ledger) -> Fleet:
+def make_fleet(
+    num_tensors: int, num_trainers: int, num_engines: int, ledger: Ledger, *, colocated: bool
+) -> Fleet:
     """Return a fleet on hosts of 8 GPUs, with a holder for each GPU. `ledger` notes every call.
 
-    Trainers and engines have hosts of their own.
+    Trainers and engines share GPUs if `colocated`, else they have hosts of their own.
     """
     model = Model(num_tensors, num_trainers)
     homes = [(f"trainers {rank // PER_HOST}", rank) for rank in range(num_trainers)]
     engines = {}
     for number in range(num_engines):
-        first = len(homes)
-        homes += [(f"engine {number}", first + rank) for rank in range(TENSOR_PARALLEL)]
+        first = number * TENSOR_PARALLEL if colocated else len(homes)
+        for rank in range(len(homes), first + TENSOR_PARALLEL):
+            homes.append((f"engine {number}", rank))
         peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}"))
         engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
     return Fleet(

@@ -46,20 +46,37 @@ def test_every_rank_gets_its_part_from_wherever_it_is(
         assert not any(holder.transports for holder in loop.holders)
         if crossed:
             assert loop.crossed() == crossed * loop.size
-        for name, on in engines.items():
-            links = [link for link in loop.controller.links() if link.target.startswith(f"engine {name} ")]
-            needed = [
-                sum(link.nbytes for link in links if link.target.endswith(f"rank {r}"))
-                for r in range(len(on))
-            ]
-            assert needed == loop.needed(name)
+        check_links(loop, trainers, engines)
 
     drive(work, trainers, engines, CONFIG)
 
 
+def check_links(loop: Hosts, trainers: str, engines: dict[str, str]) -> None:
+    """Each rank's links bring the bytes that it needs, and none crosses from a trainer on its own host."""
+    for name, on in engines.items():
+        links = [link for link in loop.controller.links() if link.target.startswith(f"engine {name} ")]
+        needed = [
+            sum(link.nbytes for link in links if link.target.endswith(f"rank {r}")) for r in range(len(on))
+        ]
+        assert needed == loop.needed(name)
+        for rank, host in enumerate(on):
+            its = [
+                link for link in links if link.target.endswith(f"rank {rank}") and "trainer" in link.source
+            ]
+            near = {f"trainer {number}" for number, home in enumerate(trainers) if home == host}
+            assert {link.source in near for link in its if link.distance == "other host"} <= {False}
+            assert {link.source in near for link in its if link.distance != "other host"} <= {True}
+
+
 @pytest.mark.parametrize(
     ("trainers", "engines", "crossed"),
-    [("aaa", {"e0": "bb"}, 1), ("aaab", {"e0": "cc", "e1": "dd"}, 2), ("ab", {"e0": "cd", "e1": "cd"}, None)],
+    [
+        ("aaa", {"e0": "bb"}, 1),
+        ("aaab", {"e0": "cc", "e1": "dd"}, 2),
+        ("ab", {"e0": "cd", "e1": "cd"}, None),
+        ("aab", {"e0": "aa", "e1": "bb", "e2": "cc"}, None),
+        ("abb", {"e0": "ab", "e1": "cb"}, None),
+    ],
 )
 def test_tensors_that_are_cut_alike_are_planned_once(
     trainers: str, engines: dict[str, str], crossed: int | None
@@ -78,6 +95,7 @@ def test_tensors_that_are_cut_alike_are_planned_once(
             assert await loop.update(version) == dict.fromkeys(engines, "direct")
         if crossed:
             assert loop.crossed() == crossed * loop.size
+        check_links(loop, trainers, engines)
         loop.respawn("e0")
         await loop.controller.adopt("e0")
         assert await loop.update(3) == dict.fromkeys(engines, "direct")

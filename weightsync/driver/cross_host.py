@@ -28,14 +28,24 @@ class CrossHostExchange:
         members: the holder of each rank of the communicator; those that serve trainers come first.
     """
 
-    def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Needs]) -> None:
-        """Divide the reads from trainers on other hosts, `needs` by holder. Members plan the messages.
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: SyncConfig,
+        plan: Plan,
+        needs: Mapping[int, Needs],
+        near: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Divide `needs`, reads by holder, of which some are from other hosts. Members plan the messages.
 
-        `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
-        messages.
+        `near` has the trainers on each host; `plan` has staging memory, too. Raises ConfigError if
+        ``sync.max_staging_bytes`` leaves no room for messages.
         """
         self._fleet, self._config, self._needs = fleet, config, dict(needs)
-        self._trainers = trainers_of([_read(each) for each in needs.values()])
+        self._hosts, self._near = {holder: fleet.node(holder) for holder in needs}, near
+        self._trainers = _read_from_afar(
+            needs, {holder: near.get(host, ()) for holder, host in self._hosts.items()}
+        )
         givers = [fleet.trainers[trainer][1] for trainer in self._trainers]
         self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
         self._rank = {holder: rank for rank, holder in enumerate(members)}
@@ -46,7 +56,8 @@ class CrossHostExchange:
                 members,
                 self._trainers,
                 {self._rank[holder]: reads for holder, reads in needs.items()},
-                {self._rank[holder]: fleet.node(holder) for holder in needs},
+                {self._rank[holder]: host for holder, host in self._hosts.items()},
+                near,
                 most,
             )
         except ConfigError as error:
@@ -59,7 +70,14 @@ class CrossHostExchange:
 
     def agrees(self, holders: Collection[int], needs: Mapping[int, Needs]) -> bool:
         """Whether the messages bring each of `holders` exactly its `needs`, if any."""
-        return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
+        return all(
+            _same(self._needs.get(holder), needs.get(holder)) and self._stays(holder) for holder in holders
+        )
+
+    def _stays(self, holder: int) -> bool:
+        """Whether the trainers on its host are those of when all connected."""
+        before, now = self._hosts.get(holder, ""), self._fleet.node(holder)
+        return holder not in self._needs or self._near.get(before) == self._near.get(now)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
         """Return a holder's bytes from other hosts in one update, by (sender, its holder)."""
@@ -118,6 +136,15 @@ def _compare(planned: Mapping[str, Exchange]) -> None:
     if wrong:
         sender, receiver = (names[rank] for rank in min(wrong))
         raise PlanError(sender, f"it planned other messages to {receiver} than {receiver} expects")
+
+
+def _read_from_afar(needs: Mapping[int, Needs], near: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the trainer ranks that a holder on another host reads, ascending."""
+    known: dict[int, set[int]] = {}
+    for each in needs.values():  # engines of equal layout have the same objects
+        if id(each) not in known:
+            known[id(each)] = {*trainers_of([_read(each)])}
+    return sorted(set[int]().union(*(known[id(each)] - {*near[holder]} for holder, each in needs.items())))
 
 
 def _read(needs: Needs) -> Reads:

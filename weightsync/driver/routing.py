@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from weightsync.config import SyncConfig
-from weightsync.driver.cross_host import CrossHostExchange, trainers_of
+from weightsync.driver.cross_host import CrossHostExchange
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
-from weightsync.plan.alike import AlikeReshard
+from weightsync.plan.alike import AlikeReads, AlikeReshard, Near
 from weightsync.plan.cross_host_parts import Needs
 from weightsync.plan.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import UpdateTask
+from weightsync.protocol.peers import SharedReads
 
 logger = logging.getLogger("weightsync.driver.routing")
 
@@ -85,16 +87,17 @@ class Router:
         self._fleet, self._config, self._plan = fleet, config, plan
         self._source, self._exports = source, exports
         self.demoted = dict(demoted)
-        self._on_host: defaultdict[str, list[int]] = defaultdict(list)
+        self._near: defaultdict[str, list[int]] = defaultdict(list)
         for trainer, (_, holder) in enumerate(fleet.trainers):
-            self._on_host[fleet.node(holder)].append(trainer)
+            self._near[fleet.node(holder)].append(trainer)
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
         self.read: dict[str, list[dict[int, int]]] = {}
         self.exchange: CrossHostExchange | None = None
         self._far: dict[str, dict[int, Needs]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
-        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Needs]] = {}
+        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
+        self._whole: dict[tuple[Layout, int], _Whole] = {}
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
 
     async def add(
@@ -131,14 +134,14 @@ class Router:
         far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
-            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs)
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs, self._near)
         except ConfigError as error:
             for name in far:
                 self._decide(name, str(error))
             if not self.suffices:
                 remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
                 raise ConfigError(error.field, error.value, remedy) from error
-            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {})
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {}, {})
         await self.exchange.open()
         self._cut.clear()
 
@@ -187,8 +190,8 @@ class Router:
         distances = [
             self._distances(holder, _device(export)) for holder, export in zip(holders, exports, strict=True)
         ]
-        all_far = all(set(near) == {_OTHER_HOST} for near in distances)
-        reasons, alike = self._pair_alike(name, engine) if all_far else ({}, None)
+        some_far = any(_OTHER_HOST in near for near in distances)
+        reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
         reshards: list[Reshard] = []
         if not alike:
             # What crosses hosts is sent as a whole, frozen tensors too.
@@ -196,32 +199,34 @@ class Router:
             reasons, reshards = self._pair(name, engine, apart)
             if not reshards:
                 return next(iter(reasons.values()))
-        local: dict[int, list[Reads]] = {}
+        local: dict[int, _Local] = {}
         far: dict[int, Needs] = {}
         for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
-            if _OTHER_HOST in near:
-                reads, remote = self._split(engine, alike or reshards[0], rank, near)
-                local[holder] = [reads]
-                if len(remote):
-                    far[holder] = remote
+            remote: Needs | None = None
+            if alike:
+                local[holder], remote = self._split_alike(engine, alike, rank, near)
+            elif _OTHER_HOST in near:
+                local[holder], remote = self._split(engine, reshards[0], rank, near)
             else:
                 start = self._start(holder)
-                local[holder] = [reshard.reads(rank, near, start=start) for reshard in reshards]
+                local[holder] = _Local.of([each.reads(rank, near, start=start) for each in reshards])
+            if remote is not None:
+                far[holder] = remote
         if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return _LATER
             if not self.exchange.agrees(holders, far):
                 return "what it needs of other hosts was not planned when all connected"
         calls = {
-            f"holder {holder}": self._fleet.holders[holder].route(reads, self._memory(reads))
-            for holder, reads in local.items()
+            f"holder {holder}": self._fleet.holders[holder].route(
+                its.reads, self._memory(its.by_trainer), its.near
+            )
+            for holder, its in local.items()
         }
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             return str(error)
-        self.read[name] = [
-            dict(sum((Counter(reads.by_trainer()) for reads in parts), Counter())) for parts in local.values()
-        ]
+        self.read[name] = [dict(its.by_trainer) for its in local.values()]
         self._far[name] = far
         self._cast[name] = self._buckets(reasons.keys())
         return ""
@@ -240,7 +245,7 @@ class Router:
         return self._paired[engine, apart]
 
     def _pair_alike(self, name: str, engine: Layout) -> tuple[dict[str, str], AlikeReshard | None]:
-        """Pair as `_pair`, in kinds of tensors, for engines without a trainer on their hosts."""
+        """Pair as `_pair`, in kinds of tensors, for engines that read from other hosts."""
         if engine not in self._alike:
             names, reasons = same_dtype_tensors(self._source.stated, name, engine)
             found = AlikeReshard.of(self._source, name, engine, names) if names else None
@@ -250,37 +255,53 @@ class Router:
     def _distances(self, holder: int, device: str) -> list[int]:
         """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
         near = [_OTHER_HOST] * len(self._exports)
-        for trainer in self._on_host.get(self._fleet.node(holder), ()):
+        for trainer in self._near.get(self._fleet.node(holder), ()):
             same_device = _device(self._exports[trainer]) == device
             near[trainer] = _SAME_DEVICE if same_device else _SAME_HOST
         return near
 
     def _split(
-        self, engine: Layout, reshard: Reshard | AlikeReshard, rank: int, near: Sequence[int]
-    ) -> tuple[Reads, Needs]:
-        """Return a rank's reads from trainers on its host, and those from other hosts.
+        self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]
+    ) -> tuple[_Local, Reads | None]:
+        """Return a rank's reads from trainers on its host, and those from other hosts, if any.
 
         All ranks start with the same trainer, so that messages can be shared. Engines of equal layout that
         are equally far from all trainers have the same objects: members get and plan these once.
         """
         key = engine, rank, tuple(near)
         if key not in self._cut:
-            if isinstance(reshard, AlikeReshard):
-                self._cut[key] = Reads.none(), reshard.reads(rank, near)
-            else:
-                whole = reshard.reads(rank, near, start=0)
-                is_far = np.array(near)[whole.trainer] == _OTHER_HOST
-                local = Reads.none() if is_far.all() else whole.take(np.flatnonzero(~is_far))
-                self._cut[key] = local, whole.take(np.flatnonzero(is_far))
+            whole = reshard.reads(rank, near, start=0)
+            is_far = np.array(near)[whole.trainer] == _OTHER_HOST
+            local = _Local.of([whole.take(np.flatnonzero(~is_far))])
+            self._cut[key] = local, whole.take(np.flatnonzero(is_far)) if is_far.any() else None
         return self._cut[key]
+
+    def _split_alike(
+        self, engine: Layout, reshard: AlikeReshard, rank: int, near: Sequence[int]
+    ) -> tuple[_Local, AlikeReads | None]:
+        """Do as `_split` in kinds of tensors. Its second result has the reads from all hosts.
+
+        So engines of equal layout have the same object, wherever they are.
+        """
+        key = engine, rank
+        if key not in self._whole:
+            self._whole[key] = _Whole.of(reshard.reads(rank), self._fleet)
+        whole = self._whole[key]
+        trainers = [t for t in whole.by_trainer if near[t] != _OTHER_HOST]
+        local = _Local.of([Reads.none()])
+        if trainers:
+            first = near.index(_SAME_DEVICE) + 1 if _SAME_DEVICE in near else 0
+            its = {trainer: whole.by_trainer[trainer] for trainer in trainers}
+            local = _Local(whole.shared, its, Near(tuple(trainers), first))
+        return local, whole.reads if len(trainers) < len(whole.by_trainer) else None
 
     def _start(self, holder: int) -> int:
         """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
         return holder * len(self._exports) // len(self._fleet.holders)
 
-    def _memory(self, parts: Sequence[Reads]) -> dict[int, DeviceMemory]:
-        """Return the memory of each trainer rank that `parts` read."""
-        exports = {trainer: self._exports[trainer] for trainer in trainers_of(parts)}
+    def _memory(self, trainers: Collection[int]) -> dict[int, DeviceMemory]:
+        """Return the memory of trainer ranks that are read."""
+        exports = {trainer: self._exports[trainer] for trainer in sorted(trainers)}
         return {trainer: export.memory for trainer, export in exports.items() if export}
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
@@ -290,6 +311,37 @@ class Router:
         numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
         buckets = self._plan.buckets()
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Local:
+    """What an engine rank reads from trainers on its host.
+
+    Attributes:
+        reads, near: as its holder gets them, see `HolderPeer.route`.
+        by_trainer: the bytes from each trainer rank.
+    """
+
+    reads: Sequence[Reads] | SharedReads
+    by_trainer: Mapping[int, int]
+    near: Near | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Reads]) -> _Local:
+        return cls(parts, sum((Counter(reads.by_trainer()) for reads in parts), Counter()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """An engine rank's reads from all trainers, in kinds of tensors. `by_trainer` has their bytes."""
+
+    reads: AlikeReads
+    shared: SharedReads
+    by_trainer: Mapping[int, int]
+
+    @classmethod
+    def of(cls, reads: AlikeReads, fleet: Fleet) -> _Whole:
+        return cls(reads, SharedReads(fleet.share(reads.packed())), reads.by_trainer())
 
 
 def _device(export: RankMemory | None) -> str:

@@ -35,7 +35,8 @@ from weightsync.holder.trainer_parts import digest_parts
 from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
-from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.plan import Plan, RankLayout
+from weightsync.plan.alike import Near, Parts, local_reads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
@@ -270,14 +271,12 @@ class Holder:
             for pending in self._groups.fill(0, staging, timeout_s) if has_any else ():
                 pending.wait()
 
-    def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None:
-        """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`.
-
-        `memory` is that of each trainer rank that is read.
-        """
+    def route(self, reads: Parts, memory: Mapping[int, DeviceMemory], near: Near | None = None) -> None:
+        """Prepare direct copies of `local_reads` from trainers' `memory`. Valid until the next `link`."""
         if self.staging and (mapped := self.staging.mapped):
             with self._moving, self.staging.queue():
-                mapped.route(reads, read_handles(reads, memory))
+                parts = local_reads(reads, near)
+                mapped.route(parts, read_handles(parts, memory))
                 if self.cross_host:  # the engine rank's memory may have changed
                     self.cross_host.aim()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from weightsync.plan.column import narrowed, row_codes
 from weightsync.plan.copies import repeated
-from weightsync.plan.direct import Reads, Reshard
+from weightsync.plan.direct import Reads, Reshard, in_turns
 from weightsync.plan.layout import Bool, Int64, Layout, columns
 from weightsync.plan.match import match
 from weightsync.plan.tensor_rows import TensorRows, firsts
@@ -84,6 +84,14 @@ def expanded(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The trainer ranks on an engine rank's host, and the one that it reads first."""
+
+    trainers: tuple[int, ...]
+    first: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeReads:
     """An engine rank's reads: those from the first buffer of each kind, from which the others follow."""
@@ -92,8 +100,20 @@ class AlikeReads:
     kinds: Kinds
     places: Places
 
-    def __len__(self) -> int:
-        return len(self.reads)
+    def by_trainer(self) -> dict[int, int]:
+        """Return the bytes read from each trainer rank."""
+        reads = self.reads
+        kind = self.kinds.kind[np.searchsorted(self.kinds.buffer, reads.src_buffer)]
+        times = np.bincount(self.kinds.kind)[kind]
+        return replace(reads, rows=reads.rows * times).by_trainer()
+
+    def of_trainers(self, trainers: Sequence[int]) -> AlikeReads:
+        """Return the reads from some trainer ranks."""
+        return replace(self, reads=self.reads.take(np.flatnonzero(np.isin(self.reads.trainer, trainers))))
+
+    def packed(self) -> AlikeReads:
+        """Return the same as it travels."""
+        return replace(self, kinds=packed(self.kinds), places=packed(self.places))
 
     def whole(self) -> Reads:
         """Return all reads, by trainer."""
@@ -101,6 +121,18 @@ class AlikeReads:
         ends = np.cumsum(np.bincount(self.reads.trainer))
         parts = [self.reads.take(rows) for rows in np.split(order, ends[:-1]) if len(rows)]
         return joined([expanded(part, self.kinds, self.places) for part in parts or [self.reads]])
+
+
+Parts: TypeAlias = Sequence[Reads] | AlikeReads
+"""What an engine rank reads, as it travels: parts of what it reads on its host, or all of it in kinds."""
+
+
+def local_reads(reads: Parts, near: Near | None) -> Sequence[Reads]:
+    """Return all reads in parts. Of those in kinds, take what is `near`, in the order in which it is read."""
+    if not isinstance(reads, AlikeReads):
+        return reads
+    assert near
+    return [in_turns(reads.of_trainers(near.trainers).whole(), near.first)]
 
 
 def joined(parts: Sequence[Reads]) -> Reads:
@@ -147,8 +179,9 @@ class AlikeReshard:
         reshard = Reshard(trainers.of_tensors(held), name, part)
         return None if reshard.has_replicas else cls(kinds, sides.places(kinds), reshard)
 
-    def reads(self, rank: int, near: Sequence[int]) -> AlikeReads:
-        """Return the reads of engine rank `rank`, in which no trainer comes first."""
+    def reads(self, rank: int) -> AlikeReads:
+        """Return the reads of engine rank `rank`. How far trainers are makes no difference to them."""
+        near = [0] * self._reshard.num_trainers
         return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
 
 

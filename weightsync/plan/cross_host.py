@@ -23,11 +23,13 @@ class ReceivingHost:
         kind: number of its kind. Hosts of one kind need the same.
         first: number of its first bundle.
         ranks: the ranks of the communicator on it, by place.
+        near: the ranks that send from it. Their bundles do not cross to it.
     """
 
     kind: int
     first: int
     ranks: tuple[int, ...]
+    near: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +38,7 @@ class BundleTable:
 
     Attributes:
         number: int64[n], the number of each among those of the host.
-        sender: int64[n], the rank that packs it.
+        sender: int64[n], the rank that packs it; -1 if it crosses to no host.
         capacity: int64[n], the most bytes of one of its messages.
         orders: the places that need it, as in `HostBundles`.
         bounds: int64[n + 1], the first of each one's `reads`.
@@ -71,6 +73,8 @@ class BundleTable:
         rows = [*zip(self.number.tolist(), self.sender.tolist(), self.orders, moved, strict=True)]
         for host in hosts:
             for number, sender, order, messages in rows:
+                if sender < 0 or sender in host.near:
+                    continue
                 first, *others = (host.ranks[place] for place in order)
                 for giver, taker in ((sender, first), *((first, other) for other in others)):
                     if rank in (giver, taker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,16 +27,28 @@ class _Kind:
     """Hosts with equal needs: the reads of each place, their bundles, and ranks by place of each host.
 
     With kinds, reads are those of the first buffers of each, and `places` say where the others' are written.
+    `near` has the trainers on each host.
     """
 
     needs: tuple[Reads, ...]
     places: tuple[Places, ...]
     bundles: HostBundles
     ranks: tuple[tuple[int, ...], ...]
+    near: tuple[frozenset[int], ...]
+
+    def least_near_nbytes(self) -> list[int]:
+        """Return by place the bytes that come from no other host, on the host where they are fewest."""
+        bundles, found = self.bundles, []
+        for place in range(len(self.needs)):
+            its = bundles.of_place(place)
+            of_trainer = np.bincount(bundles.trainer[its], bundles.padded_nbytes[its]).astype(np.int64)
+            sums = (of_trainer[[t for t in near if t < len(of_trainer)]].sum() for near in self.near)
+            found.append(int(min(sums)))
+        return found
 
 
 class CrossHostParts:
-    """Reads from trainers on other hosts, divided so that each member gets only what concerns it.
+    """Reads that cross between hosts, divided so that each member gets only what concerns it.
 
     Attributes:
         terms: what all members know.
@@ -48,17 +60,20 @@ class CrossHostParts:
         trainers: Sequence[int],
         needs: Mapping[int, Needs],
         hosts: Mapping[int, str],
+        near: Mapping[str, Collection[int]],
         max_message_bytes: int,
     ) -> None:
         """Divide `needs` into bundles.
 
         Args:
             members: as in `CrossHostTerms`.
-            trainers: the trainers that are read; number r has rank r.
-            needs: per receiving rank, its reads. Ranks with equal reads should have the same object: hosts
-                with the same objects are of one kind, and planned once. Reads in kinds of tensors are planned
-                as such if all ranks of a host have the same kinds.
+            trainers: the trainers that are read from other hosts; number r has rank r.
+            needs: per receiving rank, its reads. Those from trainers on its host do not cross. Ranks with
+                equal reads should have the same object: hosts with the same objects are of one kind, and
+                planned once. Reads in kinds of tensors are planned as such if all ranks of a host have the
+                same kinds.
             hosts: the host of each receiving rank.
+            near: the trainers on each host that has some.
             max_message_bytes: as in `ShufflePlan.from_layouts`.
 
         Raises:
@@ -66,15 +81,15 @@ class CrossHostParts:
         """
         self._sender = np.full(max(trainers, default=-1) + 1, -1)  # rank of each trainer
         self._sender[list(trainers)] = np.arange(len(trainers))
-        self._kinds = _kinds(needs, hosts)
-        self._arrivals: dict[tuple[int, int], tuple[Counter[int], Counter[int]]] = {}
+        self._kinds = _kinds(needs, hosts, near)
+        self._arrivals: dict[tuple[int, int, frozenset[int]], tuple[Counter[int], Counter[int]]] = {}
         self._capacities = _capacities(self._kinds, max_message_bytes)
         self.terms = CrossHostTerms(
             members=tuple(members),
             num_senders=len(trainers),
             max_message_bytes=max_message_bytes,
             src_names=next((kind.needs[0].src_names for kind in self._kinds), ()),
-            hosts=_hosts(self._kinds),
+            hosts=_hosts(self._kinds, self._sender),
             kinds=_packed([kind.bundles.kinds for kind in self._kinds]),
         )
 
@@ -103,9 +118,12 @@ class CrossHostParts:
         if not found:
             return Counter(), Counter()
         host, place = found
-        if (host.kind, place) not in self._arrivals:
-            self._arrivals[host.kind, place] = self._kinds[host.kind].bundles.arrivals(place)
-        packed, passed_on = self._arrivals[host.kind, place]
+        key = host.kind, place, host.near
+        if key not in self._arrivals:
+            kind = self._kinds[host.kind]
+            without = kind.near[next(n for n, ranks in enumerate(kind.ranks) if rank in ranks)]
+            self._arrivals[key] = kind.bundles.arrivals(place, without)
+        packed, passed_on = self._arrivals[key]
         return (
             Counter({int(self._sender[trainer]): nbytes for trainer, nbytes in packed.items()}),
             Counter({host.ranks[giver]: nbytes for giver, nbytes in passed_on.items()}),
@@ -134,33 +152,49 @@ def _packed(kinds: Sequence[Kinds | None]) -> tuple[Kinds | None, ...]:
     return tuple(known[id(each)] if each else None for each in kinds)
 
 
-def _kinds(needs: Mapping[int, Needs], hosts: Mapping[int, str]) -> list[_Kind]:
+def _kinds(
+    needs: Mapping[int, Needs], hosts: Mapping[int, str], near: Mapping[str, Collection[int]]
+) -> list[_Kind]:
     on_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted(needs):
         on_host[hosts[rank]].append(rank)
-    alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
-    for _, ranks in sorted(on_host.items()):
-        alike[tuple(id(needs[rank]) for rank in ranks)].append(tuple(ranks))
-    return [_kind([needs[rank] for rank in ranks[0]], tuple(ranks)) for ranks in alike.values()]
+    alike: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for host, ranks in sorted(on_host.items()):
+        alike[tuple(id(needs[rank]) for rank in ranks)].append(host)
+    return [
+        _kind(
+            [needs[rank] for rank in on_host[names[0]]],
+            tuple(tuple(on_host[name]) for name in names),
+            tuple(frozenset(near.get(name, ())) for name in names),
+        )
+        for names in alike.values()
+    ]
 
 
-def _kind(needs: Sequence[Needs], ranks: tuple[tuple[int, ...], ...]) -> _Kind:
+def _kind(
+    needs: Sequence[Needs], ranks: tuple[tuple[int, ...], ...], near: tuple[frozenset[int], ...]
+) -> _Kind:
     """Divide the needs of each place of a host."""
     alike = [each for each in needs if isinstance(each, AlikeReads)]
     if len(alike) == len(needs) and len({id(each.kinds) for each in alike}) == 1:
         reads, places = tuple(each.reads for each in alike), tuple(each.places for each in alike)
-        return _Kind(reads, places, HostBundles.of_alike(alike), ranks)
+        return _Kind(reads, places, HostBundles.of_alike(alike), ranks, near)
     reads = tuple(each.whole() if isinstance(each, AlikeReads) else each for each in needs)
-    return _Kind(reads, (), HostBundles.of(reads), ranks)
+    return _Kind(reads, (), HostBundles.of(reads), ranks, near)
 
 
-def _hosts(kinds: Sequence[_Kind]) -> tuple[ReceivingHost, ...]:
-    """Number the bundles of all hosts."""
-    of_hosts = [(number, kind, ranks) for number, kind in enumerate(kinds) for ranks in kind.ranks]
-    ends = itertools.accumulate(len(kind.bundles.trainer) for _, kind, _ in of_hosts)
+def _hosts(kinds: Sequence[_Kind], sender: Int64) -> tuple[ReceivingHost, ...]:
+    """Number the bundles of all hosts. `sender` has the rank of each trainer, or -1."""
+    of_hosts = [
+        (number, len(kind.bundles.trainer), *host)
+        for number, kind in enumerate(kinds)
+        for host in zip(kind.ranks, kind.near, strict=True)
+    ]
+    ends = itertools.accumulate(count for _, count, _, _ in of_hosts)
+    known = set(range(len(sender)))
     return tuple(
-        ReceivingHost(number, end - len(kind.bundles.trainer), ranks)
-        for (number, kind, ranks), end in zip(of_hosts, ends, strict=True)
+        ReceivingHost(number, end - count, ranks, frozenset(sender[[*near & known]].tolist()))
+        for (number, count, ranks, near), end in zip(of_hosts, ends, strict=True)
     )
 
 
@@ -168,14 +202,17 @@ def _capacities(kinds: Sequence[_Kind], max_message_bytes: int) -> list[Int64]:
     """Return the capacity of each kind's bundles. Hosts of a kind have the same."""
     num_trainers = 1 + max((int(kind.bundles.trainer.max(initial=-1)) for kind in kinds), default=-1)
     rows: list[tuple[int, int, int]] = []  # bundle, end, times
+    less = [0] * num_trainers
     number, end = 0, num_trainers
     for kind in kinds:
+        stays = Counter(itertools.chain.from_iterable(kind.near))  # hosts to which a trainer's do not cross
         for trainer, order in zip(kind.bundles.trainer.tolist(), kind.bundles.orders, strict=True):
-            rows.append((number, trainer, len(kind.ranks)))
+            rows.append((number, trainer, len(kind.ranks) - stays[trainer]))
             rows += [(number, end + place, 1) for place in order]
             number += 1
+        less += kind.least_near_nbytes()
         end += len(kind.needs)
     bundle, ends, times = np.array(rows, np.int64).reshape(-1, 3).T
     nbytes = np.concatenate([np.zeros(0, np.int64), *(kind.bundles.padded_nbytes for kind in kinds)])
-    found = capacities(nbytes, bundle, ends, times, max_message_bytes)
+    found = capacities(nbytes, bundle, ends, times, max_message_bytes, np.array(less, np.int64))
     return np.split(found, np.cumsum([len(kind.bundles.trainer) for kind in kinds])[:-1])

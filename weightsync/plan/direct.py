@@ -203,6 +203,10 @@ class Reshard:
         self._ends = np.maximum.accumulate(self._base[self._shards.tensor] + self._high[:, 0])
 
     @property
+    def num_trainers(self) -> int:
+        return self._source.num_ranks
+
+    @property
     def has_replicas(self) -> bool:
         """Whether several trainer ranks hold the same box."""
         return bool((self._shards.size > 1).any())
@@ -234,7 +238,8 @@ class Reshard:
         num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
         lane, nbytes = lane[by_lane], (table[:, 2] * table[:, 3])[by_lane]
         trainer, buffers = np.divmod(lane, num_src * num_dst)
-        order = _read_order(trainer, nbytes, start, near)
+        first = near.index(0) + 1 if 0 in near else start
+        order = _read_order(trainer, nbytes, first, source.num_ranks)
         rows, (src_buffer, dst_buffer) = by_lane[order], np.divmod(buffers[order], num_dst)
         return Reads(
             *(column[rows] for column in table.T),
@@ -333,19 +338,25 @@ def _origin(layout: Layout) -> Int64:
     return origin
 
 
-def _read_order(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
+def in_turns(reads: Reads, first: int) -> Reads:
+    """Return `reads`, which are ordered by trainer, in the order of `Reshard.reads`."""
+    trainer = reads.trainer.astype(np.int64)
+    most = max(first, int(trainer.max(initial=0)))
+    return reads.take(_read_order(trainer, reads.rows * reads.row_nbytes, first, most + 1))
+
+
+def _read_order(trainer: Int64, nbytes: Int64, first: int, num_trainers: int) -> Int64:
     """Return the order of the copies; `trainer` ascends.
 
     Copies run in rounds. In each round every trainer gives the same fraction of its bytes, so all are busy
-    until the end. A receiver starts each round with the trainer after the one on its own device, or with
-    `start`, so that receivers read from different trainers at any time.
+    until the end. A receiver starts each round with trainer `first`, the one after that on its own device if
+    there is one, so that receivers read from different trainers at any time.
     """
-    total = np.bincount(trainer, nbytes, len(near)).astype(np.int64)
+    total = np.bincount(trainer, nbytes, num_trainers).astype(np.int64)
     before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[trainer]
     num_rounds = -(-int(total.max(initial=0)) // CHUNK_NBYTES)
     turn = before * num_rounds // total[trainer]
-    first = near.index(0) + 1 if 0 in near else start
-    return stable_order(turn * len(near) + (trainer - first) % len(near))
+    return stable_order(turn * num_trainers + (trainer - first) % num_trainers)
 
 
 def _numel(extent: Int64) -> Int64:

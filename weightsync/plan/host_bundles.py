@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,12 +112,17 @@ class HostBundles:
         start = self.start[place, number]
         return self.rows[place][start : start + self.count[number]]
 
-    def arrivals(self, place: int) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes of `place` by the trainer that is read, and by the place that passes them on."""
+    def arrivals(self, place: int, without: Collection[int] = ()) -> tuple[Counter[int], Counter[int]]:
+        """Return the bytes of `place` by the trainer that is read, and by the place that passes them on.
+
+        Those of the trainers `without` are left out.
+        """
         packed, passed_on = Counter[int](), Counter[int]()
         for trainer, order, nbytes in zip(
             self.trainer.tolist(), self.orders, self.nbytes.tolist(), strict=True
         ):
+            if trainer in without:
+                continue
             if order[0] == place:
                 packed[trainer] += nbytes
             elif place in order:

@@ -219,7 +219,14 @@ def _parts(
     return bundles, tuple(sorted(local, key=itemgetter(0)))
 
 
-def capacities(nbytes: Int64, bundle: Int64, end: Int64, times: Int64, max_message_bytes: int) -> Int64:
+def capacities(
+    nbytes: Int64,
+    bundle: Int64,
+    end: Int64,
+    times: Int64,
+    max_message_bytes: int,
+    less: Int64 | None = None,
+) -> Int64:
     """Return the most bytes of a message of each bundle.
 
     A bundle's share of a round is its share of its busiest end's bytes. So lanes of one bottleneck end
@@ -230,6 +237,7 @@ def capacities(nbytes: Int64, bundle: Int64, end: Int64, times: Int64, max_messa
         bundle: int64[M], ascending; each bundle's ends follow each other. It has one at least.
         end: int64[M], numbers of ends: a rank that packs, or one that receives.
         times: int64[M], how many bundles like this one the end has.
+        less: by end, bytes of its bundles that are never sent together with the others.
 
     Raises:
         ConfigError: `max_message_bytes` has no room for 256 bytes of each bundle of one end.
@@ -240,6 +248,8 @@ def capacities(nbytes: Int64, bundle: Int64, end: Int64, times: Int64, max_messa
     least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
     shared = max_message_bytes - least * most
     total = np.bincount(end, nbytes[bundle] * times).astype(np.int64)
+    if less is not None:
+        total -= less[: len(total)]
     starts = np.flatnonzero(np.diff(bundle, prepend=-1))
     busiest = np.maximum.reduceat(total[end], starts) if len(starts) else total[:0]
     found: Int64 = (least + shared * nbytes // busiest) // RUN_ALIGN * RUN_ALIGN

@@ -8,6 +8,7 @@ from typing import NewType, Protocol
 
 from weightsync.config import Components, PrefixCache
 from weightsync.plan import Reads
+from weightsync.plan.alike import Near
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
@@ -47,6 +48,9 @@ SharedTerms = NewType("SharedTerms", object)
 SharedTable = NewType("SharedTable", object)
 """The same of a `BundleTable`: engine ranks with equal needs receive the same."""
 
+SharedReads = NewType("SharedReads", object)
+"""The same of `AlikeReads`, packed: engines of equal layout have the same."""
+
 SharedLayout = NewType("SharedLayout", object)
 """The same of a `LayoutTable`. Holders make the layouts of all ranks of a mesh of it."""
 
@@ -84,7 +88,12 @@ class HolderPeer(Protocol):
     async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None: ...
     async def accept(self, timeout_s: float) -> None: ...
     async def warm_up(self, timeout_s: float) -> None: ...
-    async def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
+    async def route(
+        self,
+        reads: Sequence[Reads] | SharedReads,
+        memory: Mapping[int, DeviceMemory],
+        near: Near | None = None,
+    ) -> None: ...
     async def exchange(
         self, terms: SharedTerms, rank: int, sent: Mapping[int, BundleTable], received: SharedTable | None
     ) -> Exchange: ...

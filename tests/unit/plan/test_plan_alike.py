@@ -26,7 +26,7 @@ from weightsync.plan import (
     host_bundles,
     tensor_rows,
 )
-from weightsync.plan.alike import AlikeReshard
+from weightsync.plan.alike import AlikeReshard, Near, local_reads
 from weightsync.plan.column import row_codes
 from weightsync.plan.cross_host_parts import CrossHostParts, Needs
 from weightsync.plan.layout import columns
@@ -127,7 +127,7 @@ def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) ->
     assert pairs
     reshard = Reshard(model.source, "e0", model.engine)
     for rank in range(model.engine.num_ranks):
-        found, wanted = pairs.reads(rank, model.near).whole(), reshard.reads(rank, model.near, start=0)
+        found, wanted = pairs.reads(rank).whole(), reshard.reads(rank, model.near, start=0)
         assert by_trainer(found) == by_trainer(wanted)
         assert (found.src_names, found.dst_names) == (wanted.src_names, wanted.dst_names)
 
@@ -139,13 +139,30 @@ def test_layouts_of_every_way_of_cutting_are_read_alike_or_hold_replicas(made: S
     assert (pairs is None) == reshard.has_replicas
     for rank in range(engine.num_ranks if pairs else 0):
         near = [2] * source.num_ranks
-        assert by_trainer(pairs.reads(rank, near).whole()) == by_trainer(reshard.reads(rank, near, start=0))
+        assert by_trainer(pairs.reads(rank).whole()) == by_trainer(reshard.reads(rank, near, start=0))
+
+
+@given(models(), st.data())
+def test_what_is_near_is_read_in_turns_from_the_first_on(model: Model, data: st.DataObject) -> None:
+    pairs, reshard = pair(model.trainers, model.engine), Reshard(model.source, "e0", model.engine)
+    assert pairs
+    trainers = data.draw(st.lists(st.integers(0, len(model.near) - 1), min_size=1, unique=True))
+    near = Near(tuple(sorted(trainers)), data.draw(st.integers(0, len(model.near))))
+    for rank in range(model.engine.num_ranks):
+        sent = pickle.loads(pickle.dumps(pairs.reads(rank).packed()))
+        (found,) = local_reads(sent, near)
+        whole = reshard.reads(rank, model.near, start=0)
+        wanted = whole.take(np.flatnonzero(np.isin(whole.trainer, trainers)))
+        assert by_trainer(found) == by_trainer(wanted)
+        turns = [(trainer < near.first, trainer) for trainer in found.trainer.tolist()]
+        assert turns == sorted(turns), "what is small is read in one round"
+        assert pairs.reads(rank).by_trainer() == whole.by_trainer()
 
 
 def lanes(model: Model, needs: Mapping[int, Needs], hosts: Mapping[int, str]) -> list[Lane]:
     """The messages of all members, each as its sender and as its receiver plans them."""
     num_trainers = model.source.num_ranks
-    parts = CrossHostParts(range(num_trainers + len(needs)), range(num_trainers), needs, hosts, 1 << 16)
+    parts = CrossHostParts(range(num_trainers + len(needs)), range(num_trainers), needs, hosts, {}, 1 << 16)
     sent: dict[tuple[int, int], bytes] = {}
     received, found = {}, []
     for rank in range(num_trainers + len(needs)):
@@ -168,7 +185,7 @@ def test_messages_of_kinds_are_those_of_all_tensors(model: Model, data: st.DataO
     assert pairs
     given_, wanted = {}, {}
     for number in range(size):
-        kinds, whole = pairs.reads(number, model.near), reshard.reads(number, model.near, start=0)
+        kinds, whole = pairs.reads(number), reshard.reads(number, model.near, start=0)
         if len(whole):
             given_ |= {first + number: kinds, first + size + number: kinds}
             wanted |= {first + number: whole, first + size + number: whole}
@@ -236,8 +253,8 @@ def test_layers_are_alike_though_they_are_elsewhere() -> None:
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.first) == 3, "gate and up are of one kind, wherever an engine has them"
-    found = pairs.reads(1, [2] * 5)
-    assert len(found) < len(found.whole()) / 8
+    found = pairs.reads(1)
+    assert len(found.reads) < len(found.whole()) / 8
     assert by_trainer(found.whole()) == by_trainer(
         Reshard(source.whole, "e0", engine).reads(1, [2] * 5, start=0)
     )
@@ -264,6 +281,6 @@ def test_one_memory_of_many_tensors_is_no_kind() -> None:
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.buffer) == 1
-    assert by_trainer(pairs.reads(0, [2]).whole()) == by_trainer(
+    assert by_trainer(pairs.reads(0).whole()) == by_trainer(
         Reshard(source.whole, "e0", engine).reads(0, [2], start=0)
     )

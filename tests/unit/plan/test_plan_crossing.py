@@ -28,7 +28,8 @@ LEAST, MIB = 256, 1 << 20
 class CrossHostExchange:
     """An exchange, the plan of all its messages, and the part that each member plans.
 
-    `given` are the needs as the exchange gets them, in kinds of tensors or not.
+    `given` are the needs as the exchange gets them: in kinds of tensors and of all trainers, or as they are.
+    `near` has the trainers on each host.
 
     The needs of engine rank n are those of rank ``first + n``. With a second engine, they are those of rank
     ``first + len(made.ranks) + n``, too.
@@ -41,6 +42,7 @@ class CrossHostExchange:
     first: int
     parts: dict[int, ShufflePlan]
     given: dict[int, Needs]
+    near: dict[str, list[int]]
 
     def number(self, rank: int) -> int:
         """Return the number of a receiving rank in its engine."""
@@ -56,38 +58,47 @@ def alike_reshard(made: Sides) -> AlikeReshard | None:
 
 @st.composite
 def crossings(draw: st.DrawFn) -> CrossHostExchange:
-    """Trainers are ranks 0 on; some are near, and the others' bytes are needed on one to four hosts."""
+    """Trainers are ranks 0 on; some are on the one to four hosts where bytes are needed."""
     made = draw(sides())
-    first = len(made.trainers)
-    far = [trainer for trainer in range(first) if draw(st.integers(0, 3))]
-    reshard, needs, given = made.reshard(), {}, {}
-    kinds = alike_reshard(made) if len(far) == first and draw(st.booleans()) else None
-    for number in range(len(made.ranks)):
-        reads = reshard.reads(number, [1] * first, start=0)
-        reads = reads.take(np.flatnonzero(np.isin(reads.trainer, far)))
-        if len(reads):
-            needs[first + number] = reads
-            given[first + number] = kinds.reads(number, [1] * first) if kinds else reads
-    hosts = {rank: draw(st.sampled_from("ab")) for rank in needs}
+    first, size = len(made.trainers), len(made.ranks)
+    reshard = made.reshard()
+    kinds = alike_reshard(made) if draw(st.booleans()) else None
+    homes = [draw(st.sampled_from(["", "a", "b", "c", "d"])) for _ in range(first)]
+    near = {host: [trainer for trainer in range(first) if homes[trainer] == host] for host in "abcd"}
+    hosts = {first + number: draw(st.sampled_from("ab")) for number in range(size)}
     if draw(st.booleans()):  # an engine of the same cut
-        alike, number = draw(st.booleans()), len(made.ranks)
-        other = {"a": "c", "b": "d"}
+        alike, other = draw(st.booleans()), {"a": "c", "b": "d"}
         hosts |= {
-            rank + number: other[hosts[rank]] if alike else draw(st.sampled_from("abc")) for rank in needs
+            rank + size: other[host] if alike else draw(st.sampled_from("abc"))
+            for rank, host in hosts.items()
         }
-        needs |= {rank + number: reads for rank, reads in needs.items()}
-        given |= {rank + number: reads for rank, reads in given.items()}
+    alike_reads = [kinds.reads(number) if kinds else None for number in range(size)]
+    whole = [reshard.reads(number, [1] * first, start=0) for number in range(size)]
+    cut = {}
+    for rank, host in hosts.items():
+        reads = whole[(rank - first) % size]
+        key = (rank - first) % size, *near[host]
+        far = np.flatnonzero(~np.isin(reads.trainer, near[host]))
+        if len(far) and key not in cut:
+            cut[key] = reads.take(far)
+    needs = {
+        rank: cut[key] for rank, host in hosts.items() if (key := ((rank - first) % size, *near[host])) in cut
+    }
+    given = {rank: alike_reads[(rank - first) % size] or reads for rank, reads in needs.items()}
+    hosts = {rank: hosts[rank] for rank in needs}
     limit = draw(st.sampled_from([400 * LEAST, 1 << 18]))
     least = draw(st.sampled_from([1, 64, 1 << 20]))
     at_once = draw(st.sampled_from([1, 5, 1 << 20]))
     with mock.patch.multiple(host_bundles, LEAST_SHARE_NBYTES=least, _AT_ONCE=at_once):
         plan = ShufflePlan.from_bundles(bundles(needs, hosts), first, max_message_bytes=limit)
-        parts = CrossHostParts(range(first + 2 * len(made.ranks)), range(first), given, hosts, limit)
+        parts = CrossHostParts(range(first + 2 * len(made.ranks)), range(first), given, hosts, near, limit)
         made_of_parts = plans(parts, {*range(first), *needs})
-    if kinds and least < MIB:  # shares are of whole buffers, so that others than of reads may be equal
+    # Shares of kinds are of whole buffers, so that others than of reads may be equal. Hosts with equal needs
+    # of other hosts have messages as large as fit on each.
+    if kinds and (least < MIB or any(homes)):
         lanes = in_order(lane for rank, part in made_of_parts.items() for lane in part.sends(rank))
         plan = replace(plan, lanes=lanes)
-    return CrossHostExchange(made, needs, hosts, plan, first, made_of_parts, given)
+    return CrossHostExchange(made, needs, hosts, plan, first, made_of_parts, given, near)
 
 
 def plans(parts: CrossHostParts, ranks: set[int]) -> dict[int, ShufflePlan]:
@@ -197,7 +208,7 @@ def on_link(lane: Lane) -> tuple[object, ...]:
 def test_a_hosts_bytes_are_counted_by_who_brings_them(case: CrossHostExchange) -> None:
     trainers, limit = range(case.first), case.plan.max_message_bytes
     parts = CrossHostParts(
-        range(case.first + 2 * len(case.made.ranks)), trainers, case.given, case.hosts, limit
+        range(case.first + 2 * len(case.made.ranks)), trainers, case.given, case.hosts, case.near, limit
     )
     for rank, part in plans(parts, {*case.needs}).items():
         packed, passed_on = Counter(), Counter()
@@ -212,7 +223,7 @@ def test_hosts_of_equal_needs_are_planned_once_and_what_a_member_gets_does_not_g
         ranks = {1 + place + 2 * host: needs[place] for host in range(number) for place in (0, 1)}
         hosts = {rank: str((rank - 1) // 2) for rank in ranks}
         with mock.patch.object(HostBundles, "of", side_effect=HostBundles.of) as divided:
-            parts = CrossHostParts(range(1 + 2 * number), [0], ranks, hosts, 8 * MIB)
+            parts = CrossHostParts(range(1 + 2 * number), [0], ranks, hosts, {}, 8 * MIB)
         assert divided.call_count == 1
         assert [*parts.sent(0)] == [0]
         assert {len(host.ranks) for host in parts.terms.hosts} == {2}
