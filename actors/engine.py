@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.engines import Generates, Rollout, choose_engine, make_engine
+from weightsync.engines import CountsDrafts, DraftCounts, Generates, Rollout, choose_engine, make_engine
 from weightsync.engines.sampling import check_prompts
 
 
@@ -52,6 +52,15 @@ class EngineActor(EngineCalls):
         """Complete token-id prompts; see `Generates.generate`. Raises ConfigError for a text."""
         check_prompts(prompts)
         return await asyncio.to_thread(self._engine.generate, prompts, sampling)
+
+    async def draft_counts(self) -> DraftCounts | None:
+        """Return how many tokens were drafted and accepted since the engine started.
+
+        None for an engine that does not speculate, or does not count: vLLM does.
+        """
+        if not isinstance(self._engine, CountsDrafts):
+            return None
+        return await asyncio.to_thread(self._engine.draft_counts)
 
     async def close(self) -> None:
         """End the engine."""

@@ -74,6 +74,7 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
         run=report,
         facts=_facts(report),
         rewards=_rewards(report) if report.steps else None,
+        acceptance=_acceptance(report) if report.acceptances else None,
         versions=_versions(report) if report.steps else None,
         seconds=_seconds(report) if any(row.phases for row in report.steps) else None,
         num_columns=_MOST_COLUMNS,
@@ -135,6 +136,11 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
 def _rewards(report: RunReport) -> _Chart:
     points = [(row.step, row.reward) for row in report.steps]
     return _chart(lambda width: line("Mean reward by step", points, width, 1.0, report.target_reward))
+
+
+def _acceptance(report: RunReport) -> _Chart:
+    title = "Share of the drafted tokens that engines accepted, by step"
+    return _chart(lambda width: line(title, report.acceptances, width, 1.0))
 
 
 def _versions(report: RunReport) -> _Chart:

@@ -12,6 +12,7 @@ import random
 from weightsync import SyncReport, WeightSync
 from weightsync.actors.detached import end_all
 from weightsync.faults import FaultPlan
+from weightsync.recipes.acceptance import acceptance, count_drafts
 from weightsync.recipes.elastic import Elastic
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.policy import make_policy
@@ -81,14 +82,16 @@ def run(
         for step in range(policy.version, loop.steps + 1):
             elastic.before(step)
             prompts = problems.sample(loop.prompts_per_step)
+            counted = count_drafts(recipe, sync.serving())
             rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s, policy.adapter)
+            accepted = acceptance(counted, count_drafts(recipe, sync.serving()), rollouts.lost)
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
             sleep(sync, recipe, screen)
             train(rollouts.groups, trainers, recipe.sync.timeout_s)
             done, retried = update(policy, sync, step + 1, recipe, screen)
             updates.append(done)
-            row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
+            row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried, accepted)
             report.steps.append(row)
             report.heals, report.spans, report.coverage = [*healed, *sync.heals], done.spans, sync.coverage()
             report.engines |= elastic.infos

@@ -51,6 +51,8 @@ class StepRow:
         committed_at: seconds since 1970.
         gb_per_s, phases, routes, proofs, failures: as in `SyncReport`.
         retried: why the update was repeated; empty if it was not.
+        acceptance: share of the tokens drafted for the rollouts that engines accepted, 0 to 1. None if no
+            engine speculates.
     """
 
     step: int
@@ -68,10 +70,17 @@ class StepRow:
     proofs: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     retried: str = ""
+    acceptance: float | None = None
 
     @classmethod
     def of(
-        cls, step: int, reward: float, rollout_versions: list[int], update: SyncReport, retried: str
+        cls,
+        step: int,
+        reward: float,
+        rollout_versions: list[int],
+        update: SyncReport,
+        retried: str,
+        acceptance: float | None,
     ) -> StepRow:
         """Make the row of a step whose `update` has just committed."""
         return cls(
@@ -90,6 +99,7 @@ class StepRow:
             proofs=dict(update.proofs),
             failures=dict(update.failures),
             retried=retried,
+            acceptance=acceptance,
         )
 
     @property
@@ -154,6 +164,11 @@ class RunReport:
         """Mean of the last five steps' rewards; 0 before the first step."""
         last = self.steps[-NUM_LAST:]
         return sum(row.reward for row in last) / len(last) if last else 0.0
+
+    @property
+    def acceptances(self) -> list[tuple[int, float]]:
+        """Steps with the acceptance of each that has one."""
+        return [(row.step, row.acceptance) for row in self.steps if row.acceptance is not None]
 
     @property
     def num_verified(self) -> int:

@@ -44,9 +44,10 @@ class Screen:
         """Print the line of one step."""
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
+        accepted = "" if row.acceptance is None else f"  accepted {row.acceptance:4.0%}"
         proof = row.proof if row.verified else row.proof.upper()
         self.line(
-            f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
+            f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}{accepted}"
             f"  version {row.version:{width}}  {bytes_text(row.bytes)}"
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
@@ -78,6 +79,11 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
     median, longest = statistics.median(seconds) * 1e3, max(seconds) * 1e3
     yield "reward, first step", f"{report.first_reward:.3f}"
     yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
+    if shares := report.acceptances:
+        yield (
+            "drafted tokens accepted",
+            f"{shares[0][1]:.0%} in the first step, {shares[-1][1]:.0%} in the last",
+        )
     verified = f"{report.num_verified} of {len(steps)}"
     yield "updates verified", "; ".join(filter(None, (verified, report.on_all)))
     yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"

@@ -18,12 +18,6 @@ class DraftEngine(EngineActor):
     async def pid(self) -> int:
         return os.getpid()
 
-    async def accepted(self) -> tuple[int, int]:
-        """How many tokens were drafted, and how many of them were accepted."""
-        metrics = await asyncio.to_thread(self._engine.call, lambda engine: engine.get_metrics())
-        values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
-        return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
-
     async def live_draft(self) -> Mapping[str, torch.Tensor]:
         """Copy the draft that rank 0 serves, see `live_draft`."""
         return await asyncio.to_thread(self._engine.call, live_draft)

@@ -67,7 +67,7 @@ class Fleet:
             "num_speculative_tokens": 2,
             "draft_tensor_parallel_size": self.num_ranks,
         }
-        options = {"speculative_config": speculative, "max_model_len": 64, "disable_log_stats": False}
+        options: dict[str, Any] = {"speculative_config": speculative, "max_model_len": 64}
         options["tensor_parallel_size"] = self.num_ranks
         model = str(self.folder / "model")
         self.engines[name] = spawn(DraftEngine, "vllm", model, name, options, name)
@@ -92,12 +92,10 @@ class Fleet:
     def ask(self, engine: str) -> tuple[list[list[int]], float]:
         """Return greedy tokens, and the part of the drafted ones that were accepted."""
         handle = self.engines[engine]
-        before = ray.get(handle.accepted.remote())
+        before = ray.get(handle.draft_counts.remote())
         tokens = ray.get(handle.generate.remote(PROMPTS, GREEDY), timeout=patient(60)).tokens
-        drafted, accepted = (
-            now - then for now, then in zip(ray.get(handle.accepted.remote()), before, strict=True)
-        )
-        return tokens, accepted / drafted
+        counts = ray.get(handle.draft_counts.remote()).since(before)
+        return tokens, counts.acceptance
 
     def check_draft(self, engine: str) -> None:
         """Compare each byte of the engine's draft with its trainer's."""

@@ -52,7 +52,7 @@ class Fleet:
         from tests.actors.draft_engine import DraftEngine
 
         speculative = {"method": "mtp", "num_speculative_tokens": 1}
-        options = {"speculative_config": speculative, "max_model_len": 64, "disable_log_stats": False}
+        options: dict[str, Any] = {"speculative_config": speculative, "max_model_len": 64}
         options["tensor_parallel_size"] = self.num_ranks
         self.engines[name] = spawn(DraftEngine, "vllm", self.path, name, options, name)
         return self.engines[name]
@@ -67,12 +67,10 @@ class Fleet:
     def accepted(self) -> float:
         """Return the part of the drafted tokens of greedy answers that was accepted."""
         handle = self.engines["e0"]
-        before = ray.get(handle.accepted.remote())
+        before = ray.get(handle.draft_counts.remote())
         ray.get(handle.generate.remote(PROMPTS, GREEDY), timeout=patient(60))
-        drafted, accepted = (
-            now - then for now, then in zip(ray.get(handle.accepted.remote()), before, strict=True)
-        )
-        return accepted / drafted
+        counts = ray.get(handle.draft_counts.remote()).since(before)
+        return counts.acceptance
 
     def check_draft(self) -> None:
         """Compare each byte of the engine's MTP layer with the trainer's."""

@@ -113,6 +113,10 @@ def test_a_draft_is_trained_and_served_with_its_model(tmp_path: Path) -> None:
         (row["component"], row["version"], row["num_tensors"], row["proof"]) for row in report["coverage"]
     ]
     assert served == [("model", 4, 47, "what its loader got"), ("draft", 4, 14, "what its loader got")]
+    shares = [step["acceptance"] for step in report["steps"]]
+    assert all(0 <= share <= 1 for share in shares)
+    assert len(set(shares)) == 3, "each step counts its own"
+    assert "Accepted drafts" in (tmp_path / "run" / "report.html").read_text()
     plan = planned(load_recipe(recipe_file("speculative"), ["engines.main.count=1"]))
     assert [row["nbytes"] for row in report["coverage"]] == [row.nbytes for row in plan]
 

@@ -45,8 +45,7 @@ def rig(method: str, tmp_path: Path) -> Iterator[Rig]:
         draft = tmp_path / ("1" if method == "draft_model" else "eagle")
         speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
         build_tiny_eagle(tmp_path / "eagle", third=method == "eagle3")
-    options = {"speculative_config": speculative, "disable_log_stats": False}
-    rig = Rig("vllm", False, "host", tmp_path, {"draft": "frozen"}, **options)
+    rig = Rig("vllm", False, "host", tmp_path, {"draft": "frozen"}, speculative_config=speculative)
     yield rig
     rig.close()
 

@@ -31,10 +31,7 @@ def components() -> Components:
 def rig(family: str, components: Components, tmp_path: Path) -> Iterator[Rig]:
     """An engine that has read the files of another MTP layer than its trainer's."""
     targets = [build_tiny_mtp(tmp_path / str(1 + seed), family, seed, mtp_seed=5) for seed in (0, 1)]
-    options = {
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-        "disable_log_stats": False,
-    }
+    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     weights = mtp_weights(tmp_path / "1", family, 0) if components == TRAINED else {}
     rig = Rig("vllm", False, "host", tmp_path, components, weights, targets, **options)
     yield rig

@@ -48,8 +48,7 @@ def rig(method: str, tmp_path: Path) -> Iterator[Rig]:
     if method == "draft_model":
         (tmp_path / "draft" / "model.safetensors").unlink()  # a trained draft needs no weights at first
     speculative = {"method": method, "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
-    options = {"speculative_config": speculative, "disable_log_stats": False}
-    rig = Rig("vllm", False, "host", tmp_path, TRAINED, weights, **options)
+    rig = Rig("vllm", False, "host", tmp_path, TRAINED, weights, speculative_config=speculative)
     yield rig
     rig.close()
 

@@ -24,13 +24,6 @@ _EXPERTS = ("w13_weight", "w2_weight")
 _TIED = "embed_tokens.weight"
 
 
-def counted(rig: Rig) -> tuple[int, int]:
-    """How many tokens were drafted, and how many of them were accepted, since the engine started."""
-    metrics = rig.engine.call(lambda engine: engine.get_metrics())
-    values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
-    return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
-
-
 def models(engine: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return the target and the draft of an engine with one rank."""
     runner = engine.model_executor.driver_worker.worker.model_runner
@@ -69,17 +62,17 @@ def check_live_mtp(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch
 
     No tensor may be left.
     """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
-
     wanted = {name.removeprefix(of.layer): each for name, each in trained.items()}
     seen = set[str]()
     for name, tensor in live.items():
-        inner = re.sub(r"^model\.(mtp_)?layers\.2\.(mtp_block\.)?|routed_experts\.", "", name)
+        inner = re.sub(r"^model\.(mtp_)?layers\.\d+\.(mtp_block\.)?|routed_experts\.", "", name)
         inner = inner.replace("experts.e_score", "gate.e_score")  # a second name
         found = next((each for each in _MTP_PARTS if each in inner), "")
         names = [inner.replace(found, part) for part in _MTP_PARTS[found]] if found else [inner]
         whole = torch.cat([wanted[each] for each in names])
         if inner.endswith(_EXPERTS):
+            from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
             whole = cpu_prepack_moe_weight(whole, "vec")  # as the kernel has them in float32
         assert torch.equal(tensor, whole), name
         seen.update(names)
@@ -91,11 +84,11 @@ def check_version(rig: Rig, version: int) -> float:
 
     Returns the part of the drafted tokens that the target accepted.
     """
-    model, before = rig.models[(version - 1) % 2], counted(rig)
+    model, before = rig.models[(version - 1) % 2], rig.engine.draft_counts()
     rig.update(model, version)
     rollout = rig.generate(PROMPTS).result()
     assert rig.serves(model, PROMPTS, rollout.tokens)
     assert rollout.versions == [(version, version)] * len(PROMPTS)
-    drafted, accepted = (now - then for now, then in zip(counted(rig), before, strict=True))
-    assert drafted > 0
-    return accepted / drafted
+    counts = rig.engine.draft_counts().since(before)
+    assert counts.num_drafted > 0
+    return counts.acceptance

@@ -11,6 +11,8 @@ from typing import Any
 from weightsync.channel.sink import Sink
 from weightsync.engines.base import (
     CachesPrefixes,
+    CountsDrafts,
+    DraftCounts,
     Engine,
     ExportsMemory,
     Generates,
@@ -25,6 +27,8 @@ from weightsync.errors import ConfigError, nearest
 __all__ = [
     "ENGINES",
     "CachesPrefixes",
+    "CountsDrafts",
+    "DraftCounts",
     "Engine",
     "ExportsMemory",
     "Generates",

@@ -60,6 +60,28 @@ class Rollout:
         return min((first for first, _ in self.versions), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Tokens that were drafted since an engine started.
+
+    Attributes:
+        num_drafted: how many were proposed.
+        num_accepted: how many of these the engine's model accepted.
+    """
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """Return what was counted after `earlier`."""
+        return DraftCounts(self.num_drafted - earlier.num_drafted, self.num_accepted - earlier.num_accepted)
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the drafted tokens that was accepted, 0 to 1. None if none was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+
 class Engine(Protocol):
     """One inference engine, with all its ranks, in the process of its actor.
 
@@ -170,6 +192,14 @@ class HasComponents(Protocol):
 
         Called in each connect, before ``layout``, if they are others than before.
         """
+
+
+@runtime_checkable
+class CountsDrafts(Protocol):
+    """An engine that can say how many of its drafted tokens its model accepted."""
+
+    def draft_counts(self) -> DraftCounts | None:
+        """Return the counts since the engine started. None if it does not speculate, or does not count."""
 
 
 @runtime_checkable

@@ -132,6 +132,22 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         assert said in text
 
 
+def test_accepted_drafts_are_on_the_page_of_engines_that_speculate_alone() -> None:
+    report = run_report(num_steps=3)
+    assert "ccepted" not in page(report)
+    for place, share in ((0, 0.125), (2, 0.714)):
+        report.steps[place] = replace(report.steps[place], acceptance=share)
+    html = page(report)
+    Elements(html)
+    text = texts(html)
+    assert "Accepted drafts Of the tokens that the draft proposed for each step's rollouts" in text
+    assert "step reward accepted version update proof 1 0.333 12 % 2 21 ms verified" in text
+    assert "2 0.667 3 22 ms verified 3 1.000 71 % 4 " in text
+    chart = re.search(r'<svg[^>]*aria-label="Share of the drafted.*?</svg>', html, re.DOTALL)
+    assert chart
+    assert len(re.findall(r"[\d.]+ [\d.]+", re.search(r'd="M([^"]*)"', chart[0])[1])) == 3, "the last twice"
+
+
 def test_a_run_that_failed_counts_it_and_says_why() -> None:
     report = run_report()
     report.status, report.error = "failed", "no answer within 60 s from trainer 1"

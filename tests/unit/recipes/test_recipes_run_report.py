@@ -50,6 +50,7 @@ def test_a_report_reads_back_as_it_was_filled(tmp_path: Path) -> None:
             "proofs": {},
             "failures": {},
             "retried": "",
+            "acceptance": None,
         }
     ]
     assert read["heals"] == []
@@ -85,11 +86,12 @@ def test_everything_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_row_says_what_the_update_said() -> None:
-    made = StepRow.of(6, 0.5, [6], REPORT, "the first try failed")
+    made = StepRow.of(6, 0.5, [6], REPORT, "the first try failed", 0.5)
     assert (made.step, made.version, made.bytes, made.sync_seconds) == (6, 7, 16_400_000_000, 0.5)
     assert made.phases == {"publish": 0.1, "move": 0.2}
     assert made.failures == {"e2": "engine e2 failed in move: out of memory"}
     assert (made.gb_per_s, made.retried) == (REPORT.gb_per_s, "the first try failed")
+    assert made.acceptance == 0.5
     assert abs(made.committed_at - time.time()) < 60
 
 

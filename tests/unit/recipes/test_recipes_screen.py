@@ -45,6 +45,24 @@ def test_a_step_is_one_plain_line_however_narrow_the_screen(screen: Screen, show
     assert shown.getvalue().endswith("verified on 1 of 2 engines\n")
 
 
+def test_accepted_drafts_are_shown_for_engines_that_speculate_alone(
+    screen: Screen, shown: io.StringIO
+) -> None:
+    steps = [row(verified=True), replace(row(verified=True), acceptance=0.125)]
+    steps.append(replace(row(verified=True), acceptance=0.71))
+    for each in steps:
+        screen.step(each, 30)
+    without, first, last = shown.getvalue().splitlines()
+    assert "accepted" not in without
+    assert "accepted  12%  version" in first
+    assert "accepted  71%  version" in last
+    screen.summary(RunReport(name="speculative", seed=0, status="done", steps=steps))
+    assert re.search(r"drafted tokens accepted +│ 12% in the first step, +", shown.getvalue())
+    assert shown.getvalue().count("accepted") == 3
+    screen.summary(RunReport(name="quickstart", seed=0, status="done", steps=steps[:1]))
+    assert shown.getvalue().count("accepted") == 3
+
+
 def test_text_in_brackets_is_not_taken_for_markup(screen: Screen, shown: io.StringIO) -> None:
     screen.line("box [0, 3] of [bold]")
     assert shown.getvalue() == "box [0, 3] of [bold]\n"

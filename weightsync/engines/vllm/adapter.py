@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.engines.adapter_engine import Served
+from weightsync.engines.base import DraftCounts
 from weightsync.engines.checks import warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
@@ -17,6 +18,7 @@ from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.slot_serving import SlotServing
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
+from weightsync.engines.vllm.drafted import draft_counts
 from weightsync.engines.vllm.lora import Adapted, adapted
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import ConfigError
@@ -86,6 +88,10 @@ class VllmEngine(SlotServing, VllmRanks):
             return work(stepper.engine)
 
         return self.loop.call(between_steps)
+
+    def draft_counts(self) -> DraftCounts | None:
+        """Return counts of drafted tokens, see `CountsDrafts.draft_counts`."""
+        return self._call(draft_counts)
 
     @property
     def rank_processes(self) -> Sequence[RankProcess]:

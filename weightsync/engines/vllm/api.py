@@ -1,7 +1,6 @@
 """All imports from vLLM: its engine, its layerwise reload, and how its layers store parameters.
 
-Sources: vLLM's documentation of ``worker_extension_cls`` and of the layerwise reload, and its code of 0.24
-to 0.33.
+Sources: vLLM's documentation of ``worker_extension_cls`` and the layerwise reload; its code of 0.24 to 0.33.
 """
 
 from __future__ import annotations
@@ -82,7 +81,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
             raise ConfigError(f"options.{key}", value, "give it in options.speculative_config")
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known))
-    settings = {"dtype": "auto", "skip_tokenizer_init": True, "disable_log_stats": True, **options}
+    settings = {"dtype": "auto", "skip_tokenizer_init": True, **options}
+    settings.setdefault("disable_log_stats", not settings.get("speculative_config"))  # it counts drafts there
     if speculative := settings.get("speculative_config"):
         settings["speculative_config"] = _from_own_files(speculative)
     if current_platform.is_cpu():

@@ -1,0 +1,41 @@
+"""How many of the tokens that drafts proposed for a step's rollouts engines accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from weightsync.engines import DraftCounts
+from weightsync.recipes.calls import gather
+from weightsync.recipes.recipe import Recipe
+
+
+def count_drafts(recipe: Recipe, engines: Mapping[str, ActorHandle[Any]]) -> dict[str, DraftCounts]:
+    """Ask `engines` what they have drafted since they started, if the recipe has a draft.
+
+    Engines that fail or do not count are left out.
+    """
+    if not recipe.draft:
+        return {}
+    calls = {name: engine.draft_counts.remote() for name, engine in engines.items()}
+    answers = gather(calls, "count drafts", recipe.sync.timeout_s).answers
+    return {name: counts for name, counts in answers.items() if counts}
+
+
+def acceptance(
+    before: Mapping[str, DraftCounts], after: Mapping[str, DraftCounts], lost: Collection[str]
+) -> float | None:
+    """Return the share of the tokens drafted between two counts that was accepted. None if none was drafted.
+
+    Engines of `lost`, which failed in between, are left out: they may count from zero again.
+    """
+    made = [
+        counts.since(before.get(name, DraftCounts())) for name, counts in after.items() if name not in lost
+    ]
+    made = [counts for counts in made if counts.num_drafted > 0]
+    total = DraftCounts(
+        sum(counts.num_drafted for counts in made), sum(counts.num_accepted for counts in made)
+    )
+    return total.acceptance
