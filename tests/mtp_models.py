@@ -83,10 +83,15 @@ _COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight":
 """What checkpoints of GLM repeat in MTP's layer."""
 
 
-def build_tiny_mtp(path: Path, family: str, seed: int = 0, mtp_seed: int = 0) -> PreTrainedModel:
-    """Save a float32 model and one MTP layer to `path`. Returns the model, without that layer."""
+def build_tiny_mtp(
+    path: Path, family: str, seed: int = 0, mtp_seed: int = 0, **shape: int
+) -> PreTrainedModel:
+    """Save a float32 model and one MTP layer to `path`. Returns the model, without that layer.
+
+    `shape` replaces parts of the model's shape.
+    """
     of = FAMILIES[family]
-    config = AutoConfig.for_model(of.kind, **_SHAPE, **of.settings)
+    config = AutoConfig.for_model(of.kind, **{**_SHAPE, **of.settings, **shape})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     draw_target(model, seed)
     model.save_pretrained(path)
@@ -129,7 +134,7 @@ def mtp_weights(path: Path, family: str, seed: int) -> dict[str, torch.Tensor]:
 
 def _mtp(weights: Mapping[str, torch.Tensor], family: str, seed: int) -> dict[str, torch.Tensor]:
     """Return an MTP layer of the form of the model's own layers."""
-    of, hidden = FAMILIES[family], _SHAPE["hidden_size"]
+    of, hidden = FAMILIES[family], len(weights["model.norm.weight"])
     draw = torch.Generator().manual_seed(seed + 1000)
     layer = sorted(name for name in weights if name.startswith(of.like))
     shapes = {name.replace(of.like, of.layer): tuple(weights[name].shape) for name in layer}
