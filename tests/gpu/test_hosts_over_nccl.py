@@ -15,6 +15,7 @@ from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.fleet import Fleet as DriversFleet
+from weightsync.plan.alike import LEAST_ALIKE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,20 +39,23 @@ def on_hosts(patch: pytest.MonkeyPatch, hosts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_trainers", "engine_gpus", "hosts"),
+    ("num_trainers", "engine_gpus", "hosts", "least_alike"),
     [
-        (1, [1], "ab"),
-        (2, [0, 1], "ab"),
-        (1, [1, 2], "abb"),
-        (2, [2, 3], "aabb"),
-        (2, [1, 2, 3], "aabb"),
+        (1, [1], "ab", LEAST_ALIKE),
+        (2, [0, 1], "ab", LEAST_ALIKE),
+        (2, [0, 1], "ab", 1000),
+        (1, [1, 2], "abb", LEAST_ALIKE),
+        (2, [2, 3], "aabb", LEAST_ALIKE),
+        (2, [1, 2, 3], "aabb", LEAST_ALIKE),
+        (2, [1, 2, 3], "aabb", 1000),
     ],
-    ids=["apart", "colocated", "passed-on", "two-and-two", "both"],
+    ids=["apart", "colocated", "colocated-one-by-one", "passed-on", "two-and-two", "both", "both-one-by-one"],
 )
 def test_each_version_arrives_bit_for_bit(
     num_trainers: int,
     engine_gpus: list[int],
     hosts: str,
+    least_alike: float,
     bundles: PlacementGroup,
     num_gpus: int,
     path: str,
@@ -59,6 +63,7 @@ def test_each_version_arrives_bit_for_bit(
 ) -> None:
     if num_gpus < len(hosts):
         pytest.skip(f"needs {len(hosts)} GPUs")
+    monkeypatch.setattr("weightsync.plan.alike.LEAST_ALIKE", least_alike)
     fleet = Fleet(bundles, path, num_trainers, engine_gpus)
     with WeightSync(CONFIG) as sync:
         fleet.register(sync)
