@@ -62,19 +62,20 @@ class BundleTable:
         self, hosts: Sequence[ReceivingHost], rank: int, src_names: tuple[str, ...], kinds: Kinds | None
     ) -> Iterator[Lane]:
         """Yield the messages between `hosts`, which are of this kind, and `rank`."""
-        reads, bounds = self.reads.reads(src_names), self.bounds.tolist()
-        parts = [reads.take(np.arange(*bounds[n : n + 2])) for n in range(len(self.number))]
-        capacity = self.capacity.tolist()
-        if kinds:
-            known = AlikeMessages(kinds, self.places)
-            moved = [*map(known.of, parts, self.low.tolist(), self.high.tolist(), capacity)]
-        else:
-            moved = [*map(bundle_messages, parts, capacity)]
-        rows = [*zip(self.number.tolist(), self.sender.tolist(), self.orders, moved, strict=True)]
-        for host in hosts:
-            for number, sender, order, messages in rows:
-                if sender < 0 or sender in host.near:
-                    continue
+        reads = self.reads.reads(src_names)
+        known = AlikeMessages(kinds, self.places) if kinds else None
+        for n, (number, sender, order) in enumerate(
+            zip(self.number.tolist(), self.sender.tolist(), self.orders, strict=True)
+        ):
+            takers = [host for host in hosts if sender >= 0 and sender not in host.near]
+            if not takers:
+                continue
+            part, capacity = reads.take(np.arange(*self.bounds[n : n + 2])), int(self.capacity[n])
+            if known:
+                messages = known.of(part, int(self.low[n]), int(self.high[n]), capacity)
+            else:
+                messages = bundle_messages(part, capacity)
+            for host in takers:
                 first, *others = (host.ranks[place] for place in order)
                 for giver, taker in ((sender, first), *((first, other) for other in others)):
                     if rank in (giver, taker):

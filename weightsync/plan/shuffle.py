@@ -251,8 +251,11 @@ def capacities(
     if less is not None:
         total -= less[: len(total)]
     starts = np.flatnonzero(np.diff(bundle, prepend=-1))
-    busiest = np.maximum.reduceat(total[end], starts) if len(starts) else total[:0]
-    found: Int64 = (least + shared * nbytes // busiest) // RUN_ALIGN * RUN_ALIGN
+    busiest = np.maximum(np.maximum.reduceat(total[end], starts) if len(starts) else total[:0], 1)
+    # Bytes of a bundle times those of a round are more than 63 bits for bundles of tens of GB.
+    shift = max(0, int(nbytes.max(initial=0)).bit_length() + shared.bit_length() - 62)
+    part, whole = nbytes >> shift, -(-busiest >> shift)
+    found: Int64 = (least + shared * part // whole) // RUN_ALIGN * RUN_ALIGN
     return found
 
 

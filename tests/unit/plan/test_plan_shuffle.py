@@ -15,7 +15,7 @@ from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Layout
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.shuffle import ShufflePlan, capacities
 
 LEAST = 256
 
@@ -121,3 +121,12 @@ def test_a_target_of_nobody_is_refused() -> None:
     source = Layout.from_ranks([rank.layout(case.tensors) for rank in case.senders])
     with pytest.raises(PlanError, match="target: no rank receives"):
         ShufflePlan.from_layouts(source, [], max_message_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("gib", [1, 40, 73, 500, 3000])
+def test_bundles_of_any_size_share_the_bound(gib: int) -> None:
+    nbytes = np.array([gib << 30, 2 * gib << 30, gib << 20])
+    found = capacities(nbytes, np.arange(3), np.zeros(3, np.int64), np.ones(3, np.int64), 256 << 20)
+    assert 0.99 * (256 << 20) < found.sum() <= 256 << 20
+    assert found[1] == pytest.approx(2 * found[0], rel=0.01)
+    assert 0 < found[2] < found[0] // 100
