@@ -7,7 +7,8 @@
 The controller, the planner and the messages are the real ones. Peers are objects in the same process, which
 answer at once (`benchmarks.driver_peers`): FSDP ranks with rows of every tensor, engines of 8 tensor-parallel
 ranks, and a holder for each rank, on hosts of 8 GPUs. There are as many engine ranks as trainer ranks, on
-hosts of their own or, with ``--colocated``, on the same GPUs.
+hosts of their own or, with ``--colocated``, on the same GPUs. With ``--shards 8``, trainers hold replicas of
+8 parts of each tensor, as under HSDP.
 Tensors are those of `bench_plan`. Fleets of 10, 100 and ``--ranks`` trainer ranks are measured, each in a
 process that may take ``--part-timeout`` seconds and ``--memory-gib`` of memory. If one needs more, that is
 reported with the rows that it had, and the others go on.
@@ -136,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="updates of each fleet")
     parser.add_argument("--mode", nargs="+", default=["broadcast", "direct"], choices=["broadcast", "direct"])
     parser.add_argument("--colocated", action="store_true", help="engines share GPUs with trainers")
+    parser.add_argument(
+        "--shards", type=int, default=0, help="parts of a tensor; by default as many as ranks"
+    )
     parser.add_argument("--actors", type=int, default=0, help="real Ray actors to call; none by default")
     parser.add_argument("--part-timeout", type=float, default=180.0, help="seconds that a fleet may take")
     parser.add_argument("--memory-gib", type=float, default=8.0, help="memory that a fleet may take")
@@ -152,9 +156,10 @@ def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
             "tensors": args.tensors,
             "mode": mode,
             "colocated": args.colocated,
+            "shards": args.shards or ranks,
             **limits,
         }
-        for ranks in sizes(args.ranks)
+        for ranks in (size - size % (args.shards or 1) for size in sizes(args.ranks))
         for mode in args.mode
     ]
     return [*specs, {"actors": args.actors, "rounds": args.rounds}] if args.actors else specs
@@ -166,7 +171,7 @@ def _run_part(spec: Mapping[str, object]) -> None:
         return
     gib = float(str(spec["memory_gib"]))
     resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))
-    fleet = {name: spec[name] for name in ("ranks", "engines", "tensors", "mode", "colocated")}
+    fleet = {name: spec[name] for name in ("ranks", "engines", "tensors", "mode", "colocated", "shards")}
     try:
         asyncio.run(measure_fleet(fleet, int(str(spec["rounds"])), float(str(spec["timeout_s"]))))
     except MemoryError:
@@ -179,8 +184,8 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
     ledger = Ledger()
     stage(" ".join(f"{name}={value}" for name, value in fleet.items()))
     num_tensors, num_ranks, num_engines = (int(str(fleet[name])) for name in ("tensors", "ranks", "engines"))
-    colocated = bool(fleet["colocated"])
-    made = make_fleet(num_tensors, num_ranks, num_engines, ledger, colocated=colocated)
+    colocated, num_shards = bool(fleet["colocated"]), int(str(fleet["shards"]))
+    made = make_fleet(num_tensors, num_ranks, num_engines, ledger, colocated=colocated, num_shards=num_shards)
     # The peers take their time within the driver's deadlines.
     config = SyncConfig.from_dict(
         {"mode": fleet["mode"], "timeout_s": timeout_s, "connect_timeout_s": timeout_s}

@@ -69,13 +69,13 @@ class Model:
         loaded: what an engine answers to `load`, pickled. Its fingerprints are those of the trainers' sum.
     """
 
-    def __init__(self, num_tensors: int, num_trainers: int) -> None:
-        self.metas = tensors(num_tensors)
+    def __init__(self, num_tensors: int, num_trainers: int, num_shards: int) -> None:
+        self.metas, self._num_shards = tensors(num_tensors), num_shards
         self._digest: tuple[Plan, str] | None = None
         self._engine_answers: dict[str, Message] = {}
         self._outline: Outline | None = None
         self._memory: DeviceMemory | None = None
-        self._cuts = {meta.name: ((0, 0),) for meta in self.metas}
+        self._cuts = {meta.name: ((1, 0),) for meta in self.metas}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
         nothing = np.zeros(3, np.uint64)
@@ -96,19 +96,24 @@ class Model:
         self._outline = self._outline or LayoutTable.of(self.trainer_layout(0, num_ranks)).outline()
         return self._outline
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return a trainer rank's replica and shard."""
+        return divmod(rank, self._num_shards)
+
     @cached_property
     def engine_outlines(self) -> Sequence[Outline]:
         """The outlines of an engine's ranks."""
         return [LayoutTable.of(each).outline() for each in self.engine_layouts(_NO_HOLDER)]
 
     def trainer_layout(self, rank: int, num_ranks: int) -> RankLayout:
-        """Return rows of each tensor, as FSDP2 cuts them: the last ranks have fewer or none."""
-        boxes = (_part(meta, 0, rank, num_ranks) for meta in self.metas)
+        """Return rows of each tensor, as FSDP2 cuts them: the last shards have fewer or none."""
+        replica, shard = self.place(rank)
+        boxes = (_part(meta, 0, shard, self._num_shards) for meta in self.metas)
         segments = tuple(
             Segment(meta.name, box, meta.name, 0, strides)
             for meta, box, strides in zip(self.metas, boxes, self._row_strides, strict=True)
         )
-        place = MeshPlace((num_ranks,), (rank,), self._cuts)
+        place = MeshPlace((num_ranks // self._num_shards, self._num_shards), (replica, shard), self._cuts)
         return RankLayout(self.metas, segments, device=_device(rank), mesh=place)
 
     def trainer_memory(self, rank: int, num_ranks: int) -> DeviceMemory:
@@ -155,7 +160,8 @@ class TrainerRank:
         self._model, self._rank, self._num_ranks = model, rank, num_ranks
 
     def outline(self) -> Outline:
-        return replace(self._model.outline(self._num_ranks), device=_device(self._rank), mesh=(self._rank,))
+        outline, device = self._model.outline(self._num_ranks), _device(self._rank)
+        return replace(outline, device=device, mesh=self._model.place(self._rank))
 
     def layout(self) -> LayoutTable:
         return LayoutTable.of(self._layout())
@@ -298,13 +304,20 @@ class Holder:
 
 
 def make_fleet(
-    num_tensors: int, num_trainers: int, num_engines: int, ledger: Ledger, *, colocated: bool
+    num_tensors: int,
+    num_trainers: int,
+    num_engines: int,
+    ledger: Ledger,
+    *,
+    colocated: bool = False,
+    num_shards: int = 0,
 ) -> Fleet:
     """Return a fleet on hosts of 8 GPUs, with a holder for each GPU. `ledger` notes every call.
 
-    Trainers and engines share GPUs if `colocated`, else they have hosts of their own.
+    Trainers and engines share GPUs if `colocated`, else they have hosts of their own. Trainers hold replicas
+    of `num_shards` parts of each tensor; by default each has a part of its own.
     """
-    model = Model(num_tensors, num_trainers)
+    model = Model(num_tensors, num_trainers, num_shards or num_trainers)
     homes = [(f"trainers {rank // PER_HOST}", rank) for rank in range(num_trainers)]
     engines = {}
     for number in range(num_engines):

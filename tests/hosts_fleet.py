@@ -268,27 +268,29 @@ class Hosts:
         alone: Sequence[str] = (),
         address: str = "127.0.0.1",
         trainers_on: str = "cuda",
+        num_shards: int = 0,
     ) -> None:
-        """Make the fleet.
+        """Make the fleet. Trainers hold `num_shards` parts of each tensor; by default each has its own.
 
         Engines have equal numbers of ranks; those in `alone` do not share memory. Holders are at `address`.
         Trainers have their weights on GPUs, or in host memory if `trainers_on` is "".
         """
         self._address = address
-        size = max(map(len, engines.values()))
+        size, num_shards = max(map(len, engines.values())), num_shards or len(trainers)
         self.tensors = decoder("float32", size, hidden, KV_HEADS, EXPERTS, 41)
         self.sources = []
         for number in range(len(trainers)):
             rank = Rank()
             for meta in self.tensors:
-                # Cut by rows, the last ranks have fewer or none. The first rank has the scalars.
-                start, rows = cuts(meta.shape[0], len(trainers))[number] if meta.shape else (0, 0)
+                # Cut by rows, the last shards have fewer or none. The first has the scalars.
+                shard = number % num_shards
+                start, rows = cuts(meta.shape[0], num_shards)[shard] if meta.shape else (0, 0)
                 box = (
                     Box((start, *(0 for _ in meta.shape[1:])), (rows, *meta.shape[1:]))
                     if meta.shape
                     else Box((), ())
                 )
-                if not meta.shape and number:
+                if not meta.shape and shard:
                     continue
                 hold(rank, meta, box, np.zeros(meta.shape, NUMPY[meta.dtype]))
             self.sources.append(Source(self.tensors, rank, trainers_on and f"{trainers_on}:{number}"))

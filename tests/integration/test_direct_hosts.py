@@ -103,6 +103,30 @@ def test_tensors_that_are_cut_alike_are_planned_once(
     drive(work, trainers, engines, CONFIG)
 
 
+@pytest.mark.parametrize("least_alike", [1.1, 1000], ids=["in kinds", "one by one"])
+@pytest.mark.parametrize(
+    ("trainers", "engines", "crossed"),
+    [("aabb", {"e0": "aa", "e1": "bb"}, 0), ("aab", {"e0": "bc"}, None)],
+)
+def test_replicas_are_read_where_they_are_near(
+    trainers: str, engines: dict[str, str], crossed: int | None, least_alike: float
+) -> None:
+    """Trainers hold two shards of each tensor, each on two ranks or on one."""
+
+    async def work(loop: Hosts) -> None:
+        with mock.patch.object(alike, "LEAST_ALIKE", least_alike):
+            await loop.controller.connect()
+            for version in (1, 2):
+                assert await loop.update(version) == dict.fromkeys(engines, "direct")
+        if crossed is not None:
+            assert loop.crossed() == crossed * loop.size
+        check_links(loop, trainers, engines)
+        digested = [np.count_nonzero(source.publish(False).digests) for source in loop.sources]
+        assert min(digested) > 0, "replicas take turns"
+
+    drive(work, trainers, engines, CONFIG, num_shards=2)
+
+
 def test_one_update_serves_near_far_and_by_broadcast() -> None:
     async def work(loop: Hosts) -> None:
         await loop.controller.connect()

@@ -220,11 +220,9 @@ def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_sl
         engines=tuple((name, member.holders) for name, member in fleet.live().items()),
     )
     if not num_slots:
-        plan = make_direct_plan(
+        return make_direct_plan(
             layouts.source, layouts.joined, members, bucket_bytes=config.bucket_bytes, epoch=epoch
         )
-        if plan:
-            return plan
     return make_plan(
         layouts.source.whole,
         layouts.joined,

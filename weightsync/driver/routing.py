@@ -97,7 +97,7 @@ class Router:
         self._far: dict[str, dict[int, Needs]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
-        self._whole: dict[tuple[Layout, int], _Whole] = {}
+        self._whole: dict[tuple[Layout, int, tuple[int, ...]], _Whole] = {}
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
 
     async def add(
@@ -283,9 +283,9 @@ class Router:
 
         So engines of equal layout have the same object, wherever they are.
         """
-        key = engine, rank
+        key = engine, rank, tuple(near) if reshard.has_replicas else ()
         if key not in self._whole:
-            self._whole[key] = _Whole.of(reshard.reads(rank), self._fleet)
+            self._whole[key] = _Whole.of(reshard.reads(rank, near), self._fleet)
         whole = self._whole[key]
         trainers = [t for t in whole.by_trainer if near[t] != _OTHER_HOST]
         local = _Local.of([Reads.none()])

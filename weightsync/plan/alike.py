@@ -20,6 +20,8 @@ T = TypeVar("T", "Kinds", "Places")
 
 LEAST_ALIKE = 4
 """Tensors are planned in kinds if these have so many on average."""
+MOST_TURNS = 64
+"""Tensors of a kind are partitioned among so many replicas at most, to limit the time that it takes."""
 _ALONE = -1
 
 
@@ -51,6 +53,20 @@ class Kinds:
         unit, nth = repeated(count[its])
         return start[its[unit]] + nth, unit + low
 
+    def partitioned(self, num_turns: int) -> Kinds:
+        """Partition the buffers of each kind into `num_turns` kinds, or as many as it has buffers."""
+        kind, nth = np.unique(self.kind * num_turns + self.nth() % num_turns, return_inverse=True)
+        first = np.full(len(kind), 0)
+        first[nth[::-1]] = np.arange(len(nth))[::-1]
+        return Kinds(self.buffer, nth, first)
+
+    def nth(self) -> Int64:
+        """Return each buffer's number among those of its kind."""
+        order, count = np.argsort(self.kind, kind="stable"), np.bincount(self.kind)
+        nth = np.empty(len(order), np.int64)
+        nth[order] = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
+        return nth
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
@@ -73,6 +89,11 @@ def expanded(
     `reads` are as in `Kinds.rows`. Without `places`, as at a sender, where they are written is not known.
     """
     row, unit = kinds.rows(reads, low, len(kinds.buffer) if high is None else high)
+    return _at(reads, row, kinds, places, unit)
+
+
+def _at(reads: Reads, row: Int64, kinds: Kinds, places: Places | None, unit: Int64) -> Reads:
+    """Return reads number `row`, each from buffer `unit` of its kind."""
     table = reads.table(row)
     dst_buffer = reads.dst_buffer[row].astype(np.int64)
     if places:
@@ -146,22 +167,29 @@ def joined(parts: Sequence[Reads]) -> Reads:
 class AlikeReshard:
     """Pairs the trainers' layout with an engine's as `Reshard`, in kinds of tensors.
 
+    Which of several replicas is read differs within a kind, so that all of them are busy: kinds are
+    partitioned into as many.
+
     Attributes:
         kinds: of the trainers' buffers that are read.
+        has_replicas: whether several trainer ranks hold the same box. What is read then depends on how far
+            they are.
     """
 
-    def __init__(self, kinds: Kinds, places: Sequence[Places], reshard: Reshard) -> None:
-        """`reshard` pairs the first tensors of each kind. `places` are by engine rank."""
-        self.kinds, self._places, self._reshard = kinds, places, reshard
+    def __init__(self, kinds: Kinds, sides: _Sides, reshard: Reshard) -> None:
+        """`reshard` pairs the first tensors of each of `kinds`."""
+        self._reshard, self._whole, self._whole_places = reshard, kinds, sides.places(kinds)
+        self.has_replicas = reshard.most_replicas > 1
+        self.kinds, self._places = kinds, self._whole_places
+        if self.has_replicas:
+            self.kinds = kinds.partitioned(min(reshard.most_replicas, MOST_TURNS))
+            self._places = sides.places(self.kinds)
 
     @classmethod
     def of(
         cls, trainers: TrainersLayout, name: str, engine: Layout, only: frozenset[str]
     ) -> AlikeReshard | None:
-        """Pair both sides, see `Reshard`. None if few tensors are alike, or if trainers are replicas.
-
-        Which replica is read depends on all tensors.
-        """
+        """Pair both sides, see `Reshard`. None if few tensors are alike."""
         source = trainers.stated
         matched = match(source, [(name, engine)])
         number = {meta.name: int(n) for meta, n in zip(matched.tensors, matched.source, strict=True)}
@@ -176,13 +204,32 @@ class AlikeReshard:
         held[source.tensor[listed[source.buffer] & (source.extent > 0).all(axis=1)]] = True
         held &= np.isin(np.arange(len(held)), taken)
         part = engine.of_tensors((taken >= 0) & held[taken])
-        reshard = Reshard(trainers.of_tensors(held), name, part)
-        return None if reshard.has_replicas else cls(kinds, sides.places(kinds), reshard)
+        return cls(kinds, sides, Reshard(trainers.of_tensors(held), name, part))
 
-    def reads(self, rank: int) -> AlikeReads:
-        """Return the reads of engine rank `rank`. How far trainers are makes no difference to them."""
-        near = [0] * self._reshard.num_trainers
-        return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
+    def reads(self, rank: int, near: Sequence[int]) -> AlikeReads:
+        """Return the reads of engine rank `rank`. `near` is as in `Reshard.reads`."""
+        if not self.has_replicas:
+            return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
+        num_turns = int(self._whole.nth()[self.kinds.first].max(initial=0)) + 1
+        num_choices = min(num_turns, self._reshard.most_choices(rank, near))
+        made = [
+            self._reshard.reads(rank, near, start=turn * len(near) // num_choices)
+            for turn in range(num_choices)
+        ]
+        parts = [self._moved(made[turn % num_choices], rank, turn) for turn in range(num_turns)]
+        reads = joined(parts)
+        order = np.lexsort((reads.src_buffer, reads.trainer))  # stable
+        return AlikeReads(reads.take(order), self.kinds, self._places[rank])
+
+    def _moved(self, reads: Reads, rank: int, turn: int) -> Reads:
+        """Return `reads`, of the first buffer of each kind, as those of buffer number `turn` of each."""
+        kinds, places = self._whole, self._whole_places[rank]
+        at = np.full(len(kinds.first), -1)
+        these = np.flatnonzero(kinds.nth() == turn)
+        at[kinds.kind[these]] = these
+        unit = at[kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer)]]
+        rows = np.flatnonzero(unit >= 0)
+        return _at(reads, rows, kinds, places, unit[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -207,9 +207,20 @@ class Reshard:
         return self._source.num_ranks
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether several trainer ranks hold the same box."""
-        return bool((self._shards.size > 1).any())
+    def most_replicas(self) -> int:
+        """The most trainer ranks that hold the same box."""
+        return int(self._shards.size.max(initial=1))
+
+    def most_choices(self, rank: int, near: Sequence[int]) -> int:
+        """Return among how many equally near replicas `reads` chooses, at most."""
+        rows = self._segments(rank)
+        box = np.concatenate(
+            [np.zeros(0, np.int64), *(self._overlaps(part).box for part in self._blocks(rows))]
+        )
+        if (self._shards.size[box] == 1).all():
+            return 1
+        overlap, _, _ = self._nearest(box, np.asarray(near, np.int64))
+        return int(np.bincount(overlap).max())
 
     def reads(self, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
         """Return the reads of engine rank `rank`: each byte of its segments once.
@@ -315,14 +326,9 @@ class Reshard:
     def _pick(self, box: Int64, nbytes: Int64, start: int, near: Int64) -> Int64:
         """Choose the row of the source's layout from which each overlap is read."""
         shards, num_ranks = self._shards, self._source.num_ranks
-        size = shards.size[box]
-        if (size == 1).all():
+        if (shards.size[box] == 1).all():
             return shards.first[box]
-        overlap, nth = repeated(size)
-        rows = shards.rows[shards.start[box[overlap]] + nth]
-        trainer = self._source.rank[rows].astype(np.int64)
-        nearest = near[trainer] == np.minimum.reduceat(near[trainer], np.cumsum(size) - size)[overlap]
-        overlap, rows, trainer = overlap[nearest], rows[nearest], trainer[nearest]
+        overlap, rows, trainer = self._nearest(box, near)
         # Receivers with equal needs start at different trainers, so together they load all of them equally.
         turned = (trainer - start) % num_ranks
         order = np.argsort(overlap * num_ranks + turned)
@@ -330,6 +336,15 @@ class Reshard:
         size = np.bincount(overlap, minlength=len(box))
         picked: Int64 = rows[choose(np.cumsum(size) - size, size, turned, nbytes, num_ranks)]
         return picked
+
+    def _nearest(self, box: Int64, near: Int64) -> tuple[Int64, Int64, Int64]:
+        """Return the nearest replicas of each of `box`: its number, the source's row, the trainer."""
+        shards, size = self._shards, self._shards.size[box]
+        number, nth = repeated(size)
+        rows = shards.rows[shards.start[box[number]] + nth]
+        trainer = self._source.rank[rows].astype(np.int64)
+        kept = near[trainer] == np.minimum.reduceat(near[trainer], np.cumsum(size) - size)[number]
+        return number[kept], rows[kept], trainer[kept]
 
 
 def _origin(layout: Layout) -> Int64:

@@ -12,6 +12,7 @@ from weightsync.plan.layout import Layout
 from weightsync.plan.match import Match, Shards
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
+from weightsync.plan.replicas import Replicas
 from weightsync.plan.tensor_rows import first_alike
 from weightsync.plan.trainers_layout import TrainersLayout
 
@@ -23,16 +24,14 @@ def make_direct_plan(
     *,
     bucket_bytes: int,
     epoch: int = 0,
-) -> Plan | None:
+) -> Plan:
     """Plan for engines that all read directly: without buckets, and without pieces.
 
-    Each trainer rank digests all that it holds. Returns None if several hold the same box: it takes pieces
-    to say which of them digests it. Arguments and errors are those of `weightsync.plan.make_plan`.
+    Each trainer rank digests what it holds; those that hold the same box take turns. Arguments and errors
+    are those of `weightsync.plan.make_plan`.
     """
     check_members(source.num_ranks, engines, members)
     matched = check_sides(source.stated, engines)
-    if _has_replicas(source, matched):
-        return None
     return Plan(
         epoch=epoch,
         members=members,
@@ -50,11 +49,12 @@ def make_direct_plan(
         step_send_buffer=np.zeros(0, np.int64),
         bucket_step=np.zeros(1, np.int32),
         frozen=matched.frozen(source.stated),
+        replicas=_replicas(source, matched),
     )
 
 
-def _has_replicas(source: TrainersLayout, matched: Match) -> bool:
-    """Whether several ranks hold the same box of a tensor. Proves that boxes tile every tensor.
+def _replicas(source: TrainersLayout, matched: Match) -> Replicas | None:
+    """Return which rank digests what several hold. Proves that boxes tile every tensor.
 
     Of tensors that are cut alike one stands for all. Raises PlanError as `Shards.of`.
     """
@@ -68,4 +68,4 @@ def _has_replicas(source: TrainersLayout, matched: Match) -> bool:
         tensors=tuple(matched.tensors[t] for t in of_first.tolist()),
         source=number[matched.source[of_first]],
     )
-    return bool((Shards.of(listed, part).size > 1).any())
+    return Replicas.of(number[first[matched.source]], part.source, listed, Shards.of(listed, part))

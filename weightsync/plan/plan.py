@@ -15,6 +15,7 @@ from weightsync.plan.draft import in_model
 from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Int32, Int64, columns
 from weightsync.plan.members import Members
+from weightsync.plan.replicas import Replicas
 from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
 
@@ -62,8 +63,7 @@ class Plan:
     """Which bytes go where: all tensors for all engines, as buckets to broadcast. Made by `make_plan`.
 
     It holds S steps (broadcasts) and P pieces as columns, both in the order in which they travel. D is the
-    largest number of dimensions. If all engines read directly, and no two trainer ranks hold the same box,
-    there are none: `make_direct_plan`.
+    largest number of dimensions. If all engines read directly there are none: `make_direct_plan`.
 
     Attributes:
         epoch: number of the membership.
@@ -82,6 +82,7 @@ class Plan:
         bucket_step: int32[num_buckets + 1], each bucket's first step.
         frozen: indices into `tensors` of those that do not change after the first update. The last buckets
             have them, and no others.
+        replicas: without pieces, which of the ranks that hold the same box digests it. None if none do.
     """
 
     epoch: int
@@ -100,6 +101,7 @@ class Plan:
     step_send_buffer: Int64
     bucket_step: Int32
     frozen: tuple[int, ...] = ()
+    replicas: Replicas | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -193,7 +195,8 @@ class Plan:
             "frozen": self.frozen,
         }
         state = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for column in columns(self).values():
+        replicas = columns(self.replicas) if self.replicas else {}
+        for column in (*columns(self).values(), *replicas.values()):
             state.update(f"{column.shape}".encode())
             state.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
         return state.hexdigest()
@@ -310,11 +313,18 @@ def share_in_place(plan: Plan, trainer: int, layout: RankLayout) -> list[tuple[i
     """Return what rank `trainer` digests in its own memory, of `layout`.
 
     Each row has the number of a tensor, a box of it, and the segment that holds the box. The shares of all
-    ranks are every element once: with pieces the rank's own, without pieces all that it holds.
+    ranks are every element once: with pieces the rank's own, without pieces all that it holds, but for what
+    is another rank's turn (`Plan.replicas`).
     """
     segments = by_tensor(plan, layout)
     if not plan.num_pieces:
-        return [(number, each.box, each) for number, held in enumerate(segments) for each in held]
+        turns = plan.replicas.turns(trainer) if plan.replicas else None
+        return [
+            (number, each.box, each)
+            for number, held in enumerate(segments)
+            for each in held
+            if not turns or turns.has(number, each.box)
+        ]
     held = [deque(each) for each in segments]
     return [
         (piece.tensor, piece.box, holding(held[piece.tensor], piece.box))

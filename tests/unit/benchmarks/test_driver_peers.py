@@ -48,11 +48,21 @@ def test_a_stored_value_is_pickled_once_and_counted_once_a_host() -> None:
     assert 2 * given.nbytes < ledger.costs["echo"].nbytes_out < 2 * (given.nbytes + 500)
 
 
-@pytest.mark.parametrize(("mode", "colocated"), [("broadcast", False), ("direct", False), ("direct", True)])
+@pytest.mark.parametrize(
+    ("mode", "colocated", "shards"),
+    [
+        ("broadcast", False, NUM_TRAINERS),
+        ("direct", False, NUM_TRAINERS),
+        ("direct", True, NUM_TRAINERS),
+        ("direct", False, NUM_TRAINERS // 2),
+    ],
+)
 def test_a_fleet_connects_and_takes_verified_updates(
-    mode: str, colocated: bool, capsys: pytest.CaptureFixture[str]
+    mode: str, colocated: bool, shards: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(bench_driver.measure_fleet(FLEET | {"mode": mode, "colocated": colocated}, 2, 60.0))
+    asyncio.run(
+        bench_driver.measure_fleet(FLEET | {"mode": mode, "colocated": colocated, "shards": shards}, 2, 60.0)
+    )
     phases = ("connect", "update", "snapshots", "connect: plan", "update: verify")
     shown = capsys.readouterr().out
     assert [phase for phase in phases if f'"phase": "{phase}", ' not in shown] == []
@@ -63,7 +73,7 @@ def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
     async def work(num_tensors: int) -> Ledger:
         ledger = Ledger()
         config = SyncConfig.from_dict({"mode": "broadcast"})
-        fleet = make_fleet(num_tensors, NUM_TRAINERS, NUM_ENGINES, ledger, colocated=False)
+        fleet = make_fleet(num_tensors, NUM_TRAINERS, NUM_ENGINES, ledger)
         controller = Controller(config, fleet)
         await controller.connect()
         ledger.clear()
@@ -86,7 +96,7 @@ def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
 
 def test_wrong_digests_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        fleet = make_fleet(NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES, Ledger(), colocated=False)
+        fleet = make_fleet(NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES, Ledger())
         # One rank fewer publishes: its share is missing in what engines are compared with.
         controller = Controller(SyncConfig(min_engines=NUM_ENGINES), fleet)
         await controller.connect()

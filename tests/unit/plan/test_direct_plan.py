@@ -43,17 +43,28 @@ def test_each_element_is_digested_once_with_and_without_pieces(made: Sides) -> N
     source, engine = made.trainers_layout(), made.engine()
     its = members(source.num_ranks, engine.num_ranks)
     plan = make_direct_plan(source, {"e0": engine}, its, bucket_bytes=BUCKET, epoch=3)
-    assert (plan is None) == made.reshard().has_replicas
+    assert (plan.replicas is not None) == (made.reshard().most_replicas > 1)
     whole = make_plan(source.whole, {"e0": engine}, its, bucket_bytes=BUCKET, max_staging_bytes=8 * BUCKET)
     ranks = [table.rank_layout() for table in made.trainer_tables()]
-    for each in (plan, whole) if plan else (whole,):
+    for each in (plan, whole):
         assert all((counts == 1).all() for counts in times_digested(each, ranks))
-    if plan:
-        assert (plan.num_buckets, plan.num_changing_buckets, plan.num_pieces, plan.max_bucket_nbytes) == (
-            0,
-        ) * 4
-        assert (plan.tensors, plan.tied, plan.frozen) == (whole.tensors, whole.tied, whole.frozen)
-        assert pickle.loads(pickle.dumps(plan)).digest() == plan.digest() != whole.digest()
+    assert (plan.num_buckets, plan.num_changing_buckets, plan.num_pieces, plan.max_bucket_nbytes) == (0,) * 4
+    assert (plan.tensors, plan.tied, plan.frozen) == (whole.tensors, whole.tied, whole.frozen)
+    assert pickle.loads(pickle.dumps(plan)).digest() == plan.digest() != whole.digest()
+    assert replace(plan, replicas=None).digest() != plan.digest() or not plan.replicas
+
+
+def test_ranks_that_hold_the_same_boxes_share_them_about_evenly() -> None:
+    metas = tuple(replace(META, name=f"w{number}") for number in range(12))
+    boxes = [UPPER, LOWER]
+    ranks = [rank(*[boxes[number % 2]] * 12, metas=metas) for number in range(6)]
+    engine = Layout.from_ranks([rank(*[Box.whole((8, 4))] * 12, metas=metas)])
+    source = TrainersLayout([*map(LayoutTable.of, ranks)])
+    plan = make_direct_plan(source, {"e0": engine}, members(6, 1), bucket_bytes=BUCKET)
+    assert plan.replicas
+    assert len(plan.replicas.place) == 6, "tensors that are cut alike are listed once"
+    assert [len(share_in_place(plan, trainer, ranks[trainer])) for trainer in range(6)] == [4] * 6
+    assert all((counts == 1).all() for counts in times_digested(plan, ranks))
 
 
 def rank(*boxes: Box, metas: tuple[TensorMeta, ...] = (META,)) -> RankLayout:

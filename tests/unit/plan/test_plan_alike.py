@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plan.reshard_strategies import Sides, sides
+from tests.unit.plan.plan_strategies import PAD
+from tests.unit.plan.reshard_strategies import Sides, run, sides
 from weightsync.plan import (
     Box,
     Layout,
@@ -127,19 +128,58 @@ def test_reads_in_kinds_are_those_of_all_tensors(model: Model, unlucky: bool) ->
     assert pairs
     reshard = Reshard(model.source, "e0", model.engine)
     for rank in range(model.engine.num_ranks):
-        found, wanted = pairs.reads(rank).whole(), reshard.reads(rank, model.near, start=0)
+        found, wanted = pairs.reads(rank, model.near).whole(), reshard.reads(rank, model.near, start=0)
         assert by_trainer(found) == by_trainer(wanted)
         assert (found.src_names, found.dst_names) == (wanted.src_names, wanted.dst_names)
 
 
-@given(sides())
-def test_layouts_of_every_way_of_cutting_are_read_alike_or_hold_replicas(made: Sides) -> None:
+@given(sides(), st.data())
+def test_layouts_of_every_way_of_cutting_are_read_alike(made: Sides, data: st.DataObject) -> None:
+    """Replicas may be read in another order, but the nearest ones only, and each byte once."""
     source, engine = made.source(), made.engine()
     reshard, pairs = Reshard(source, "e0", engine), pair(made.trainers_layout(), engine)
-    assert (pairs is None) == reshard.has_replicas
-    for rank in range(engine.num_ranks if pairs else 0):
-        near = [2] * source.num_ranks
-        assert by_trainer(pairs.reads(rank).whole()) == by_trainer(reshard.reads(rank, near, start=0))
+    assert pairs
+    for rank, near in enumerate(made.near):
+        found, wanted = pairs.reads(rank, near).whole(), reshard.reads(rank, near, start=0)
+        if not pairs.has_replicas:
+            assert by_trainer(found) == by_trainer(wanted)
+            continue
+        expected = made.expected(rank)
+        target, written = np.full_like(expected, PAD), np.zeros_like(expected)
+        run(found.copies(*made.addresses(rank)), made.source_line(), target, written)
+        np.testing.assert_array_equal(target, expected)
+        np.testing.assert_array_equal(written, made.live_bytes(rank))
+        assert distances(found, near) == distances(wanted, near)
+
+
+def distances(reads: Reads, near: Sequence[int]) -> Counter[int]:
+    """How many bytes come from how far."""
+    found = Counter[int]()
+    for trainer, nbytes in reads.by_trainer().items():
+        found[near[trainer]] += nbytes
+    return found
+
+
+@pytest.mark.parametrize(("num_turns", "busiest"), [(64, 1.3), (2, 2.5)])
+def test_replicas_are_all_read(num_turns: int, busiest: float) -> None:
+    """Four ranks cut each tensor, and sixteen hold each part."""
+    metas = tuple(
+        TensorMeta(f"{layer}.{name}", "bfloat16", shape)
+        for layer in range(64)
+        for name, shape in SHAPES.items()
+    )
+    source = joined([rows(metas, rank % 4, 4) for rank in range(64)])
+    engine = Layout.from_ranks([fused(metas, rank, 2) for rank in range(2)])
+    with mock.patch.object(alike, "MOST_TURNS", num_turns):
+        pairs = pair(source, engine)
+    assert pairs
+    total = Counter[int]()
+    for rank in range(2):
+        total.update(pairs.reads(rank, [2] * 64).by_trainer())
+    even = sum(meta.nbytes for meta in metas) / 64
+    assert max(total.values()) < busiest * even if num_turns == 64 else max(total.values()) > busiest * even
+    near = [0 if trainer in range(8, 12) else 2 for trainer in range(64)]
+    assert {*pairs.reads(0, near).by_trainer()} <= {*range(8, 12)}, "the nearest ones are read"
 
 
 @given(models(), st.data())
@@ -149,14 +189,14 @@ def test_what_is_near_is_read_in_turns_from_the_first_on(model: Model, data: st.
     trainers = data.draw(st.lists(st.integers(0, len(model.near) - 1), min_size=1, unique=True))
     near = Near(tuple(sorted(trainers)), data.draw(st.integers(0, len(model.near))))
     for rank in range(model.engine.num_ranks):
-        sent = pickle.loads(pickle.dumps(pairs.reads(rank).packed()))
+        sent = pickle.loads(pickle.dumps(pairs.reads(rank, model.near).packed()))
         (found,) = local_reads(sent, near)
         whole = reshard.reads(rank, model.near, start=0)
         wanted = whole.take(np.flatnonzero(np.isin(whole.trainer, trainers)))
         assert by_trainer(found) == by_trainer(wanted)
         turns = [(trainer < near.first, trainer) for trainer in found.trainer.tolist()]
         assert turns == sorted(turns), "what is small is read in one round"
-        assert pairs.reads(rank).by_trainer() == whole.by_trainer()
+        assert pairs.reads(rank, model.near).by_trainer() == whole.by_trainer()
 
 
 def lanes(model: Model, needs: Mapping[int, Needs], hosts: Mapping[int, str]) -> list[Lane]:
@@ -185,7 +225,7 @@ def test_messages_of_kinds_are_those_of_all_tensors(model: Model, data: st.DataO
     assert pairs
     given_, wanted = {}, {}
     for number in range(size):
-        kinds, whole = pairs.reads(number), reshard.reads(number, model.near, start=0)
+        kinds, whole = pairs.reads(number, model.near), reshard.reads(number, model.near, start=0)
         if len(whole):
             given_ |= {first + number: kinds, first + size + number: kinds}
             wanted |= {first + number: whole, first + size + number: whole}
@@ -253,7 +293,7 @@ def test_layers_are_alike_though_they_are_elsewhere() -> None:
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.first) == 3, "gate and up are of one kind, wherever an engine has them"
-    found = pairs.reads(1)
+    found = pairs.reads(1, [2] * 5)
     assert len(found.reads) < len(found.whole()) / 8
     assert by_trainer(found.whole()) == by_trainer(
         Reshard(source.whole, "e0", engine).reads(1, [2] * 5, start=0)
@@ -281,6 +321,6 @@ def test_one_memory_of_many_tensors_is_no_kind() -> None:
     pairs = pair(source, engine)
     assert pairs
     assert len(pairs.kinds.buffer) == 1
-    assert by_trainer(pairs.reads(0).whole()) == by_trainer(
+    assert by_trainer(pairs.reads(0, [2]).whole()) == by_trainer(
         Reshard(source.whole, "e0", engine).reads(0, [2], start=0)
     )

@@ -15,7 +15,7 @@ from tests.shuffle_cases import bundles, reads_of
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.plan import alike, host_bundles
-from weightsync.plan.alike import AlikeReshard
+from weightsync.plan.alike import AlikeReads, AlikeReshard
 from weightsync.plan.cross_host_parts import CrossHostParts, Needs
 from weightsync.plan.direct import Reads
 from weightsync.plan.host_bundles import HostBundles
@@ -67,24 +67,27 @@ def crossings(draw: st.DrawFn) -> CrossHostExchange:
     near = {host: [trainer for trainer in range(first) if homes[trainer] == host] for host in "abcd"}
     hosts = {first + number: draw(st.sampled_from("ab")) for number in range(size)}
     if draw(st.booleans()):  # an engine of the same cut
-        alike, other = draw(st.booleans()), {"a": "c", "b": "d"}
+        same, other = draw(st.booleans()), {"a": "c", "b": "d"}
         hosts |= {
-            rank + size: other[host] if alike else draw(st.sampled_from("abc"))
-            for rank, host in hosts.items()
+            rank + size: other[host] if same else draw(st.sampled_from("abc")) for rank, host in hosts.items()
         }
-    alike_reads = [kinds.reads(number) if kinds else None for number in range(size)]
-    whole = [reshard.reads(number, [1] * first, start=0) for number in range(size)]
-    cut = {}
+    # One object where reads are the same: of replicas, where all trainers are as far.
+    whole: dict[tuple[int, str], AlikeReads] = {}
+    cut: dict[tuple[int, str], Reads] = {}
+    needs, given = {}, {}
     for rank, host in hosts.items():
-        reads = whole[(rank - first) % size]
-        key = (rank - first) % size, *near[host]
-        far = np.flatnonzero(~np.isin(reads.trainer, near[host]))
-        if len(far) and key not in cut:
-            cut[key] = reads.take(far)
-    needs = {
-        rank: cut[key] for rank, host in hosts.items() if (key := ((rank - first) % size, *near[host])) in cut
-    }
-    given = {rank: alike_reads[(rank - first) % size] or reads for rank, reads in needs.items()}
+        number, home = (rank - first) % size, host if near[host] else ""
+        distance = [1 if trainer in near[host] else 2 for trainer in range(first)]
+        if kinds:
+            of_all = number, home if kinds.has_replicas else ""
+            if of_all not in whole:
+                whole[of_all] = kinds.reads(number, distance)
+        if (number, home) not in cut:
+            reads = whole[of_all].whole() if kinds else reshard.reads(number, distance, start=0)
+            cut[number, home] = reads.take(np.flatnonzero(~np.isin(reads.trainer, near[host])))
+        if len(cut[number, home]):
+            needs[rank] = cut[number, home]
+            given[rank] = whole[of_all] if kinds else needs[rank]
     hosts = {rank: hosts[rank] for rank in needs}
     limit = draw(st.sampled_from([400 * LEAST, 1 << 18]))
     least = draw(st.sampled_from([1, 64, 1 << 20]))

@@ -20,6 +20,7 @@ from weightsync.plan import (
     same_dtype_tensors,
 )
 from weightsync.plan.plan import by_tensor
+from weightsync.plan.replicas import Replicas
 
 A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
 
@@ -72,6 +73,9 @@ def test_the_digest_covers_each_field(field: str) -> None:
         other.reshape(-1)[-1] += 1
     elif field == "members":
         made, other = replace(made, members=Members(2, (0,), value.engines)), Members(2, (1,), value.engines)
+    elif field == "replicas":
+        boxes = (np.array([0, 1]), *np.zeros((4, 2), np.int64), np.zeros((2, 1), np.int64))
+        made, other = replace(made, replicas=Replicas(*boxes)), Replicas(*boxes[:4], boxes[4] + 1, boxes[5])
     elif isinstance(value, int):
         other = value + 1
     else:
