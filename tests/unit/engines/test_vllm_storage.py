@@ -153,13 +153,18 @@ def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.Mo
     assert asked[2:] == ["layout"]
 
 
+@pytest.mark.parametrize("falls_back", [False, True])
 @pytest.mark.parametrize("attribute", ["quant_method", "scheme"])
-def test_layers_that_deep_gemm_has_quantised_again_are_named_with_the_remedy(attribute: str) -> None:
+def test_layers_that_deep_gemm_has_quantised_again_are_named_with_the_remedy(
+    attribute: str, falls_back: bool
+) -> None:
+    """Where FlashInfer is installed, vLLM's kernel is FlashInfer's, and falls back to DeepGEMM's."""
     model, layer = nn.Module(), nn.Module()
     model.add_module("down_proj", layer)
     assert quantized_again(model) == ""
     for again in (False, True):
         kernel = SimpleNamespace(use_deep_gemm_e8m0=again)
+        kernel = SimpleNamespace(fallback=kernel) if falls_back else kernel
         setattr(layer, attribute, SimpleNamespace(fp8_linear=kernel))
         assert ("have down_proj quantised again" in quantized_again(model)) == again
     assert "VLLM_USE_DEEP_GEMM_E8M0=0" in quantized_again(model)

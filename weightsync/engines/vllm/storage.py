@@ -59,7 +59,9 @@ def quantized_again(model: torch.nn.Module) -> str:
     """Return why live FP8 blocks are not a checkpoint's, and how to have these; "" if they may be."""
     for name, module in model.named_modules():
         holders = (getattr(module, attribute, None) for attribute in ("quant_method", "scheme"))
-        kernels = (getattr(holder, "fp8_linear", None) for holder in holders)
+        kernels = [getattr(holder, "fp8_linear", None) for holder in holders]
+        # FlashInfer's kernel leaves large batches to DeepGEMM's.
+        kernels += [getattr(kernel, "fallback", None) for kernel in kernels]
         if any(getattr(kernel, "use_deep_gemm_e8m0", False) for kernel in kernels):
             return (
                 f"DeepGEMM's kernels have {name} quantised again, with scales that are powers of two; "
