@@ -61,16 +61,15 @@ def formats(form: Format) -> dict[str, Format]:
     return {name: form for name in names if name not in ("embed.weight", "norm.weight")}
 
 
-def plan_of() -> Plan:
+def plan_of(metas: tuple[TensorMeta, ...]) -> Plan:
     """Rows of three trainers, cut where no block ends, to one engine rank that takes whole tensors."""
-    metas = tuple(TensorMeta(name, "bfloat16", shape) for name, shape in SHAPES.items())
     sources = []
     for rank in range(NUM_TRAINERS):
         segments = []
         for meta in metas:
-            first, end = (meta.shape[0] * each // NUM_TRAINERS for each in (rank, rank + 1))
-            box = Box((first, *[0] * (len(meta.shape) - 1)), (end - first, *meta.shape[1:]))
-            segments.append(Segment(meta.name, box, meta.name, 0, box.strides(2)))
+            box = share(meta, rank, NUM_TRAINERS)
+            if box.numel:
+                segments.append(Segment(meta.name, box, meta.name, 0, box.strides(meta.itemsize)))
         sources.append(RankLayout(metas, tuple(segments)))
     engine = RankLayout(metas, tuple(map(Segment.whole, metas)))
     return make_plan(
@@ -84,18 +83,32 @@ def plan_of() -> Plan:
     )
 
 
-class Rig:
-    """The second of two ranks, with the later rows of each stored tensor, those of `b` transposed."""
+def share(meta: TensorMeta, rank: int, num_ranks: int, axis: int = 0) -> Box:
+    """Return the part of a tensor that is between those of the ranks before and after, along `axis`."""
+    first, end = (meta.shape[axis] * each // num_ranks for each in (rank, rank + 1))
+    extent = [*meta.shape[:axis], end - first, *meta.shape[axis + 1 :]]
+    return Box(tuple(first if each == axis else 0 for each in range(len(extent))), tuple(extent))
 
-    def __init__(self, form: Format, device: str) -> None:
-        self.plan, self.form, self.device = plan_of(), form, torch.device(device)
+
+def _axis(meta: TensorMeta) -> int:
+    return int("down_proj" in meta.name and len(meta.shape) > 1)
+
+
+class Rig:
+    """The second of two ranks, with later rows of what is stored, later columns of ``down_proj``.
+
+    `b` is transposed. With `sends_stored`, trainers have quantised.
+    """
+
+    def __init__(self, form: Format, device: str, *, sends_stored: bool = False) -> None:
+        self.form, self.device, self.sends_stored = form, torch.device(device), sends_stored
+        self.plan = plan_of(tuple(meta_of(name, data) for name, data in self.sent(trained(0)).items()))
         self.slots = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         metas = [meta_of(name, data) for name, data in stored(trained(0), form).items()]
-        self.rows = {meta.name: meta.shape[0] // NUM_RANKS for meta in metas}
+        self.boxes = {meta.name: share(meta, NUM_RANKS - 1, NUM_RANKS, axis=_axis(meta)) for meta in metas}
         self.model, segments = nn.Module(), []
         for meta in metas:
-            first = self.rows[meta.name]
-            box = Box((first, *[0] * (len(meta.shape) - 1)), (meta.shape[0] - first, *meta.shape[1:]))
+            box = self.boxes[meta.name]
             held = torch.empty(box.extent, dtype=getattr(torch, meta.dtype), device=device)
             name = meta.name.replace(".", "_")
             held = held.t() if meta.name == "b.weight" else held
@@ -104,19 +117,25 @@ class Rig:
         live = dict(self.model.named_parameters())
         self.places = StoredPlaces(segments, live, {meta.name: meta.shape for meta in metas}, formats(form))
         self.parameters = LiveParameters(self.model, self.device)
-        self.tables = QuantizingTables(self.plan, self.slots, self.places, self.places.formats)
+        formats_left = {} if sends_stored else self.places.formats
+        self.tables = QuantizingTables(self.plan, self.slots, self.places, formats_left)
+
+    def sent(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what trainers send of their weights."""
+        return stored(tensors, self.form) if self.sends_stored else tensors
 
     def take(
         self, sink: QuantizingSink, tensors: dict[str, torch.Tensor], num_buckets: int | None = None
     ) -> None:
         """Have `sink` take all buckets of `tensors`, or the first `num_buckets`."""
+        sent = self.sent(tensors)
         for bucket in itertools.islice(self.plan.buckets(), num_buckets):
             slot, views = self.slots[bucket.index % 2], list[PieceView]()
             for piece in bucket.pieces:
-                data = tensors[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
+                data = sent[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
                 part = slot[piece.offset : piece.offset + piece.nbytes]
                 part.copy_(data.view(-1).view(torch.uint8))
-                views.append((piece.tensor, piece.box, part.view(torch.bfloat16).view(piece.box.extent)))
+                views.append((piece.tensor, piece.box, part.view(data.dtype).view(piece.box.extent)))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             sink.take(bucket.index, views)
@@ -126,7 +145,8 @@ class Rig:
         return QuantizingSink(self.tables, self.plan, self.parameters)
 
     def differ(self, tensors: dict[str, torch.Tensor]) -> list[str]:
-        wanted = {name: data[self.rows[name] :] for name, data in stored(tensors, self.form).items()}
+        whole = stored(tensors, self.form)
+        wanted = {name: data[self.boxes[name].slices()].contiguous() for name, data in whole.items()}
         live = {name: each.detach().cpu() for name, each in self.model.named_parameters()}
         return [
             name
@@ -145,7 +165,8 @@ class Rig:
             kept.append(torch.empty(self.tables.nbytes + seed, dtype=torch.uint8, device=self.device))
             self.take(sink, tensors)
             sink.finish()
-            wanted = [tensor_digest(tensors[meta.name], meta.shape) for meta in self.plan.tensors]
+            sent = self.sent(tensors)
+            wanted = [tensor_digest(sent[meta.name], meta.shape) for meta in self.plan.tensors]
             np.testing.assert_array_equal(sink.digests(), np.array(wanted, np.uint64))
             assert sink.live == self.parameters.digest()
             assert self.differ(tensors) == []

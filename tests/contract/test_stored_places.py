@@ -29,7 +29,7 @@ pytestmark = [
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 RANK, NUM_RANKS = 1, 2
-"""The layers hold the second half of the rows of each tensor."""
+"""The layers hold the second half of the rows of each tensor, and `d` of its columns."""
 
 
 class Layer(nn.Module):
@@ -52,7 +52,10 @@ class Layer(nn.Module):
         def load_part(param: nn.Parameter, loaded_weight: torch.Tensor, part: str) -> None:
             rows = len(param) // len(parts)
             target = param.data.narrow(0, parts.index(part) * rows, rows)
-            target.copy_(loaded_weight.narrow(0, RANK * rows, rows))
+            axis = int(part == "d" and param.ndim > 1)
+            size = target.shape[axis]
+            first = RANK * size if loaded_weight.shape[axis] > size else 0  # all ranks have the bias of `d`
+            target.copy_(loaded_weight.narrow(axis, first, size))
 
         self.quant_method = Method()
         self.weight = parameter(torch.zeros(len(parts) * 8, 12, dtype=FP8), load_part)
@@ -137,9 +140,10 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     tensors = {"embed.weight": torch.randn(6, 4, generator=draw).bfloat16()}
     for part in "qkvd":
-        tensors[f"{part}.weight"] = torch.randn(NUM_RANKS * 8, 12, generator=draw).to(FP8)
-        tensors[f"{part}.weight_scale"] = torch.randn(NUM_RANKS * 2, 3, generator=draw).bfloat16()
-        tensors[f"{part}.bias"] = torch.randn(NUM_RANKS * 8, generator=draw)
+        down, across = (1, NUM_RANKS) if part == "d" else (NUM_RANKS, 1)
+        tensors[f"{part}.weight"] = torch.randn(down * 8, across * 12, generator=draw).to(FP8)
+        tensors[f"{part}.weight_scale"] = torch.randn(down * 2, across * 3, generator=draw).bfloat16()
+        tensors[f"{part}.bias"] = torch.randn(down * 8, generator=draw)
     return tensors
 
 

@@ -25,6 +25,10 @@ def test_live_bytes_are_those_of_the_reference(name: str) -> None:
     Rig(FORMATS[name], "cpu").check_updates()
 
 
+def test_what_trainers_have_quantised_is_written_as_it_is() -> None:
+    Rig(FORMATS["fp8 blocks"], "cpu", sends_stored=True).check_updates()
+
+
 def test_a_byte_that_changes_before_verification_fails_the_update() -> None:
     rig = Rig(FORMATS["fp8 blocks"], "cpu")
     sink = rig.sink()
