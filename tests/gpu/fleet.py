@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
-from tests.gpu.vllm_probe import OPTIONS, Answers, Live, live, probe
+from tests.gpu.vllm_probe import OPTIONS, Answers, Live, kernels, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -24,11 +24,19 @@ from weightsync.memory.tensors import named_tensors
 class Trainer(TrainerShard):
     """One rank of `num_ranks`; the weights lie on the GPU, or on the host, as `source` says.
 
-    With ``turns``, they lie on the GPU and can be offloaded.
+    With ``turns``, they lie on the GPU and can be offloaded. `quantization` is that of `TrainerShard`.
     """
 
-    def __init__(self, path: str, rank: int, num_ranks: int, dtype: str, source: str) -> None:
-        super().__init__(offloads=source == "turns")
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        num_ranks: int,
+        dtype: str,
+        source: str,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(offloads=source == "turns", quantization=quantization)
         self._path, self._rank, self._num_ranks = path, rank, num_ranks
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._device = "cpu" if source == "host" else "cuda"
@@ -136,6 +144,9 @@ class VllmEngine(EngineActor):
     async def live(self) -> Live:
         return await asyncio.to_thread(self._engine.call, live)
 
+    async def kernels(self) -> set[str]:
+        return await asyncio.to_thread(self._engine.call, kernels)
+
 
 class SglangEngine(EngineActor):
     """SGLang with CUDA graphs, started with dummy weights, and asked its probe's questions."""
@@ -155,12 +166,17 @@ def spawn(
     *args: object,
     share: float = 0.4,
     visible: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
     **named: object,
 ) -> Any:
-    """An actor on bundle `gpu`, with a `share` of its GPU; with none, it sees the `visible` ones."""
+    """An actor on bundle `gpu`, with a `share` of its GPU; with none, it sees the `visible` ones.
+
+    `env`: environment variables of its process.
+    """
     options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": _at(bundles, gpu)}
-    if visible:
-        options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(visible)}}
+    variables = {**(env or {}), **({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {})}
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
     return ray.remote(cls).options(**options).remote(*args, **named)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -73,16 +74,22 @@ def served(checkpoint: str) -> str:
     return str(link)
 
 
-def from_disk(checkpoint: str, num_ranks: int) -> Answers:
+def from_disk(checkpoint: str, num_ranks: int, env: Mapping[str, str] | None = None) -> Answers:
     """Of a vLLM of its own; it has ended when this returns, and its memory is free.
 
-    What it held is in the checkpoint's ``live.json``.
+    What it held is in the checkpoint's ``live.json``. `env`: further environment variables.
     """
     answers, held = (Path(checkpoint) / name for name in ("answers.json", "live.json"))
     arguments = [served(checkpoint), str(num_ranks), str(answers), str(held)]
     command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300), check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())

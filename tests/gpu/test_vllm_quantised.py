@@ -1,13 +1,17 @@
-"""A quantised vLLM that a bf16 trainer feeds has the bytes and answers of one that loaded the checkpoint."""
+"""A quantised vLLM that is fed has the bytes and answers of one that loaded the quantised checkpoint."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import Trainer, VllmEngine, spawn
+from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_vllm import assert_same, from_disk, served
+from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
+from tests.gpu.vllm_probe import Answers, Live
 from tests.patience import patient
 from tests.quantised import int4, save_quantised
 from weightsync import SyncConfig, WeightSync
+from weightsync.report import SyncReport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +37,8 @@ pytestmark = [
 ]
 
 CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
+IN_PLACE = "live weights with what was quantised"
+NONE_CONVERTED = {"e0": "it takes whole tensors, of which none is converted"}
 
 
 def dynamic(layout: str, kind: str) -> dict[str, Any]:
@@ -48,58 +56,266 @@ def dynamic(layout: str, kind: str) -> dict[str, Any]:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": int4(symmetric=True),
-    "int4 with zero points": int4(symmetric=False),
+    "zero_points": int4(symmetric=False),
     "int8": dynamic("int-quantized", "int"),
     "fp8": dynamic("float-quantized", "float"),
-    "fp8 blocks": {
+    "fp8_blocks": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(4)],
     },
 }
-CASES = [*(("untied", form) for form in FORMATS), ("moe", "fp8 blocks")]
+KERNELS: dict[str, dict[str, str]] = {
+    "default": {},
+    "cutlass": {"VLLM_USE_DEEP_GEMM": "0"},
+    "deep_gemm": {
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        "VLLM_MOE_USE_DEEP_GEMM": "1",  # else experts have Triton's
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    },
+}
+"""Variables by which vLLM chooses its kernels of FP8 blocks."""
+
+MULTIPLICATION = """
+import torch
+from vllm.utils.deep_gemm import fp8_gemm_nt
+values = torch.zeros(128, 128, device="cuda").to(torch.float8_e4m3fn)
+scales, out = torch.ones(128, 1, device="cuda"), torch.ones(128, 128, dtype=torch.bfloat16, device="cuda")
+fp8_gemm_nt((values, scales), (values, scales[:1]), out)
+assert not out.any(), "DeepGEMM has multiplied zeros to something else"
+"""
 
 
-@pytest.mark.parametrize(("kind", "form"), CASES)
-def test_vllm_answers_as_from_the_quantised_checkpoint(
-    kind: str, form: str, bundles: PlacementGroup, tmp_path: Path
-) -> None:
-    """The first version goes through vLLM's loader, the others are quantised in place where they can be."""
-    paths = [tmp_path / str(seed) for seed in range(2)]
-    for seed, path in enumerate(paths):
-        save_qwen3(path, kind, seed)
-        save_quantised(path, path.with_name(f"{seed}-packed"), FORMATS[form])
-    packed = [path.with_name(f"{path.name}-packed") for path in paths]
-    expected = [from_disk(str(path), 1) for path in packed]
-    held = [json.loads((path / "live.json").read_text()) for path in packed]
-    assert expected[0] != expected[1]
-    trainer = spawn(Trainer, bundles, 0, str(paths[0]), 0, 1, "bfloat16", "device")
-    engine = spawn(VllmEngine, bundles, 0, str(tmp_path / "served"), "e0", 1)
-    ray.get([trainer.join.remote(str(tmp_path / "meeting")), engine.info.remote()], timeout=patient(200))
+@functools.cache
+def why_no_deep_gemm() -> str:
+    """Why DeepGEMM multiplies no matrices here; "" if it does. It compiles its kernels as they are used."""
+    env = {**os.environ, **KERNELS["deep_gemm"]}
+    command = [sys.executable, "-c", MULTIPLICATION]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(120), check=False
+    )
+    return "" if done.returncode == 0 else f"DeepGEMM does not run here: {done.stderr.strip()[-300:]}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Two versions of a model, and what a vLLM says and holds that loaded them quantised."""
+
+    paths: Sequence[Path]
+    packed: Sequence[Path]
+    answers: Sequence[Answers]
+    live: Sequence[Live]
+
+    def served(self) -> str:
+        return served(str(self.packed[0]))
+
+    def check(self, engine: ActorHandle[Any], number: int) -> None:
+        """Compare each live byte of each rank, then tokens and log-probabilities."""
+        live = ray.get(engine.live.remote())
+        for held, wanted in zip(live, self.live[number], strict=True):
+            differ = [name for name in wanted if held[name] != wanted[name]]
+            assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
+        assert_same(ray.get(engine.answers.remote()), self.answers[number])
+
+
+Save = Callable[..., Saved]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Save each model once for all tests, as vLLM takes most of their time."""
+
+    @functools.cache
+    def once(kind: str, form: str, kernels: str, num_ranks: int) -> Saved:
+        folder = tmp_path_factory.mktemp("saved")
+        paths = [folder / str(seed) for seed in range(2)]
+        packed = [folder / f"{seed}-packed" for seed in range(2)]
+        for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
+            save_qwen3(path, kind, seed)
+            save_quantised(path, target, FORMATS[form])
+        answers = [from_disk(str(path), num_ranks, KERNELS[kernels]) for path in packed]
+        assert answers[0] != answers[1]
+        return Saved(
+            paths, packed, answers, [json.loads((path / "live.json").read_text()) for path in packed]
+        )
+
+    return once
+
+
+def start(
+    bundles: PlacementGroup, path: str, kernels: str = "default", num_ranks: int = 1
+) -> ActorHandle[Any]:
+    """A vLLM on the first `num_ranks` GPUs."""
+    arguments = path, "e0", num_ranks
+    if num_ranks == 1:
+        return spawn(VllmEngine, bundles, 0, *arguments, env=KERNELS[kernels])
+    visible = visible_devices(bundles, range(num_ranks))
+    return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=KERNELS[kernels])
+
+
+def join(
+    bundles: PlacementGroup, path: Path, folder: Path, num_ranks: int, quantization: Mapping[str, Any] | None
+) -> list[ActorHandle[Any]]:
+    """Trainers of a model in bfloat16, each on a GPU of its own."""
+    arguments = num_ranks, "bfloat16", "device", quantization
+    trainers = [spawn(Trainer, bundles, rank, str(path), rank, *arguments) for rank in range(num_ranks)]
+    ray.get([each.join.remote(str(folder / "meeting")) for each in trainers], timeout=patient(200))
+    return trainers
+
+
+def feed(trainers: Sequence[ActorHandle[Any]], engine: ActorHandle[Any], saved: Saved) -> list[SyncReport]:
+    """Update an engine three times, and compare it after each. Returns the reports."""
+    ray.get(engine.info.remote(), timeout=patient(200))
+    reports = []
     with WeightSync(CONFIG) as sync:
-        sync.register_trainers([trainer])
+        sync.register_trainers(trainers)
         sync.register_engines({"e0": engine})
         sync.connect()
         for version, number in enumerate((0, 1, 0), start=1):
-            ray.get(trainer.load.remote(str(paths[number])))
+            ray.get([trainer.load.remote(str(saved.paths[number])) for trainer in trainers])
             report = sync.update_weights(version)
-            sys.stdout.write(f"{report} {report.routes} {dict(report.phases)}\n")
+            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
             assert report.engines == {"e0": version}
-            (live,), (wanted,) = ray.get(engine.live.remote()), held[number]
-            differ = [name for name in wanted if live[name] != wanted[name]]
-            assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
-            assert_same(ray.get(engine.answers.remote()), expected[number])
+            saved.check(engine, number)
+            reports.append(report)
+    return reports
+
+
+def end(engine: ActorHandle[Any], *others: ActorHandle[Any]) -> None:
     ray.get(engine.close.remote())
-    for actor in (trainer, engine):
+    for actor in (engine, *others):
         ray.kill(actor)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model, its format, the kernels and ranks of its vLLM, and whether each version is proven in place.
+
+    In place, the first version still goes through vLLM's loader.
+    """
+
+    kind: str
+    form: str
+    in_place: bool
+    kernels: str = "default"
+    num_ranks: int = 1
+
+
+CASES = {
+    "int4": Case("untied", "int4", in_place=False),
+    "zero_points": Case("untied", "zero_points", in_place=False),
+    "int8": Case("untied", "int8", in_place=True),
+    "fp8": Case("untied", "fp8", in_place=True),
+    "powers_of_two": Case("untied", "fp8_blocks", in_place=False),
+    "cutlass": Case("untied", "fp8_blocks", in_place=True, kernels="cutlass"),
+    "cutlass_moe": Case("moe", "fp8_blocks", in_place=True, kernels="cutlass"),
+    "deep_gemm": Case("untied", "fp8_blocks", in_place=True, kernels="deep_gemm"),
+    "deep_gemm_moe": Case("moe", "fp8_blocks", in_place=True, kernels="deep_gemm"),
+    "two_ranks_fp8": Case("untied", "fp8", in_place=True, num_ranks=2),
+    "two_ranks_cutlass": Case("untied", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
+    "two_ranks_cutlass_moe": Case("moe", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_answers_as_from_the_quantised_checkpoint(
+    name: str, bundles: PlacementGroup, num_gpus: int, save: Save, tmp_path: Path
+) -> None:
+    """By `powers_of_two`, DeepGEMM's kernels have vLLM quantise FP8 blocks a second time."""
+    case = CASES[name]
+    if num_gpus < case.num_ranks:
+        pytest.skip(f"needs {case.num_ranks} GPUs")
+    uses_deep_gemm = case.form == "fp8_blocks" and case.kernels != "cutlass"
+    if uses_deep_gemm and (reason := why_no_deep_gemm()):
+        pytest.skip(reason)
+    saved = save(case.kind, case.form, case.kernels, case.num_ranks)
+    engine = start(bundles, saved.served(), case.kernels, case.num_ranks)
+    trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
+    proofs = [report.proofs["e0"] for report in feed(trainers, engine, saved)]
+    assert proofs == [IN_PLACE if case.in_place else "what its loader got; no engine is alike"] * 3
+    kernels = ray.get(engine.kernels.remote())
+    if case.form == "fp8_blocks":
+        assert {"deepgemm" in kernel.lower() for kernel in kernels} == {uses_deep_gemm}, kernels
+    end(engine, *trainers)
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2])
+@pytest.mark.parametrize("form", ["int4", "fp8", "fp8_blocks"])
+def test_trainers_quantise_on_their_gpus(
+    form: str, num_trainers: int, bundles: PlacementGroup, num_gpus: int, save: Save, tmp_path: Path
+) -> None:
+    """The first one shares its GPU with vLLM. Two hold halves of each matrix, by FSDP2."""
+    if num_gpus < num_trainers:
+        pytest.skip(f"needs {num_trainers} GPUs")
+    kernels = "cutlass" if form == "fp8_blocks" else "default"
+    saved = save("untied", form, kernels, 1)
+    engine = start(bundles, saved.served(), kernels)
+    trainers = join(bundles, saved.paths[0], tmp_path, num_trainers, FORMATS[form])
+    for report in feed(trainers, engine, saved):
+        assert report.routes == NONE_CONVERTED
+        assert (report.proofs["e0"] == IN_PLACE) == (form != "int4")
+        assert report.nbytes < (saved.paths[0] / "model.safetensors").stat().st_size
+    end(engine, *trainers)
+
+
+def kill_and_wait(sync: WeightSync, engine: ActorHandle[Any]) -> None:
+    """Kill an engine, and wait until another is in its place."""
+    os.kill(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    deadline = time.monotonic() + patient(200)
+    while not sync.heals and time.monotonic() < deadline:
+        sync.settle(patient(200))
+    sys.stdout.write(f"{sync.heals}\n")
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_checkpoints_in_fp8_blocks_are_served_as_they_are_stored(
+    kind: str, bundles: PlacementGroup, save: Save
+) -> None:
+    """Two versions, the second in place, then the same after `kill -9`, and the first one again."""
+    saved = save(kind, "fp8_blocks", "cutlass", 1)
+    path = saved.served()
+    engines = [start(bundles, path, "cutlass")]
+    ray.get(engines[0].info.remote(), timeout=patient(200))
+
+    def respawn(name: str) -> ActorHandle[Any]:
+        engines.append(start(bundles, path, "cutlass"))
+        return engines[-1]
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engines[0]}, respawn=respawn)
+        for number, packed in enumerate(saved.packed):
+            sync.register_checkpoint(str(number), [str(packed)], stored=True)
+        sync.connect()
+
+        def update(number: int) -> None:
+            report = sync.update_weights(checkpoint=str(number))
+            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
+            assert (report.routes, report.proofs) == (NONE_CONVERTED, {"e0": IN_PLACE})
+            saved.check(engines[-1], number)
+
+        for number in range(2):
+            update(number)
+        sync.settle(patient(60))
+        kill_and_wait(sync, engines[0])
+        (heal,) = sync.heals
+        assert (heal.version, heal.verified) == (2, True)
+        saved.check(engines[1], 1)
+        update(0)
+    end(engines[1])
+
+
 @pytest.mark.parametrize(
-    ("form", "version"), [("int4 with zero points", 1), ("int8", 1), ("fp8", 1), ("fp8 blocks", 2)]
+    ("form", "kernels", "version"),
+    [
+        ("zero_points", "default", 1),
+        ("int8", "default", 1),
+        ("fp8", "default", 1),
+        ("fp8_blocks", "cutlass", 2),
+    ],
 )
 def test_a_killed_vllm_comes_back_with_the_packed_weights(
-    form: str, version: int, bundles: PlacementGroup, tmp_path: Path
+    form: str, kernels: str, version: int, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
     """Its holder's copy of them fills it: the trainer, which has gone on, is not asked.
 
@@ -109,14 +325,14 @@ def test_a_killed_vllm_comes_back_with_the_packed_weights(
     for seed, path in enumerate(paths):
         save_qwen3(path, "untied", seed)
     save_quantised(paths[0], tmp_path / "0-packed", FORMATS[form])
-    arguments = served(str(tmp_path / "0-packed")), "e0", 1
-    trainer = spawn(Trainer, bundles, 0, str(paths[0]), 0, 1, "bfloat16", "device")
-    engine = spawn(VllmEngine, bundles, 0, *arguments)
-    ray.get([trainer.join.remote(str(tmp_path / "meeting")), engine.info.remote()], timeout=patient(200))
+    packed = served(str(tmp_path / "0-packed"))
+    engine = start(bundles, packed, kernels)
+    (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
+    ray.get(engine.info.remote(), timeout=patient(200))
 
     def respawn(name: str) -> ActorHandle[Any]:
         nonlocal engine
-        engine = spawn(VllmEngine, bundles, 0, *arguments)
+        engine = start(bundles, packed, kernels)
         return engine
 
     with WeightSync(CONFIG) as sync:
@@ -129,18 +345,12 @@ def test_a_killed_vllm_comes_back_with_the_packed_weights(
         sync.settle(patient(60))
         (wanted,), answers = ray.get([engine.live.remote(), engine.answers.remote()])
         ray.get(trainer.load.remote(str(paths[version % 2])))
-        os.kill(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-        deadline = time.monotonic() + patient(200)
-        while not sync.heals and time.monotonic() < deadline:
-            sync.settle(patient(200))
+        kill_and_wait(sync, engine)
         (heal,) = sync.heals
-        sys.stdout.write(f"{heal}\n")
         assert (heal.version, heal.verified, set(heal.ways.values())) == (version, True, {"own"})
         (live,) = ray.get(engine.live.remote())
         assert [name for name in wanted if live[name] != wanted[name] and ".attn._" not in name] == []
         assert_same(ray.get(engine.answers.remote()), answers)
         assert sync.update_weights(version + 1).engines == {"e0": version + 1}
         assert ray.get(engine.answers.remote()) != answers
-    ray.get(engine.close.remote())
-    for actor in (trainer, engine):
-        ray.kill(actor)
+    end(engine, trainer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPTIONS", "Answers", "Live", "live", "probe"]
+__all__ = ["OPTIONS", "Answers", "Live", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -58,6 +58,17 @@ def probe(llm: Any) -> Answers:
 def live(llm: Any) -> Live:
     """What the kernels read, in their layout."""
     return llm.collective_rpc(_hashes)
+
+
+def kernels(llm: Any) -> set[str]:
+    """The kernels that layers of FP8 call, linear ones and experts, on all ranks."""
+    return set().union(*llm.collective_rpc(_kernels))
+
+
+def _kernels(worker: Any) -> set[str]:
+    methods = [getattr(module, "quant_method", None) for module in worker.get_model().modules()]
+    linear = {type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")}
+    return linear | {method.fp8_backend.name for method in methods if hasattr(method, "fp8_backend")}
 
 
 def _hashes(worker: Any) -> Mapping[str, str]:
