@@ -15,8 +15,8 @@ from benchmarks.driver_ledger import Ledger, Message, Wire
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
-from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
-from weightsync.plan.alike import AlikeReads, Near
+from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta, broadcast_groups
+from weightsync.plan.alike import Alike, LocalReads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.plan.segment import MeshPlace
@@ -249,10 +249,7 @@ class Holder:
     ) -> None: ...
 
     def route(
-        self,
-        reads: Sequence[Reads] | AlikeReads,
-        memory: Mapping[int, DeviceMemory],
-        near: Near | None = None,
+        self, reads: LocalReads, memory: Mapping[int, DeviceMemory], alike: Alike | None = None
     ) -> None: ...
 
     def exchange(

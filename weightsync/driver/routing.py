@@ -15,12 +15,12 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
-from weightsync.plan.alike import AlikeReads, AlikeReshard, Near
+from weightsync.plan.alike import Alike, AlikeReads, AlikeReshard, LocalReads
 from weightsync.plan.cross_host_parts import Needs
 from weightsync.plan.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import UpdateTask
-from weightsync.protocol.peers import SharedReads
+from weightsync.protocol.peers import SharedAlike
 
 logger = logging.getLogger("weightsync.driver.routing")
 
@@ -97,7 +97,8 @@ class Router:
         self._far: dict[str, dict[int, Needs]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
-        self._whole: dict[tuple[Layout, int, tuple[int, ...]], _Whole] = {}
+        self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
+        self._shared: dict[tuple[Layout, int], SharedAlike] = {}
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
 
     async def add(
@@ -219,7 +220,7 @@ class Router:
                 return "what it needs of other hosts was not planned when all connected"
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(
-                its.reads, self._memory(its.by_trainer), its.near
+                its.reads, self._memory(its.by_trainer), its.alike
             )
             for holder, its in local.items()
         }
@@ -285,15 +286,18 @@ class Router:
         """
         key = engine, rank, tuple(near) if reshard.has_replicas else ()
         if key not in self._whole:
-            self._whole[key] = _Whole.of(reshard.reads(rank, near), self._fleet)
-        whole = self._whole[key]
-        trainers = [t for t in whole.by_trainer if near[t] != _OTHER_HOST]
+            reads = reshard.reads(rank, near)
+            self._whole[key] = reads, reads.by_trainer()
+        whole, by_trainer = self._whole[key]
+        its = {trainer: nbytes for trainer, nbytes in by_trainer.items() if near[trainer] != _OTHER_HOST}
         local = _Local.of([Reads.none()])
-        if trainers:
+        if its:
+            if (engine, rank) not in self._shared:
+                self._shared[engine, rank] = SharedAlike(self._fleet.share(Alike.of(whole)))
             first = near.index(_SAME_DEVICE) + 1 if _SAME_DEVICE in near else 0
-            its = {trainer: whole.by_trainer[trainer] for trainer in trainers}
-            local = _Local(whole.shared, its, Near(tuple(trainers), first))
-        return local, whole.reads if len(trainers) < len(whole.by_trainer) else None
+            parts = LocalReads([whole.of_trainers([*its]).reads], first)
+            local = _Local(parts, its, self._shared[engine, rank])
+        return local, whole if len(its) < len(by_trainer) else None
 
     def _start(self, holder: int) -> int:
         """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
@@ -318,30 +322,17 @@ class _Local:
     """What an engine rank reads from trainers on its host.
 
     Attributes:
-        reads, near: as its holder gets them, see `HolderPeer.route`.
+        reads, alike: as its holder gets them, see `HolderPeer.route`.
         by_trainer: the bytes from each trainer rank.
     """
 
-    reads: Sequence[Reads] | SharedReads
+    reads: LocalReads
     by_trainer: Mapping[int, int]
-    near: Near | None = None
+    alike: SharedAlike | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Reads]) -> _Local:
-        return cls(parts, sum((Counter(reads.by_trainer()) for reads in parts), Counter()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Whole:
-    """An engine rank's reads from all trainers, in kinds of tensors. `by_trainer` has their bytes."""
-
-    reads: AlikeReads
-    shared: SharedReads
-    by_trainer: Mapping[int, int]
-
-    @classmethod
-    def of(cls, reads: AlikeReads, fleet: Fleet) -> _Whole:
-        return cls(reads, SharedReads(fleet.share(reads.packed())), reads.by_trainer())
+        return cls(LocalReads(parts), sum((Counter(reads.by_trainer()) for reads in parts), Counter()))
 
 
 def _device(export: RankMemory | None) -> str:

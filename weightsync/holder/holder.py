@@ -36,7 +36,7 @@ from weightsync.holder.update import BucketConsumer, moved_buckets, open_consume
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.plan import Plan, RankLayout
-from weightsync.plan.alike import Near, Parts, local_reads
+from weightsync.plan.alike import Alike, LocalReads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
@@ -271,12 +271,13 @@ class Holder:
             for pending in self._groups.fill(0, staging, timeout_s) if has_any else ():
                 pending.wait()
 
-    def route(self, reads: Parts, memory: Mapping[int, DeviceMemory], near: Near | None = None) -> None:
-        """Prepare direct copies of `local_reads` from trainers' `memory`. Valid until the next `link`."""
+    def route(
+        self, reads: LocalReads, memory: Mapping[int, DeviceMemory], alike: Alike | None = None
+    ) -> None:
+        """Prepare direct copies from trainers' `memory`. Valid until the next `link`."""
         if self.staging and (mapped := self.staging.mapped):
             with self._moving, self.staging.queue():
-                parts = local_reads(reads, near)
-                mapped.route(parts, read_handles(parts, memory))
+                mapped.route(parts := reads.whole(alike), read_handles(parts, memory))
                 if self.cross_host:  # the engine rank's memory may have changed
                     self.cross_host.aim()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -55,12 +55,22 @@ class Kinds:
 
     def partitioned(self, num_turns: int) -> Kinds:
         """Partition the buffers of each kind into `num_turns` kinds, or as many as it has buffers."""
-        kind, nth = np.unique(self.kind * num_turns + self.nth() % num_turns, return_inverse=True)
+        kind, nth = np.unique(self.kind * num_turns + self._nth() % num_turns, return_inverse=True)
         first = np.full(len(kind), 0)
         first[nth[::-1]] = np.arange(len(nth))[::-1]
         return Kinds(self.buffer, nth, first)
 
-    def nth(self) -> Int64:
+    def of_turns(self, parts: Kinds) -> list[Int64]:
+        """Return for each turn the first buffer of that part of each kind, by position; -1 for none.
+
+        `parts` are these kinds, `partitioned`.
+        """
+        kind, nth = self.kind[parts.first], self._nth()[parts.first]
+        found = np.full((int(nth.max(initial=0)) + 1, len(self.first)), -1)
+        found[nth, kind] = parts.first
+        return list(found)
+
+    def _nth(self) -> Int64:
         """Return each buffer's number among those of its kind."""
         order, count = np.argsort(self.kind, kind="stable"), np.bincount(self.kind)
         nth = np.empty(len(order), np.int64)
@@ -105,14 +115,6 @@ def _at(reads: Reads, row: Int64, kinds: Kinds, places: Places | None, unit: Int
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Near:
-    """The trainer ranks on an engine rank's host, and the one that it reads first."""
-
-    trainers: tuple[int, ...]
-    first: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeReads:
     """An engine rank's reads: those from the first buffer of each kind, from which the others follow."""
@@ -132,10 +134,6 @@ class AlikeReads:
         """Return the reads from some trainer ranks."""
         return replace(self, reads=self.reads.take(np.flatnonzero(np.isin(self.reads.trainer, trainers))))
 
-    def packed(self) -> AlikeReads:
-        """Return the same as it travels."""
-        return replace(self, kinds=packed(self.kinds), places=packed(self.places))
-
     def whole(self) -> Reads:
         """Return all reads, by trainer."""
         order = np.argsort(self.reads.trainer, kind="stable")
@@ -144,16 +142,37 @@ class AlikeReads:
         return joined([expanded(part, self.kinds, self.places) for part in parts or [self.reads]])
 
 
-Parts: TypeAlias = Sequence[Reads] | AlikeReads
-"""What an engine rank reads, as it travels: parts of what it reads on its host, or all of it in kinds."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """What `AlikeReads` of ranks at one place in engines of equal layout have in common, as it travels."""
+
+    kinds: Kinds
+    places: Places
+
+    @classmethod
+    def of(cls, reads: AlikeReads) -> Alike:
+        return cls(packed(reads.kinds), packed(reads.places))
 
 
-def local_reads(reads: Parts, near: Near | None) -> Sequence[Reads]:
-    """Return all reads in parts. Of those in kinds, take what is `near`, in the order in which it is read."""
-    if not isinstance(reads, AlikeReads):
-        return reads
-    assert near
-    return [in_turns(reads.of_trainers(near.trainers).whole(), near.first)]
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalReads:
+    """What an engine rank reads on its host.
+
+    Attributes:
+        parts: all of it or, in kinds, that from the first buffers of each.
+        first: the trainer that is read first, if reads are in kinds.
+    """
+
+    parts: Sequence[Reads]
+    first: int = 0
+
+    def whole(self, alike: Alike | None) -> Sequence[Reads]:
+        """Return all reads, in the order in which they run. Without `alike`, these are the parts."""
+        if not alike:
+            return self.parts
+        return [
+            in_turns(AlikeReads(each, alike.kinds, alike.places).whole(), self.first) for each in self.parts
+        ]
 
 
 def joined(parts: Sequence[Reads]) -> Reads:
@@ -184,6 +203,7 @@ class AlikeReshard:
         if self.has_replicas:
             self.kinds = kinds.partitioned(min(reshard.most_replicas, MOST_TURNS))
             self._places = sides.places(self.kinds)
+        self._firsts = kinds.of_turns(self.kinds)
 
     @classmethod
     def of(
@@ -210,24 +230,20 @@ class AlikeReshard:
         """Return the reads of engine rank `rank`. `near` is as in `Reshard.reads`."""
         if not self.has_replicas:
             return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
-        num_turns = int(self._whole.nth()[self.kinds.first].max(initial=0)) + 1
-        num_choices = min(num_turns, self._reshard.most_choices(rank, near))
+        num_choices = min(len(self._firsts), self._reshard.most_choices(rank, near))
         made = [
             self._reshard.reads(rank, near, start=turn * len(near) // num_choices)
             for turn in range(num_choices)
         ]
-        parts = [self._moved(made[turn % num_choices], rank, turn) for turn in range(num_turns)]
+        parts = [self._moved(made[n % num_choices], rank, firsts) for n, firsts in enumerate(self._firsts)]
         reads = joined(parts)
         order = np.lexsort((reads.src_buffer, reads.trainer))  # stable
         return AlikeReads(reads.take(order), self.kinds, self._places[rank])
 
-    def _moved(self, reads: Reads, rank: int, turn: int) -> Reads:
-        """Return `reads`, of the first buffer of each kind, as those of buffer number `turn` of each."""
+    def _moved(self, reads: Reads, rank: int, firsts: Int64) -> Reads:
+        """Return `reads`, of the first buffer of each kind, as those of the buffers at `firsts`."""
         kinds, places = self._whole, self._whole_places[rank]
-        at = np.full(len(kinds.first), -1)
-        these = np.flatnonzero(kinds.nth() == turn)
-        at[kinds.kind[these]] = these
-        unit = at[kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer)]]
+        unit = firsts[kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer)]]
         rows = np.flatnonzero(unit >= 0)
         return _at(reads, rows, kinds, places, unit[rows])
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
 from weightsync.config import Components, PrefixCache
-from weightsync.plan import Reads
-from weightsync.plan.alike import Near
+from weightsync.plan.alike import LocalReads
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
@@ -48,8 +47,8 @@ SharedTerms = NewType("SharedTerms", object)
 SharedTable = NewType("SharedTable", object)
 """The same of a `BundleTable`: engine ranks with equal needs receive the same."""
 
-SharedReads = NewType("SharedReads", object)
-"""The same of `AlikeReads`, packed: engines of equal layout have the same."""
+SharedAlike = NewType("SharedAlike", object)
+"""The same of `Alike`: engines of equal layout have the same."""
 
 SharedLayout = NewType("SharedLayout", object)
 """The same of a `LayoutTable`. Holders make the layouts of all ranks of a mesh of it."""
@@ -90,9 +89,9 @@ class HolderPeer(Protocol):
     async def warm_up(self, timeout_s: float) -> None: ...
     async def route(
         self,
-        reads: Sequence[Reads] | SharedReads,
+        reads: LocalReads,
         memory: Mapping[int, DeviceMemory],
-        near: Near | None = None,
+        alike: SharedAlike | None = None,
     ) -> None: ...
     async def exchange(
         self, terms: SharedTerms, rank: int, sent: Mapping[int, BundleTable], received: SharedTable | None

@@ -27,7 +27,7 @@ from weightsync.plan import (
     host_bundles,
     tensor_rows,
 )
-from weightsync.plan.alike import AlikeReshard, Near, local_reads
+from weightsync.plan.alike import Alike, AlikeReshard, LocalReads
 from weightsync.plan.column import row_codes
 from weightsync.plan.cross_host_parts import CrossHostParts, Needs
 from weightsync.plan.layout import columns
@@ -187,14 +187,16 @@ def test_what_is_near_is_read_in_turns_from_the_first_on(model: Model, data: st.
     pairs, reshard = pair(model.trainers, model.engine), Reshard(model.source, "e0", model.engine)
     assert pairs
     trainers = data.draw(st.lists(st.integers(0, len(model.near) - 1), min_size=1, unique=True))
-    near = Near(tuple(sorted(trainers)), data.draw(st.integers(0, len(model.near))))
+    first = data.draw(st.integers(0, len(model.near)))
     for rank in range(model.engine.num_ranks):
-        sent = pickle.loads(pickle.dumps(pairs.reads(rank, model.near).packed()))
-        (found,) = local_reads(sent, near)
+        its = pairs.reads(rank, model.near)
+        local = LocalReads([its.of_trainers(trainers).reads], first)
+        local, common = pickle.loads(pickle.dumps((local, Alike.of(its))))
+        (found,) = local.whole(common)
         whole = reshard.reads(rank, model.near, start=0)
         wanted = whole.take(np.flatnonzero(np.isin(whole.trainer, trainers)))
         assert by_trainer(found) == by_trainer(wanted)
-        turns = [(trainer < near.first, trainer) for trainer in found.trainer.tolist()]
+        turns = [(trainer < first, trainer) for trainer in found.trainer.tolist()]
         assert turns == sorted(turns), "what is small is read in one round"
         assert pairs.reads(rank, model.near).by_trainer() == whole.by_trainer()
 
