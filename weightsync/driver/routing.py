@@ -295,8 +295,7 @@ class Router:
             if (engine, rank) not in self._shared:
                 self._shared[engine, rank] = SharedAlike(self._fleet.share(Alike.of(whole)))
             first = near.index(_SAME_DEVICE) + 1 if _SAME_DEVICE in near else 0
-            parts = LocalReads([whole.of_trainers([*its]).reads], first)
-            local = _Local(parts, its, self._shared[engine, rank])
+            local = _Local(LocalReads.of(whole, [*its], first), its, self._shared[engine, rank])
         return local, whole if len(its) < len(by_trainer) else None
 
     def _start(self, holder: int) -> int:

@@ -130,10 +130,6 @@ class AlikeReads:
         times = np.bincount(self.kinds.kind)[kind]
         return replace(reads, rows=reads.rows * times).by_trainer()
 
-    def of_trainers(self, trainers: Sequence[int]) -> AlikeReads:
-        """Return the reads from some trainer ranks."""
-        return replace(self, reads=self.reads.take(np.flatnonzero(np.isin(self.reads.trainer, trainers))))
-
     def whole(self) -> Reads:
         """Return all reads, by trainer."""
         order = np.argsort(self.reads.trainer, kind="stable")
@@ -144,35 +140,47 @@ class AlikeReads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """What `AlikeReads` of ranks at one place in engines of equal layout have in common, as it travels."""
+    """What `AlikeReads` of ranks at one place in engines of equal layout have in common, as it travels.
+
+    Names are those of `Reads`.
+    """
 
     kinds: Kinds
     places: Places
+    src_names: tuple[str, ...]
+    dst_names: tuple[str, ...]
 
     @classmethod
     def of(cls, reads: AlikeReads) -> Alike:
-        return cls(packed(reads.kinds), packed(reads.places))
+        names = reads.reads.src_names, reads.reads.dst_names
+        return cls(packed(reads.kinds), packed(reads.places), *names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalReads:
-    """What an engine rank reads on its host.
+    """What an engine rank reads on its host, as it travels.
 
     Attributes:
-        parts: all of it or, in kinds, that from the first buffers of each.
+        parts: all of it or, in kinds, that from the first buffers of each, without names.
         first: the trainer that is read first, if reads are in kinds.
     """
 
     parts: Sequence[Reads]
     first: int = 0
 
+    @classmethod
+    def of(cls, reads: AlikeReads, trainers: Sequence[int], first: int) -> LocalReads:
+        """Take the reads from some trainer ranks."""
+        its = np.flatnonzero(np.isin(reads.reads.trainer, trainers))
+        return cls([replace(reads.reads.take(its), src_names=(), dst_names=())], first)
+
     def whole(self, alike: Alike | None) -> Sequence[Reads]:
         """Return all reads, in the order in which they run. Without `alike`, these are the parts."""
         if not alike:
             return self.parts
-        return [
-            in_turns(AlikeReads(each, alike.kinds, alike.places).whole(), self.first) for each in self.parts
-        ]
+        named = [replace(part, src_names=alike.src_names, dst_names=alike.dst_names) for part in self.parts]
+        reads = [AlikeReads(part, alike.kinds, alike.places) for part in named]
+        return [in_turns(each.whole(), self.first) for each in reads]
 
 
 def joined(parts: Sequence[Reads]) -> Reads:

@@ -190,7 +190,7 @@ def test_what_is_near_is_read_in_turns_from_the_first_on(model: Model, data: st.
     first = data.draw(st.integers(0, len(model.near)))
     for rank in range(model.engine.num_ranks):
         its = pairs.reads(rank, model.near)
-        local = LocalReads([its.of_trainers(trainers).reads], first)
+        local = LocalReads.of(its, trainers, first)
         local, common = pickle.loads(pickle.dumps((local, Alike.of(its))))
         (found,) = local.whole(common)
         whole = reshard.reads(rank, model.near, start=0)
