@@ -82,14 +82,14 @@ class TwinTrainer(PairTrainer):
 
 
 class EagleTrainer(PairTrainer):
-    """Its draft is an EAGLE of one layer, whose projection has the signs."""
+    """Its draft is an EAGLE of one layer. The projection has the signs."""
 
     def _read_draft(self, path: str) -> nn.Module:
         return module_of(load_file(Path(eagle_path(path)) / "model.safetensors"))
 
 
 class MtpTrainer(PairTrainer):
-    """Its draft is an MTP layer of MiMo, whose last norm has the signs."""
+    """Its draft is an MTP layer of MiMo. The last norm has the signs."""
 
     def _read_draft(self, path: str) -> nn.Module:
         return module_of(mtp_weights(Path(path), "mimo", 5))
@@ -150,7 +150,7 @@ def save_mtp(path: str) -> None:
 def speculative_config(path: str, method: str) -> dict[str, Any]:
     """Return how a vLLM with the model in `path` speculates by `method`."""
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS[method]}
-    if method != "mtp":  # whose layer is in the model's files
+    if method != "mtp":  # the layer of MTP is in the model's files
         config["model"] = path if method == "draft_model" else eagle_path(path)
     return config
 

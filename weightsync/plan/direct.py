@@ -203,10 +203,6 @@ class Reshard:
         self._ends = np.maximum.accumulate(self._base[self._shards.tensor] + self._high[:, 0])
 
     @property
-    def num_trainers(self) -> int:
-        return self._source.num_ranks
-
-    @property
     def most_replicas(self) -> int:
         """The most trainer ranks that hold the same box."""
         return int(self._shards.size.max(initial=1))
