@@ -6,16 +6,16 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
-from weightsync.engines import quantizing_sink
 from weightsync.errors import TransportError
 from weightsync.holder import second_copy
+from weightsync.memory import quantizing_tables
 from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.memory.quantize import quantize
 from weightsync.plan.copies import Copies
-from weightsync.protocol.messages import Digests
 
 
 class CopyTable:
@@ -50,14 +50,12 @@ class DeviceBuffer:
 
 
 class DigestTable:
-    def __init__(self, parts: Sequence[BoxPart], num_tensors: int) -> None:
-        self._parts, self._num_tensors = parts, num_tensors
+    def __init__(self, parts: Sequence[BoxPart], num_tensors: int, totals: torch.Tensor) -> None:
+        self._parts, self._num_tensors, self._totals = parts, num_tensors, totals
 
     def launch(self, _: object) -> None:
-        self._digests = box_digests(self._parts, self._num_tensors)
-
-    def result(self) -> Digests:
-        return self._digests
+        digests = box_digests(self._parts, self._num_tensors)
+        self._totals[0] += torch.from_numpy(digests.view(np.int64))
 
 
 class QuantizeLaunch:
@@ -86,13 +84,14 @@ class Stream:
 
 
 def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `quantizing_sink` use these in place of kernels, streams and devices."""
+    """Have `quantizing_tables` use these in place of kernels, streams and devices."""
     for double in (CopyTable, QuantizeLaunch):
-        monkeypatch.setattr(quantizing_sink, double.__name__, double)
-    monkeypatch.setattr(quantizing_sink, "box_table", DigestTable)
-    monkeypatch.setattr(quantizing_sink, "can_quantize", lambda _, form: not form.packed)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(quantizing_tables, double.__name__, double)
+    monkeypatch.setattr(quantizing_tables, "box_table", DigestTable)
+    monkeypatch.setattr(quantizing_tables, "can_quantize", lambda _, form: not form.packed)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 
 
 def use_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

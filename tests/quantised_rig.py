@@ -11,11 +11,12 @@ from torch import nn
 from tests.quantised import same_bits
 from weightsync.channel.sink import PieceView
 from weightsync.engines.live_digest import LiveParameters
-from weightsync.engines.quantizing_sink import QuantizingSink, QuantizingTables
-from weightsync.engines.stored_places import StoredPlaces
-from weightsync.engines.whole_sink import as_loaded
+from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize
+from weightsync.memory.quantizing_tables import QuantizingTables
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.plan.formats import Format
@@ -33,7 +34,11 @@ SHAPES = {
     "m.experts.gate_up_proj": (3, 512, 128),
     "m.experts.down_proj": (3, 128, 256),
     "b.weight": (300, 200),
+    "c.weight": (256, 96),
 }
+WHOLE = "c."
+"""Tensors that come in one piece, from one trainer."""
+
 NUM_TRAINERS, NUM_RANKS, SLOT_NBYTES = 3, 2, 1 << 16
 
 
@@ -67,8 +72,9 @@ def plan_of(metas: tuple[TensorMeta, ...]) -> Plan:
     for rank in range(NUM_TRAINERS):
         segments = []
         for meta in metas:
-            box = share(meta, rank, NUM_TRAINERS)
-            if box.numel:
+            is_whole = meta.name.startswith(WHOLE)
+            box = Box.whole(meta.shape) if is_whole else share(meta, rank, NUM_TRAINERS)
+            if box.numel and (rank == 1 or not is_whole):
                 segments.append(Segment(meta.name, box, meta.name, 0, box.strides(meta.itemsize)))
         sources.append(RankLayout(metas, tuple(segments)))
     engine = RankLayout(metas, tuple(map(Segment.whole, metas)))
@@ -115,7 +121,7 @@ class Rig:
             self.model.register_parameter(name, nn.Parameter(held, requires_grad=False))
             segments.append(Segment(meta.name, box, name, 0, box.strides(meta.itemsize)))
         live = dict(self.model.named_parameters())
-        self.places = StoredPlaces(segments, live, {meta.name: meta.shape for meta in metas}, formats(form))
+        self.places = StoredPlaces(segments, live, metas, formats(form))
         self.parameters = LiveParameters(self.model, self.device)
         formats_left = {} if sends_stored else self.places.formats
         self.tables = QuantizingTables(self.plan, self.slots, self.places, formats_left)

@@ -23,7 +23,15 @@ from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
-from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, Loaded, LoadReport, PublishReport
+from weightsync.protocol.messages import (
+    AttachReport,
+    Digests,
+    FeedTicket,
+    Loaded,
+    LoadReport,
+    PublishReport,
+    Quantized,
+)
 from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
@@ -85,7 +93,7 @@ class DictEngine:
             self.on_write(name)
             self.tensors[name][box.slices()].copy_(data)
 
-    def written(self) -> None:
+    def written(self, quantized: Quantized | None = None) -> None:
         """Do nothing: what did not come, as of frozen tensors, is there."""
 
     def finish(self) -> None:

@@ -15,8 +15,9 @@ from tests.quantised import same_bits
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.reload_trace import trace_reload
-from weightsync.engines.stored_places import StoredLoader, StoredPlaces, find_places
+from weightsync.engines.stored_loader import StoredLoader, find_places
 from weightsync.engines.vllm.api import Reload
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan.formats import Format
 
@@ -166,7 +167,7 @@ def live(model: Model) -> dict[str, torch.Tensor]:
 
 def places_of(model: Model) -> StoredPlaces:
     segments = trace_reload(model, live(model), STORED, lambda: reload_of(model))
-    return StoredPlaces(segments, live(model), {meta.name: meta.shape for meta in STORED}, {})
+    return StoredPlaces(segments, live(model), STORED, {})
 
 
 @pytest.mark.parametrize("process", [transposed, kept, cloned])

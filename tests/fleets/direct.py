@@ -110,7 +110,7 @@ class Engine(DictEngine):
         self.export = self.shared.export(self.layout()[0], self.tensors)
         return [replace(attached, export=self.export)]
 
-    def written(self) -> None:
+    def written(self, _: object = None) -> None:
         self.num_written += 1
 
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -24,12 +25,14 @@ from weightsync.errors import (
     DeadlineError,
     EngineError,
     PeerLostError,
+    StateError,
     TransportError,
     WeightSyncError,
     WireError,
 )
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
+from weightsync.protocol.messages import Quantized
 from weightsync.testing import DictEngine
 
 
@@ -88,6 +91,34 @@ def _connected(feed: HolderFeed, plan: Plan) -> EngineFeed:
     thread.join()
     assert not errors
     return engine
+
+
+def test_the_holder_learns_that_it_may_quantise_and_loses_no_message(holder: HolderFeed, plan: Plan) -> None:
+    engine = _connected(holder, plan)
+    assert not holder.is_writable()
+    engine.refuse(1, StateError("moved"))
+    engine.allow_writing()
+    _until(holder.is_writable)
+    with pytest.raises(EngineError, match="moved"):
+        holder.wait_done(1, 0, patient(10))
+    engine.close()
+
+
+def test_digests_of_many_tensors_reach_the_engine_rank(holder: HolderFeed, plan: Plan) -> None:
+    class Quantizing(Sink):
+        def written(self, quantized: Quantized | None = None) -> None:
+            came.append(quantized)
+
+    came: list[Quantized | None] = []
+    engine = _connected(holder, plan)
+    made = Quantized(*np.arange(400_000, dtype=np.uint64).reshape(2, -1))
+    holder.written(1, made)
+    engine.receive(1, Quantizing(plan), patient(10))
+    (got,) = came
+    assert got
+    np.testing.assert_array_equal(got.wholes, made.wholes)
+    np.testing.assert_array_equal(got.stored, made.stored)
+    engine.close()
 
 
 def test_the_socket_lies_in_a_private_directory_that_goes_once_connected(

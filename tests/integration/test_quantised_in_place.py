@@ -16,17 +16,24 @@ from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines import quantizing_sink
+from weightsync.engines import whole_loads
 from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.live_digest import LiveParameters, parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
 from weightsync.engines.rank import Rank
-from weightsync.engines.stored_places import StoredLoader, StoredPlaces
+from weightsync.engines.stored_loader import StoredLoader
 from weightsync.engines.whole_sink import Loader
+from weightsync.holder.send_buffer import SendBuffer
+from weightsync.holder.staging import HostStaging
+from weightsync.memory import quantizing_tables
 from weightsync.memory.quantize import quantize
+from weightsync.memory.quantizing_tables import QuantizingTables
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
-from weightsync.plan import Segment
+from weightsync.plan import Plan, Segment
 from weightsync.plan.formats import Format
+from weightsync.protocol.handles import LiveExport
+from weightsync.protocol.messages import Quantized
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalTrainer
 
@@ -51,14 +58,22 @@ class Host:
                 for meta in stored
             }
         )
-        segments = [
-            Segment(meta.name, whole.box, meta.name.replace(".", "_"), 0, whole.strides)
-            for meta, whole in ((meta, Segment.whole(meta)) for meta in stored)
-        ]
-        shapes = {meta.name: meta.shape for meta in stored}
-        self._places = StoredPlaces(segments, dict(parameters_of(self.live)), shapes, self.formats)
+        self._places = self._found()
         self.num_loads = 0
         self.swaps = False
+
+    def _found(self) -> StoredPlaces:
+        segments = [
+            Segment(meta.name, whole.box, meta.name.replace(".", "_"), 0, whole.strides)
+            for meta, whole in ((meta, Segment.whole(meta)) for meta in self.stored)
+        ]
+        return StoredPlaces(segments, dict(parameters_of(self.live)), self.stored, self.formats)
+
+    def move(self) -> None:
+        """Give all parameters other memory."""
+        for parameter in self.live.values():
+            parameter.data = parameter.data.clone()
+        self._places = self._found()
 
     def model(self) -> nn.Module:
         return self.live
@@ -138,6 +153,80 @@ class Fleet(Loop):
 @pytest.fixture(autouse=True)
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_doubles(monkeypatch)
+
+
+class Staging(HostStaging):
+    """Staging that quantises buckets into an engine rank's memory."""
+
+    live: Mapping[str, torch.Tensor]
+    buckets: list[int]
+    plan: Plan
+    can_quantize = True
+    writes, flat = False, None
+    tables: QuantizingTables | None = None
+
+    @property
+    def mapped(self) -> Staging:  # type: ignore[override]
+        return self
+
+    @property
+    def quantizes(self) -> bool:
+        return self.tables is not None
+
+    def link(self, engine: LiveExport | None) -> None:
+        if engine and engine.places and self.can_quantize:
+            slots = [slot.tensor for slot in self._slots]
+            memory = {name: each.detach().view(-1).view(torch.uint8) for name, each in self.live.items()}
+            places = StoredPlaces.of(engine.places, memory)
+            self.tables = QuantizingTables(self.plan, slots, places, engine.places.formats)
+
+    def connect(self, trainer: object) -> None:
+        raise AssertionError("trainers publish on the host")
+
+    def write(self, bucket: int) -> None:
+        self.buckets.append(bucket)
+        assert self.tables
+        self.tables.run(bucket, torch.cuda.current_stream())
+
+    def wait_written(self, timeout_s: float) -> None:
+        """Launches of doubles have ended when they return."""
+
+    def quantized(self) -> Quantized:
+        assert self.tables
+        return self.tables.result()
+
+
+class Mapped(Fleet):
+    """Its holders have mapped the engines' memory."""
+
+    can_quantize = True
+
+    def __init__(self, config: SyncConfig = CONFIG) -> None:
+        self.buckets: dict[int, list[int]] = {1: [], 2: []}
+        super().__init__(config)
+
+    def stage(
+        self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
+    ) -> HostStaging:
+        if holder == 0:
+            return super().stage(holder, plan, index, send_buffer, receives)
+        staging = Staging(plan, index, send_buffer, receives)
+        staging.live, staging.buckets = self.hosts[holder - 1].live, self.buckets[holder]
+        staging.can_quantize, staging.plan = self.can_quantize, plan
+        return staging
+
+
+class Unable(Mapped):
+    """Its holders have no kernels for this."""
+
+    can_quantize = False
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engine ranks export live memory as on a GPU."""
+    monkeypatch.setattr(LiveParameters, "can_export", True)
+    monkeypatch.setattr(LiveParameters, "export", lambda _: LiveExport("alike", {}))
 
 
 def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
@@ -234,7 +323,7 @@ def test_without_a_kernel_tensors_are_written_one_by_one(monkeypatch: pytest.Mon
         assert [host.num_loads for host in loop.hosts] == [1, 1]
         assert len(asked) == 2, "each engine asks once"
 
-    monkeypatch.setattr(quantizing_sink, "can_quantize", can_quantize)
+    monkeypatch.setattr(quantizing_tables, "can_quantize", can_quantize)
     drive(work)
 
 
@@ -260,3 +349,98 @@ def test_a_live_byte_that_changes_meanwhile_keeps_the_engine_from_serving(
         assert loop.fleet.engines["e0"].record.state is EngineState.STALE
 
     drive(work)
+
+
+@pytest.mark.usefixtures("exports")
+def test_holders_quantise_once_an_update_has_shown_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        for version in (1, 2, 3):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            proof = "live weights with what was quantised and with 1 engine alike"
+            assert report.proofs == {"e0": proof, "e1": proof}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+            plan = loop.controller.plan
+            assert plan
+            written = [*range(plan.num_buckets)] * (version - 1)
+            assert loop.buckets == {1: written, 2: written}, "from the second version on"
+        await loop.controller.connect()  # what was shown holds for the next plan, too
+        loop.train()
+        await loop.controller.update(4)
+        assert len(loop.buckets[1]) == len(loop.buckets[2]) == 3 * plan.num_buckets
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an engine rank prepared to quantise")
+
+    monkeypatch.setattr(whole_loads, "QuantizingTables", refuse)
+    drive_loop(work, cls=Mapped)
+
+
+@pytest.mark.usefixtures("exports")
+def test_where_a_holder_has_no_kernel_the_rank_quantises() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Unable)
+        await loop.controller.connect()
+        for version in (1, 2, 3):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert loop.buckets == {1: [], 2: []}
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+
+    drive_loop(work, cls=Unable)
+
+
+@pytest.mark.usefixtures("exports")
+def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        loop.train()
+        await loop.controller.update(1)
+        finish = Staging.quantized
+
+        def flipped(staging: Staging) -> Quantized:
+            made = finish(staging)
+            if staging.live is loop.hosts[0].live:
+                staging.live["0_weight_scale"].data[2] *= 2
+            return made
+
+        monkeypatch.setattr(Staging, "quantized", flipped)
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 0, "e1": 2}
+        assert "0.weight_scale was written, and live memory holds other bytes" in report.failures["e0"]
+        assert loop.fleet.engines["e0"].record.state is EngineState.STALE
+
+    drive_loop(work, cls=Mapped)
+
+
+@pytest.mark.usefixtures("exports")
+def test_parameters_that_moved_since_connect_are_not_served() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        loop.train()
+        await loop.controller.update(1)
+        host = loop.hosts[0]
+        host.move()
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 0, "e1": 2}
+        assert "live parameters are in other memory than when connected" in report.failures["e0"]
+        await loop.controller.connect()
+        loop.train()
+        report = await loop.controller.update(3)
+        assert report.engines == {"e0": 3, "e1": 3}
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    drive_loop(work, cls=Mapped)

@@ -11,7 +11,7 @@ from weightsync.channel.sink import PieceView, Sink
 from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests, Quantized
 
 
 class Casting:
@@ -90,9 +90,9 @@ class CastingSink:
         """Cast a bucket's pieces, and pass them on."""
         self._sink.take(bucket, self._casting.cast(pieces))
 
-    def written(self) -> None:
+    def written(self, quantized: Quantized | None) -> None:
         """Pass it on: only frozen tensors are left out, since no holder writes the rank's memory."""
-        self._sink.written()
+        self._sink.written(quantized)
 
     def finish(self) -> None:
         """Finish the other sink."""

@@ -15,9 +15,11 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import zmq
 
@@ -35,6 +37,7 @@ from weightsync.channel.wire import (
     Message,
     Ready,
     Welcome,
+    Writable,
     Written,
     decode,
     encode,
@@ -55,7 +58,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import BufferHandle, Handle
-from weightsync.protocol.messages import Digests, FeedTicket
+from weightsync.protocol.messages import Digests, FeedTicket, Quantized
 from weightsync.protocol.timing import PhaseClock, Span
 
 logger = logging.getLogger("weightsync.channel.engine_end")
@@ -91,6 +94,8 @@ class HolderFeed:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
         self._socket.bind(endpoint)
         self._peer: bytes | None = None
+        self._writable = False
+        self._early = deque[tuple[bytes, Message]]()
         self._dropped = threading.Event()
         self._check_descriptors()
 
@@ -122,9 +127,17 @@ class HolderFeed:
         """Tell the engine rank, which waits for `written`, that more buckets follow."""
         self._send(GoingOn(attempt))
 
-    def written(self, attempt: int) -> None:
-        """Tell the engine rank that all further buckets are in its memory."""
-        self._send(Written(attempt))
+    def written(self, attempt: int, quantized: Quantized | None = None) -> None:
+        """Tell the engine rank that all further buckets are in its memory, `quantized` or as they came."""
+        made = (quantized.wholes.tobytes(), quantized.stored.tobytes()) if quantized else (b"", b"")
+        self._send(Written(attempt, *made))
+
+    def is_writable(self) -> bool:
+        """Whether the engine rank has said that what is quantised may be written into its export."""
+        while not self._writable and self._socket.poll(0):
+            if came := self._take():
+                self._early.append(came)
+        return self._writable
 
     @property
     def dropped(self) -> bool:
@@ -173,23 +186,33 @@ class HolderFeed:
         while True:
             if self._dropped.is_set():
                 raise EngineError(self.ticket.engine, phase, "it was given up")
+            if self._early:
+                return self._early.popleft()
             left = deadline - time.monotonic()
             # Poll once more after the deadline: perhaps this process was stopped, not the engine.
             if not self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS)))):
                 if left <= 0:
                     raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
                 idle()
-                continue
-            frames = self._socket.recv_multipart()
-            known = self._peer in (None, frames[0])
-            try:
-                message = decode(frames[-1]) if known and len(frames) == 2 else None
-            except WireError as error:
-                logger.warning("[%s] refused %d bytes: %s", self.ticket.holder, len(frames[-1]), error)
-                continue
-            if message is not None:
-                return frames[0], message
+            elif came := self._take():
+                return came
+
+    def _take(self) -> tuple[bytes, Message] | None:
+        """Receive what came. Returns None if it is refused, or tells only that the rank is writable."""
+        frames = self._socket.recv_multipart()
+        known = self._peer in (None, frames[0])
+        try:
+            message = decode(frames[-1]) if known and len(frames) == 2 else None
+        except WireError as error:
+            logger.warning("[%s] refused %d bytes: %s", self.ticket.holder, len(frames[-1]), error)
+            return None
+        if message is None:
             logger.warning("[%s] refused %d frames of an unknown peer", self.ticket.holder, len(frames))
+        elif isinstance(message, Writable):
+            self._writable = self._peer == frames[0]
+        else:
+            return frames[0], message
+        return None
 
 
 class EngineFeed:
@@ -273,6 +296,10 @@ class EngineFeed:
             return ()
         return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
+    def allow_writing(self) -> None:
+        """Tell the holder that it may write what it quantises into this rank's export, see `Writable`."""
+        self._send(Writable())
+
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
         """Tell the holder why this rank reads no bucket of an attempt. Called instead of `receive`."""
         if self._busy.acquire(blocking=False):  # otherwise an earlier load uses the socket
@@ -315,7 +342,7 @@ class EngineFeed:
         for expected in range(max(self._num_buckets, 1)):  # without buckets the holder writes all
             ready = self._wait_ready(attempt, expected, timeout_s)
             if isinstance(ready, Written):
-                sink.written()
+                sink.written(_quantized(ready))
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
             dropped = self._inject("refill" if ready.whole else "move", expected, views)
@@ -388,3 +415,9 @@ class EngineFeed:
                 return decode(self._socket.recv())
             if left <= 0:
                 raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
+
+
+def _quantized(written: Written) -> Quantized | None:
+    if not written.wholes:
+        return None
+    return Quantized(np.frombuffer(written.wholes, np.uint64), np.frombuffer(written.stored, np.uint64))

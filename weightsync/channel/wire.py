@@ -12,7 +12,8 @@ import msgspec
 
 from weightsync.errors import KINDS, WeightSyncError, Where, WireError
 
-MAX_MESSAGE_NBYTES = 64 << 10
+MAX_MESSAGE_NBYTES = 16 << 20
+"""`Written` has digests of all tensors, of which there may be hundreds of thousands."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -47,9 +48,21 @@ class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged."""
+    """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged.
+
+    If the holder quantised them, `wholes` and `stored` are the bytes of `Quantized`.
+    """
 
     attempt: int
+    wholes: bytes = b""
+    stored: bytes = b""
+
+
+class Writable(msgspec.Struct, frozen=True, tag="writable"):
+    """Engine rank → holder: from now on, you may quantise into the parameters that I exported.
+
+    An update has shown that what is stored lies where the export says.
+    """
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -98,7 +111,7 @@ class SentError(msgspec.Struct, frozen=True):
         return error
 
 
-Message = Hello | Welcome | Ready | GoingOn | Written | Done | Failed | Cancel
+Message = Hello | Welcome | Ready | GoingOn | Written | Writable | Done | Failed | Cancel
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

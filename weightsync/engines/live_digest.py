@@ -43,6 +43,10 @@ class TensorDigests:
     def of(self, held: Sequence[torch.Tensor]) -> Digests:
         """Return the digest of each tensor."""
         self.follow(held)
+        return self.last(held)
+
+    def last(self, held: Sequence[torch.Tensor]) -> Digests:
+        """Return the same of tensors that the last `follow` had."""
         if self._table is None:
             return tensor_digests(held)
         with torch.cuda.device(self._device):
@@ -61,12 +65,26 @@ class LiveParameters:
         self.model, self._device = model, device
         self._digests = TensorDigests(device)
         self._kind = ""
+        self._found: Sequence[torch.Tensor] = ()
 
-    def digest(self) -> LiveDigest:
-        """Return their digest. On a GPU it takes one launch, after the first time."""
-        held = [in_order(parameter.detach()) for _, parameter in parameters_of(self.model)]
-        self._follow(held)
-        return LiveDigest(self._kind, hashlib.sha256(self._digests.of(held).tobytes()).hexdigest())
+    def find(self) -> None:
+        """Find them. For thousands it takes as long as their digest."""
+        self._found = [in_order(parameter.detach()) for _, parameter in parameters_of(self.model)]
+        self._follow(self._found)
+
+    def digest(self, is_found: bool = False) -> LiveDigest:
+        """Return their digest. On a GPU it takes one launch, after the first time.
+
+        `is_found`: no parameter was replaced or moved since the last `find`.
+        """
+        if not is_found:
+            self.find()
+        return LiveDigest(self._kind, hashlib.sha256(self._digests.last(self._found).tobytes()).hexdigest())
+
+    @property
+    def can_export(self) -> bool:
+        """Whether they are in memory that holders map."""
+        return self._device.type == "cuda"
 
     def export(self) -> LiveExport:
         """Export them, so that a copy of their bytes brings them back.

@@ -19,7 +19,7 @@ from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Export
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests, Quantized
 
 logger = logging.getLogger("weightsync.engines.live_writer")
 
@@ -86,7 +86,7 @@ class LiveWriter:
             self._device.copies()
             return None
 
-    def written(self) -> None:
+    def written(self, quantized: Quantized | None = None) -> None:
         """Note that all further buckets are in memory."""
         self._next = self._plan.num_buckets
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.engines.whole_sink import as_loaded
 from weightsync.errors import PlanError
+from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.whole_sink import Loader, as_loaded
+from weightsync.engines.whole_sink import Loader
 from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
+from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
 

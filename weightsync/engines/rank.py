@@ -17,15 +17,13 @@ from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.draft_model import DraftModel, HasDraft
 from weightsync.engines.frozen_draft import FrozenDraft
-from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.load_errors import naming_load
 from weightsync.engines.loader_trace import UnprovableError, trace
-from weightsync.engines.quantizing_sink import NoKernelError, QuantizingSink, QuantizingTables
 from weightsync.engines.rank_process import RankProcess
-from weightsync.engines.stored_places import StoredPlaces
 from weightsync.engines.trained_draft import TrainableDraft, TrainedDraft
-from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
+from weightsync.engines.whole_loads import Converts, WholeLoads
+from weightsync.engines.whole_sink import Loader, synchronize
 from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
@@ -34,11 +32,11 @@ from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.handles import Attached, LiveExport
+from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
 
-class Host(Protocol):
+class Host(Converts, Protocol):
     """Calls from a rank to the engine that it is part of."""
 
     def model(self) -> torch.nn.Module:
@@ -52,15 +50,6 @@ class Host(Protocol):
 
     def stored_otherwise(self) -> str:
         """Return why live parameters may differ from the loader's bytes; "" if they do not."""
-
-    def converted(self) -> torch.nn.Module | None:
-        """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
-
-    def places(self) -> StoredPlaces | None:
-        """Return where live parameters hold what `loader` stores; None if that is not known.
-
-        The first call finds it. No weights change.
-        """
 
     def loader(self, stored: bool) -> Loader:
         """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none.
@@ -81,15 +70,13 @@ class Rank:
         self._layout: RankLayout | None = None
         self._live: dict[str, torch.Tensor] = {}
         self._feed: EngineFeed | None = None
-        self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
-        self._parameters: LiveParameters | None = None
+        self._whole: WholeLoads | None = None
         self._is_treated = False
         self._draft: DraftModel | None = None
         self._frozen: FrozenDraft | None = None
         self._trained: TrainedDraft | None = None
-        self._tables: QuantizingTables | None = None
-        self._takes_stored, self._has_kernels = False, True
+        self._takes_stored = False
         self._engine = ""
         self._adapters: dict[tuple[int, ...], AdapterRank] = {}
 
@@ -166,14 +153,18 @@ class Rank:
         names = {meta.name for meta in plan.tensors}
         self._takes_stored = layout.takes_stored(names)
         self._feed = EngineFeed.open(ticket, plan, timeout_s, layout.for_tensors(names))
-        self._plan, self._engine, casts = plan, ticket.engine, self._feed.casts
-        self._has_kernels = not casts  # they read slots
+        self._engine, casts = ticket.engine, self._feed.casts
         if not layout.buffers:
-            model = self._host.converted()
-            self._parameters = None if model is None else LiveParameters(model, self._device)
-            if not asleep:
-                self._prepare_tables(self._feed, plan)
-            return Attached(plan.digest(), None, None if asleep else self._live_export(), casts)
+            self._whole = WholeLoads(
+                self._host,
+                self._feed,
+                plan,
+                self._device,
+                self._make_loader,
+                self._takes_stored,
+                self._logger,
+            )
+            return Attached(plan.digest(), None, None if asleep else self._whole.attach(), casts)
         self._writer = LiveWriter(
             plan,
             layout,
@@ -198,20 +189,21 @@ class Rank:
 
     def load(self, attempt: int, timeout_s: float) -> Loaded:
         """Take one attempt's buckets. Raises EngineError if a draft's own tensors changed."""
-        if self._feed is None or self._plan is None:
+        if self._feed is None:
             raise StateError("a rank is not attached: connect first")
         with naming_load(self._engine, self._rank):
             if self._writer:
                 self._begin(self._feed, self._writer, attempt)
                 loaded = Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
             else:
-                loaded = self._load_whole(self._feed, self._plan, attempt, timeout_s)
+                assert self._whole
+                loaded = self._whole.load(attempt, timeout_s)
         self._require_same_draft()
         return loaded
 
     def close(self) -> None:
         """Drop the connection to the holder."""
-        self._writer = self._tables = None
+        self._writer = self._whole = None
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -306,59 +298,6 @@ class Rank:
                 self._live = traced.live
                 return traced.layout
         return _whole_layout(checkpoint, device)
-
-    def _live_export(self) -> LiveExport | None:
-        """Export the parameters that the host's loader converts, if a copy of them can bring them back."""
-        if self._parameters is None or self._device.type != "cuda":
-            return None
-        try:
-            return self._parameters.export()
-        except TransportError as error:
-            self._logger.warning("rank %d is not filled from copies of its parameters: %s", self._rank, error)
-            return None
-
-    def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        sink = self._in_place_sink(plan) or WholeSink(plan, self._make_loader, self._device, self._parameters)
-        try:
-            digests = feed.receive(attempt, sink, timeout_s)
-        except Exception:
-            sink.abandon()
-            raise
-        if self._tables is None:
-            self._prepare_tables(feed, plan)
-        return Loaded(
-            digests,
-            feed.spans,
-            sink.live,
-            are_live=False,
-            are_copied=sink.is_copied,
-            are_compared=self._tables is not None or self._shown_places() is not None,
-        )
-
-    def _in_place_sink(self, plan: Plan) -> QuantizingSink | None:
-        """Return a sink that quantises in place; None until that is prepared, or if parameters moved."""
-        if self._tables is None or self._parameters is None:
-            return None
-        if self._host.places() is not self._tables.places:
-            self._tables = None
-            return None
-        return QuantizingSink(self._tables, plan, self._parameters)
-
-    def _shown_places(self) -> StoredPlaces | None:
-        places = self._host.places()
-        return places if places is not None and places.are_right else None
-
-    def _prepare_tables(self, feed: EngineFeed, plan: Plan) -> None:
-        """Prepare to quantise in place, where an update has shown that the places are right."""
-        places = self._shown_places()
-        if self._parameters is None or places is None or not self._has_kernels:
-            return
-        try:
-            formats = {} if self._takes_stored else places.formats
-            self._tables = QuantizingTables(plan, feed.slots, places, formats)
-        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
-            self._has_kernels = False  # until the next plan
-            self._logger.info("rank %d quantises tensor by tensor: %s", self._rank, error)
 
 
 def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:

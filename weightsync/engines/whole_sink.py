@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,8 +12,10 @@ from weightsync.channel.sink import PieceView
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import Missing
 from weightsync.memory.digests import tensor_digests
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Plan
-from weightsync.protocol.messages import Digests, LiveDigest
+from weightsync.protocol.messages import Digests, LiveDigest, Quantized
 
 _BATCH_NBYTES = 64 << 20
 
@@ -37,6 +39,7 @@ class WholeSink:
     Attributes:
         live: of what the loader made of them, if `parameters` are given.
         is_copied: the holder wrote the live parameters of an equal engine, and the loader got nothing.
+        quantized: the holder quantised, and the loader got nothing. None if it did not.
     """
 
     def __init__(
@@ -45,14 +48,18 @@ class WholeSink:
         make_loader: Callable[[], Loader],
         device: torch.device,
         parameters: LiveParameters | None = None,
+        places: StoredPlaces | None = None,
     ) -> None:
-        """`make_loader` is called when tensors come.
-
-        `parameters`: the live ones, if the loader makes other bytes of the tensors.
+        """
+        Args:
+            make_loader: called when tensors come.
+            parameters: the live ones, if the loader makes other bytes of the tensors.
+            places: where the holder may write what it quantises.
         """
         self._plan, self._make_loader, self._device = plan, make_loader, device
         self._loader: Loader | None = None
-        self._parameters = parameters
+        self._parameters, self._places = parameters, places
+        self.quantized: Quantized | None = None
         self.live: LiveDigest | None = None
         self.is_copied = False
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
@@ -70,8 +77,12 @@ class WholeSink:
         self._add(complete)
 
     def finish(self) -> None:
-        """Finish the loader."""
-        if not self.is_copied:
+        """Finish the loader, or compare what lives with what the holder made."""
+        if self.quantized:
+            assert self._places, "a holder quantised for a rank that did not allow it"
+            self._places.require(self.quantized.stored)
+            self._digests = self.quantized.wholes
+        elif not self.is_copied:
             self._missing.require_none()
             self._hand_over()
             self._loading().finish()
@@ -80,14 +91,14 @@ class WholeSink:
     def digests(self) -> Digests:
         """Return the digests of the tensors that the loader got, after taking `live`."""
         if self._parameters is not None:
-            self.live = self._parameters.digest()
+            self.live = self._parameters.digest(is_found=self.quantized is not None)
         return self._digests
 
-    def written(self) -> None:
-        """Note that the live parameters are copies of an equal engine's."""
+    def written(self, quantized: Quantized | None = None) -> None:
+        """Note that the holder quantised, or that the live parameters are copies of an equal engine's."""
         assert self._parameters is not None, "a holder wrote into a rank that exported nothing"
         assert self._loader is None, "a holder wrote what tensors had begun to fill"
-        self.is_copied = True
+        self.quantized, self.is_copied = quantized, quantized is None
 
     def abandon(self) -> None:
         """End the update early, as `Loader.abandon` does."""
@@ -129,37 +140,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on a device."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
-
-
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-
-
-def as_loaded(
-    name: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensor, or views of its experts, under the names that they have in checkpoints.
-
-    Transformers stacks ``experts.gate_up_proj`` [E, 2I, H] and ``experts.down_proj`` [E, H, I]. Loaders
-    of SGLang, and of vLLM before 0.32, silently skip these names; all take ``experts.0.gate_proj.weight``
-    [I, H] and its like. Stacks of other shapes are not split.
-
-    Args:
-        shapes: the shapes of all tensors of the checkpoint, by name.
-    """
-    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
-    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
-        yield name, tensor
-        return
-    for number, expert in enumerate(tensor):
-        prefix = f"{base}.experts.{number}"
-        if name.endswith(_DOWN):
-            yield f"{prefix}.down_proj.weight", expert
-        else:
-            gate, up = expert.chunk(2)
-            yield f"{prefix}.gate_proj.weight", gate
-            yield f"{prefix}.up_proj.weight", up
-
-
-def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether shapes are those of a stack. Transposed stacks are left to the models' own loaders."""
-    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,13 +19,18 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
+from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport
+from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport, StoredExport
+from weightsync.protocol.messages import Quantized
 from weightsync.transports import Pending
+
+logger = logging.getLogger("weightsync.holder.device_staging")
 
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
@@ -83,6 +89,7 @@ class DeviceStaging:
         self._pack: CopyTable | None = None
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
+        self._quantizing: QuantizingTables | None = None
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
@@ -145,7 +152,9 @@ class DeviceStaging:
         """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
         if isinstance(engine, LiveExport):
-            self.flat = FlatSnapshot(open_all(engine.parameters, self._engine))
+            memory = open_all(engine.parameters, self._engine)
+            self.flat = FlatSnapshot(memory)
+            self._quantizing = self._tables(engine.places, memory) if engine.places else None
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             self.target = open_all(engine.buffers, self._engine)
@@ -155,6 +164,26 @@ class DeviceStaging:
             self.flat = FlatSnapshot(self.target)
             buckets = range(self._plan.num_buckets if starts else 0)
             self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the holder can quantise into the engine rank's memory."""
+        return self._quantizing is not None
+
+    def quantized(self) -> Quantized:
+        """Return what was made of the last version, after `wait_written`."""
+        assert self._quantizing is not None
+        return self._quantizing.result()
+
+    def _tables(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> QuantizingTables | None:
+        slots = [buffer.tensor for buffer in self._buffers]
+        try:
+            places = StoredPlaces.of(export, memory)
+            tables = QuantizingTables(self._plan, slots, places, export.formats) if slots else None
+        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
+            logger.info("the engine rank quantises, not holder %d: %s", self._index, error)
+            return None
+        return tables
 
     @collector_paused
     def second_copy(self) -> SecondCopy | None:
@@ -234,9 +263,15 @@ class DeviceStaging:
         self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
     def write(self, bucket: int) -> None:
-        """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it."""
-        assert self._unpack is not None
-        self._unpack.launch(bucket, self._writing)
+        """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it.
+
+        If the holder `quantizes`, buckets come from the first to the last.
+        """
+        if self._quantizing:
+            self._quantizing.run(bucket, self._writing)
+        else:
+            assert self._unpack is not None
+            self._unpack.launch(bucket, self._writing)
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
     def wait_written(self, timeout_s: float) -> None:
@@ -267,7 +302,7 @@ class DeviceStaging:
         if self._second_copy:
             self._second_copy.close()
             self._second_copy = None
-        self._unpack, self.flat, self.target = None, None, {}
+        self._unpack, self._quantizing, self.flat, self.target = None, None, None, {}
         for buffer in self._engine:
             buffer.close()
         self._engine = []

@@ -77,11 +77,15 @@ def open_consumer(
 ) -> BucketConsumer:
     """Return the consumer for the engine rank behind `feed`, in an update or, from `snapshot`, in a refill.
 
-    A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot, else a `FeedConsumer`.
+    A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot or if it quantises, else
+    a `FeedConsumer`.
     """
     taker = feed if feeding else None
-    if staging.mapped and (staging.mapped.writes or (snapshot and snapshot.is_flat)) and feed:
-        return WriteConsumer(staging.mapped, taker, attempt, limit_s, only)
+    if (memory := staging.mapped) and feed:
+        if memory.writes or (snapshot and snapshot.is_flat):
+            return WriteConsumer(memory, taker, attempt, limit_s, only)
+        if memory.quantizes and feed.is_writable():
+            return QuantizingConsumer(memory, taker, attempt, limit_s)
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
@@ -193,6 +197,16 @@ class WriteConsumer(BucketConsumer):
             except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
                 logger.warning("what was begun may still be written: %s", error)
             self._feed.cancel(self._attempt, cause)
+
+
+class QuantizingConsumer(WriteConsumer):
+    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made."""
+
+    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+        """Wait until everything is written, then tell the engine rank the digests."""
+        self._memory.wait_written(self._timeout_s)
+        if self._feed and self.taking:
+            self._feed.written(self._attempt, self._memory.quantized())
 
 
 def run_update(

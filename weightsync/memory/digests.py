@@ -130,9 +130,9 @@ def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
     return digests
 
 
-def box_table(parts: Sequence[BoxPart], num_tensors: int) -> DigestTable:
+def box_table(parts: Sequence[BoxPart], num_tensors: int, totals: torch.Tensor | None = None) -> DigestTable:
     """Return a table of parts on the current device, for as long as they stay where they are."""
-    return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors)
+    return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors, totals=totals)
 
 
 def digest_table(tensors: Sequence[torch.Tensor]) -> DigestTable:

@@ -122,25 +122,35 @@ class DigestPart:
 class DigestTable:
     """Digests of tensors on the current device, computed in parts as `weightsync.memory.digests` says."""
 
-    def __init__(self, parts: Sequence[DigestPart], num_tensors: int, num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[DigestPart],
+        num_tensors: int,
+        num_blocks: int | None = None,
+        totals: torch.Tensor | None = None,
+    ) -> None:
         """
         Args:
             parts: the parts to read, in any order; those of one tensor must not overlap.
             num_blocks: thread blocks of a launch; by default two per multiprocessor.
+            totals: digests and flags that launches of several tables add to, int64[2, num_tensors]. The
+                caller zeroes them. By default each launch starts from zero.
         """
         self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
         self._kernel = _FLAG if any(part.mask for part in parts) else _DIGEST
         load_digests(self._tables, self._kernel)
         self._columns = {word: _upload(lane_factors(word).view(np.int64)) for word in self._tables}
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
-        self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests and flags
+        self._is_alone = totals is None
+        self._totals = _upload(np.zeros((2, num_tensors), np.int64)) if totals is None else totals
         self._num_blocks = num_blocks or _default_num_blocks()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Start digesting all parts on `stream`, without waiting for the result."""
-        with torch.cuda.stream(stream):
-            self._totals.zero_()
+        if self._is_alone:
+            with torch.cuda.stream(stream):
+                self._totals.zero_()
         for word, table in self._tables.items():
             args = (np.uint64(table.data_ptr()), np.int64(len(table)))
             memory = (self._columns[word], self._rows, *self._totals)

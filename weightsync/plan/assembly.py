@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from weightsync.plan.plan import Plan
@@ -12,10 +13,10 @@ _ALIGN = 256
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Places for a plan's tensors, each from the bucket of its first piece to that of its last.
+    """Places for tensors of a plan, each from the bucket of its first piece to that of its last.
 
     Attributes:
-        offset: the first byte of each tensor, a multiple of 256.
+        offset: the first byte of each tensor of the plan, a multiple of 256; 0 for those that are not placed.
         complete: for each bucket, the tensors that it completes. Empty tensors are in none.
         nbytes: the bytes that all places take together, a multiple of 256.
     """
@@ -25,15 +26,15 @@ class Assembly:
     nbytes: int
 
 
-def assemble(plan: Plan) -> Assembly:
-    """Place each tensor where no other is while it is incomplete, or while its last bucket is taken."""
+def assemble(plan: Plan, tensors: Collection[int]) -> Assembly:
+    """Place each of `tensors` where no other is while it is incomplete, or while its last bucket is taken."""
     last: dict[int, int] = {}
     for bucket in plan.buckets():
         last.update((piece.tensor, bucket.index) for piece in bucket.pieces)
     complete: defaultdict[int, list[int]] = defaultdict(list)
     offset, taken, nbytes = [0] * len(plan.tensors), dict[int, tuple[int, int]](), 0
     for bucket in plan.buckets():
-        for tensor in dict.fromkeys(piece.tensor for piece in bucket.pieces):
+        for tensor in dict.fromkeys(piece.tensor for piece in bucket.pieces if piece.tensor in tensors):
             if tensor not in taken:
                 start = _gap(sorted(taken.values()), plan.tensors[tensor].nbytes)
                 end = start + plan.tensors[tensor].nbytes

@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.engines.vllm.api import LoadAccount, Reload, require_no_draft, require_updatable
-from weightsync.engines.whole_sink import as_loaded
 from weightsync.errors import StateError
+from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plugins.sender import Sender, device_of
 from weightsync.transports import Transport, transport_class
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from weightsync.plan import Reads
 from weightsync.plan.column import PackedColumn
+from weightsync.plan.formats import Format
 from weightsync.plan.layout_table import LayoutTable, Outline, pack_names, unpack_names
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
+from weightsync.protocol.handles import DeviceHandle, Export, LiveExport, StoredExport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,20 +101,45 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StoredTable:
+    """A `StoredExport` in columns. `formats` has the names of each format's weights, as of `pack_names`."""
+
+    layout: LayoutTable
+    formats: tuple[tuple[Format, bytes], ...]
+
+    @classmethod
+    def of(cls, export: StoredExport) -> StoredTable:
+        """Make columns."""
+        names: dict[Format, list[str]] = {}
+        for name, form in export.formats.items():
+            names.setdefault(form, []).append(name)
+        packed = tuple((form, pack_names(its)) for form, its in names.items())
+        return cls(LayoutTable.of(export.layout), packed)
+
+    @collector_paused
+    def export(self) -> StoredExport:
+        """Return the same with an object for each tensor and place."""
+        formats = {name: form for form, packed in self.formats for name in unpack_names(packed)}
+        return StoredExport(self.layout.rank_layout(), formats)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LiveMemory:
     """A `LiveExport` in columns."""
 
     kind: str
     memory: DeviceMemory
+    places: StoredTable | None = None
 
     @classmethod
     def of(cls, export: LiveExport) -> LiveMemory:
         """Make columns of its handles."""
-        return cls(export.kind, DeviceMemory.of(export.parameters))
+        places = StoredTable.of(export.places) if export.places else None
+        return cls(export.kind, DeviceMemory.of(export.parameters), places)
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
         """Return the same with an object for each parameter. It is the same for each `layout`."""
-        return LiveExport(self.kind, self.memory.handles())
+        return LiveExport(self.kind, self.memory.handles(), self.places.export() if self.places else None)
 
 
 def read_handles(

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from weightsync.plan import RankLayout
+from weightsync.plan.formats import Format
 from weightsync.plan.layout_table import LayoutTable
 
 
@@ -115,16 +116,32 @@ class HostExport:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredExport:
+    """Where live parameters hold the tensors of a quantised checkpoint.
+
+    Attributes:
+        layout: the stored tensors, in the dtypes of their places, and the places in live parameters.
+        formats: of what has to be quantised, by the name of its weight.
+    """
+
+    layout: RankLayout
+    formats: Mapping[str, Format]
+
+
+@dataclass(frozen=True, slots=True)
 class LiveExport:
     """Live parameters of an engine rank that converts tensors, for its holder to copy and to write.
 
     Attributes:
         kind: that of their `LiveDigest`.
         parameters: handles by name.
+        places: where they hold what is stored, if the holder may quantise into them once they are shown to be
+            right. None if it is not known.
     """
 
     kind: str
     parameters: Mapping[str, DeviceHandle]
+    places: StoredExport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,19 @@ class PublishReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """What was made of one version's tensors, and written into live parameters.
+
+    Attributes:
+        wholes: digests of the tensors that came: uint64[num_tensors].
+        stored: digests of what a quantised checkpoint would store of them: uint64[num_stored].
+    """
+
+    wholes: Digests
+    stored: Digests
+
+
+@dataclass(frozen=True, slots=True)
 class LiveDigest:
     """Digest of what an engine's own loader made of the tensors that it got.
 

@@ -21,6 +21,8 @@ from weightsync.channel.wire import (
     Ready,
     SentError,
     Welcome,
+    Writable,
+    Written,
     decode,
     encode,
 )
@@ -38,6 +40,8 @@ MESSAGES = [
     Welcome(holder="holder 0"),
     Ready(attempt=1, bucket=2),
     Done(attempt=1, bucket=2),
+    Written(attempt=1, wholes=b"12345678", stored=b""),
+    Writable(),
     Failed(attempt=1, cause="it broke"),
     Cancel(attempt=1, cause="it broke"),
 ]

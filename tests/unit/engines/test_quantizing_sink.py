@@ -10,8 +10,8 @@ import torch
 
 from tests.kernel_doubles import use_doubles
 from tests.quantised_rig import FORMATS, Rig, trained
-from weightsync.engines.quantizing_sink import NoKernelError
 from weightsync.errors import TransportError
+from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.plan.formats import Format
 
 
@@ -33,7 +33,6 @@ def test_a_byte_that_changes_before_verification_fails_the_update() -> None:
     rig = Rig(FORMATS["fp8 blocks"], "cpu")
     sink = rig.sink()
     rig.take(sink, trained(0))
-    rig.tables.wait()
     rig.model.get_parameter("a_weight").data.view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(TransportError, match=r"a\.weight was written, and live memory holds other bytes"):
         sink.finish()

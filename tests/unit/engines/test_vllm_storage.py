@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
-from weightsync.engines.whole_sink import as_loaded
+from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
 
 GPU = torch.device("cuda", 0)

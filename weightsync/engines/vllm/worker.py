@@ -15,7 +15,7 @@ from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Rank
-from weightsync.engines.stored_places import StoredLoader, StoredPlaces, find_places
+from weightsync.engines.stored_loader import StoredLoader, find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
@@ -28,6 +28,7 @@ from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
 

@@ -1,9 +1,8 @@
-"""The places in live parameters of what a quantised checkpoint stores, and a loader that writes there."""
+"""Finds the places of what a quantised checkpoint stores, and a loader that writes there."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -14,84 +13,12 @@ from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.whole_sink import Loader
 from weightsync.errors import TransportError
-from weightsync.memory.digests import BoxPart, box_digests, box_table
-from weightsync.memory.kernels import DigestTable
-from weightsync.memory.tensors import segment_view
-from weightsync.plan import Segment, TensorMeta
+from weightsync.memory.digests import box_digests
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
-from weightsync.protocol.messages import Digests
 
-logger = logging.getLogger("weightsync.engines.stored_places")
-
-
-class StoredPlaces:
-    """Where a rank's live parameters hold each tensor of its quantised checkpoint.
-
-    Attributes:
-        formats: of what is quantised, by the name of its weight.
-        are_right: whether the engine's own loader has put the bytes of an update where this says. None
-            before the first update.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        live: Mapping[str, torch.Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        formats: Mapping[str, Format],
-    ) -> None:
-        """
-        Args:
-            segments: places in `live`, in the dtype of each live parameter.
-            shapes: the whole shape of each stored tensor, by name.
-            formats: see above.
-        """
-        self.formats = formats
-        self.are_right: bool | None = None
-        self._shapes = dict(shapes)
-        self._numbers = {name: number for number, name in enumerate(shapes)}
-        self._parts: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
-        for segment in segments:
-            self._parts[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
-        self._device = next((each.device for each in live.values()), None)
-        self._table: DigestTable | None = None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all stored tensors."""
-        return frozenset(self._shapes)
-
-    def parts(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, BoxPart]]:
-        """Return this rank's places of a stored tensor, each with the part of `tensor` that goes there.
-
-        Parts are in the dtype of the place. There is none if the rank holds nothing of the tensor.
-        """
-        number, shape = self._numbers[name], self._shapes[name]
-        return [
-            (place, BoxPart(number, tensor[segment.box.slices()].to(place.dtype), shape, segment.box))
-            for segment, place in self._parts.get(name, ())
-        ]
-
-    def digests(self) -> Digests:
-        """Digest what the live parameters hold of each tensor: uint64[len(names)]."""
-        if not self._device or self._device.type == "cpu":
-            return box_digests(self._places(), len(self._numbers))
-        with torch.cuda.device(self._device):
-            self._table = self._table or box_table(self._places(), len(self._numbers))
-            self._table.launch(torch.cuda.current_stream())
-            return self._table.result()
-
-    def _places(self) -> list[BoxPart]:
-        return [
-            BoxPart(self._numbers[name], place, self._shapes[name], segment.box)
-            for name, held in self._parts.items()
-            for segment, place in held
-        ]
-
-    def differing(self, digests: Digests) -> list[str]:
-        """Return the names of tensors of which live memory holds other bytes than `digests` say."""
-        found = self.digests()
-        return [name for name, number in self._numbers.items() if found[number] != digests[number]]
+logger = logging.getLogger("weightsync.engines.stored_loader")
 
 
 def find_places(
@@ -122,7 +49,7 @@ def find_places(
         except (TransportError, UnprovableError) as error:
             obstacle = str(error)
         else:
-            return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
+            return StoredPlaces(segments, live, stored, formats)
     level = logging.INFO if are_packed else logging.WARNING  # others may become fast by a setting
     logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", obstacle)
     return None

@@ -1,0 +1,154 @@
+"""The loads of a rank that takes whole tensors, since its own loader makes other bytes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.quantizing_sink import QuantizingSink
+from weightsync.engines.whole_sink import Loader, WholeSink
+from weightsync.errors import StateError, TransportError
+from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import Plan
+from weightsync.protocol.handles import LiveExport
+from weightsync.protocol.messages import Loaded
+
+
+class Converts(Protocol):
+    """An engine rank whose loader may convert tensors."""
+
+    def converted(self) -> torch.nn.Module | None:
+        """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
+
+    def places(self) -> StoredPlaces | None:
+        """Return where live parameters hold what the loader stores; None if that is not known.
+
+        The first call finds it. No weights change. It is another object once parameters moved.
+        """
+
+
+class WholeLoads:
+    """Loads whole tensors from one holder, for one plan.
+
+    The first load goes through the engine's loader. If it shows that what is stored lies in known places, the
+    holder quantises into them from then on. Where it cannot, the rank does.
+    """
+
+    def __init__(
+        self,
+        host: Converts,
+        feed: EngineFeed,
+        plan: Plan,
+        device: torch.device,
+        make_loader: Callable[[], Loader],
+        takes_stored: bool,
+        logger: logging.Logger,
+    ) -> None:
+        """`takes_stored`: the tensors are those of the engine's own quantised checkpoint."""
+        self._host, self._feed, self._plan, self._device = host, feed, plan, device
+        self._make_loader, self._takes_stored, self._logger = make_loader, takes_stored, logger
+        model = host.converted()
+        self._parameters = None if model is None else LiveParameters(model, device)
+        self._tables: QuantizingTables | None = None
+        self._has_kernels = not feed.casts  # they read slots
+        self._exported: StoredPlaces | None = None
+        self._is_allowed = False
+
+    def attach(self) -> LiveExport | None:
+        """Export the live parameters, if a copy of them can bring them back, and prepare to quantise."""
+        export = self._export()
+        if self._exported is None:
+            self._prepare_tables()
+        else:
+            self._allow()
+        return export
+
+    def load(self, attempt: int, timeout_s: float) -> Loaded:
+        """Take one attempt's buckets, or what the holder made of them."""
+        self._require_exported(attempt)
+        sink = self._in_place_sink() or WholeSink(
+            self._plan, self._make_loader, self._device, self._parameters, self._exported
+        )
+        if self._is_allowed and self._parameters:
+            self._parameters.find()  # while the holder writes
+        try:
+            digests = self._feed.receive(attempt, sink, timeout_s)
+        except Exception:
+            sink.abandon()
+            raise
+        self._prepare_next(by_holder=sink.is_copied or sink.quantized is not None)
+        return Loaded(
+            digests,
+            self._feed.spans,
+            sink.live,
+            are_live=False,
+            are_copied=sink.is_copied,
+            are_compared=self._shown_places() is not None,
+        )
+
+    def _export(self) -> LiveExport | None:
+        if self._parameters is None or not self._parameters.can_export:
+            return None
+        try:
+            export = self._parameters.export()
+            places = self._host.places() if self._has_kernels else None
+            if places is None:
+                return export
+            stored = places.export({} if self._takes_stored else places.formats)
+        except TransportError as error:
+            self._logger.warning("a rank is not filled from copies of its parameters: %s", error)
+            return None
+        self._exported = places
+        return replace(export, places=stored)
+
+    def _allow(self) -> None:
+        """Have the holder quantise, if it is shown that the places are right that it has."""
+        if self._exported is not None and self._shown_places() is self._exported:
+            self._feed.allow_writing()
+            self._is_allowed = True
+
+    def _prepare_next(self, by_holder: bool) -> None:
+        """Have the holder quantise from the next load on, or do it here if the holder did not."""
+        if not self._is_allowed:
+            self._allow()
+            by_holder = self._is_allowed
+        if not by_holder and self._tables is None:
+            self._prepare_tables()
+
+    def _require_exported(self, attempt: int) -> None:
+        if self._is_allowed and self._host.places() is not self._exported:
+            error = StateError("live parameters are in other memory than when connected: connect() again")
+            self._feed.refuse(attempt, error)
+            raise error
+
+    def _shown_places(self) -> StoredPlaces | None:
+        places = self._host.places()
+        return places if places is not None and places.are_right else None
+
+    def _in_place_sink(self) -> QuantizingSink | None:
+        """Return a sink that quantises in place; None until that is prepared, or if parameters moved."""
+        if self._tables is None or self._parameters is None:
+            return None
+        if self._host.places() is not self._tables.places:
+            self._tables = None
+            return None
+        return QuantizingSink(self._tables, self._plan, self._parameters)
+
+    def _prepare_tables(self) -> None:
+        """Prepare to quantise in this process, where an update has shown that the places are right."""
+        places = self._shown_places()
+        if self._parameters is None or places is None or not self._has_kernels:
+            return
+        try:
+            formats = {} if self._takes_stored else places.formats
+            self._tables = QuantizingTables(self._plan, self._feed.slots, places, formats)
+        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
+            self._has_kernels = False  # until the next plan
+            self._logger.info("a rank quantises tensor by tensor: %s", error)

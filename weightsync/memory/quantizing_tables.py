@@ -1,0 +1,345 @@
+"""The launches that quantise buckets into live parameters, made once for each plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weightsync.memory.bucket_copies import bucket_rows
+from weightsync.memory.digests import BoxPart, box_table
+from weightsync.memory.kernels import CopyTable, DigestTable
+from weightsync.memory.quantize_kernels import QuantizeLaunch, can_quantize
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.memory.tensors import byte_strides
+from weightsync.plan import Box, Piece, Plan, Segment, TensorMeta
+from weightsync.plan.assembly import assemble
+from weightsync.plan.copies import BoxCopy, Copies, box_copies
+from weightsync.plan.formats import Format
+from weightsync.protocol.messages import Quantized
+
+_ALIGN = 256
+
+
+class NoKernelError(Exception):
+    """There is no kernel for what an engine stores. The message names the tensor."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is done with one bucket, after what is put together was taken from it."""
+
+    wholes: list[BoxPart] = field(default_factory=list)
+    launches: list[QuantizeLaunch] = field(default_factory=list)
+    stored: list[BoxPart] = field(default_factory=list)
+    copies: list[BoxCopy] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def write(self, part: BoxPart, place: torch.Tensor) -> None:
+        """Copy what is stored to its place, and digest it where it was."""
+        self.stored.append(part)
+        self.copies.append(_copy(part.data, place))
+
+
+class _Parts(NamedTuple):
+    """The names under which a tensor is stored: its own, or those of its experts. One format for all."""
+
+    names: tuple[str, ...]
+    form: Format | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    wholes: DigestTable
+    quantize: Sequence[QuantizeLaunch]
+    stored: DigestTable
+
+
+class QuantizingTables:
+    """The launches of an update: digest what came, quantise it, digest what that makes, write it.
+
+    A matrix whose pieces lie in one bucket, one after the other, is quantised from there. Others are put
+    together first. What is quantised goes straight to its place, if that is one run of whole rows.
+
+    Attributes:
+        nbytes: of the memory in which tensors are put together and quantised during an update.
+        places: where what is stored lives.
+    """
+
+    def __init__(
+        self, plan: Plan, slots: Sequence[torch.Tensor], places: StoredPlaces, formats: Mapping[str, Format]
+    ) -> None:
+        """
+        Args:
+            slots: the bucket slots, uint8, on the device of the live parameters.
+            formats: of what is quantised, by the name of its weight. All else is stored as it comes.
+
+        Raises:
+            NoKernelError: a tensor is stored in a way that no kernel here writes.
+        """
+        self.places = places
+        self._plan, self._slots, self._formats = plan, slots, formats
+        self._shapes = {meta.name: meta.shape for meta in plan.tensors}
+        self._parts = [self._parts_of(meta) for meta in plan.tensors]
+        self._pieces = [plan.bucket(index).pieces for index in range(plan.num_buckets)]
+        self._together = [self._whole_tensors(pieces) for pieces in self._pieces]
+        found = {tensor for offsets in self._together for tensor in offsets}
+        parted = {piece.tensor for pieces in self._pieces for piece in pieces} - found
+        self._assembly = assemble(plan, {tensor for tensor in parted if not self._passes(tensor)})
+        made = zip(self._together, self._assembly.complete, strict=True)
+        most = max((self._scratch_nbytes([*offsets, *complete]) for offsets, complete in made), default=0)
+        self.nbytes = self._assembly.nbytes + most
+        self._base = -1
+        self._launches: Sequence[_Launches] = ()
+        device = slots[0].device
+        with torch.cuda.device(device):
+            self._wholes, self._stored = (
+                torch.zeros((2, num), dtype=torch.int64, device=device)
+                for num in (len(plan.tensors), len(places.names))
+            )
+            self.bind(torch.empty(self.nbytes, dtype=torch.uint8, device=device))
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """Prepare launches that use `memory`, uint8[nbytes], unless they use it already."""
+        if memory.data_ptr() == self._base:
+            return
+        steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
+        if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
+            raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
+        for launch in {each.kernel: each for step in steps for each in step.launches}.values():
+            launch.load()
+        table, parent = box_copies([copy for step in steps for copy in step.copies])
+        bounds = np.cumsum([0, *(len(step.copies) for step in steps)])
+        self._write = CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())
+        self._take = CopyTable(*self._rows(memory.data_ptr()))
+        self._launches = [
+            _Launches(
+                box_table(step.wholes, len(self._wholes[0]), self._wholes),
+                step.launches,
+                box_table(step.stored, len(self._stored[0]), self._stored),
+            )
+            for step in steps
+        ]
+        self._base = memory.data_ptr()
+
+    def run(self, bucket: int, stream: torch.cuda.Stream) -> None:
+        """Start all launches for a bucket on `stream`. They use its slot until they end.
+
+        Bucket 0 begins an update.
+        """
+        if bucket == 0:
+            with torch.cuda.stream(stream):
+                self._wholes.zero_()
+                self._stored.zero_()
+        step = self._launches[bucket]
+        self._take.launch(bucket, stream)
+        step.wholes.launch(stream)
+        for launch in step.quantize:
+            launch.launch(stream)
+        step.stored.launch(stream)
+        self._write.launch(bucket, stream)
+
+    def result(self) -> Quantized:
+        """Return what an update made, after all its launches have ended."""
+        wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
+        return Quantized(wholes, stored)
+
+    def _parts_of(self, meta: TensorMeta) -> _Parts:
+        """Return the names of what a tensor is stored as. Raises NoKernelError if their formats differ."""
+        whole = torch.empty(meta.shape, device="meta")
+        names = tuple(name for name, _ in as_loaded(meta.name, whole, self._shapes))
+        formats = {self._formats.get(name) for name in names}
+        if len(formats) > 1:
+            raise NoKernelError(f"experts of {meta.name} are stored in different formats")
+        return _Parts(names, formats.pop())
+
+    def _passes(self, tensor: int) -> bool:
+        """Whether each piece of a tensor is stored as it comes, whenever that is."""
+        parts = self._parts[tensor]
+        return parts.form is None and parts.names == (self._plan.tensors[tensor].name,)
+
+    def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, int]:
+        """Return the first byte in a bucket of each tensor that lies there in one piece, row after row."""
+        held = defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            held[piece.tensor].append(piece)
+        return {
+            tensor: min(each.offset for each in its)
+            for tensor, its in held.items()
+            if not self._passes(tensor) and _is_run(self._plan.tensors[tensor], its)
+        }
+
+    def _step(self, bucket: int, memory: torch.Tensor) -> _Step:
+        step, scratch = _Step(), _Scratch(memory[self._assembly.nbytes :])
+        slot = self._slots[bucket % len(self._slots)]
+        for piece in self._pieces[bucket]:
+            if self._passes(piece.tensor):
+                data = slot[piece.offset : piece.offset + piece.nbytes]
+                self._pass_on(step, piece, _typed(data, self._plan.tensors[piece.tensor], piece.box))
+        for tensor, start in self._together[bucket].items():
+            self._store(step, tensor, slot[start:], scratch)
+        for tensor in self._assembly.complete[bucket]:
+            self._store(step, tensor, memory[self._assembly.offset[tensor] :], scratch)
+        return step
+
+    def _rows(self, base: int) -> tuple[Copies, list[int]]:
+        address = {
+            meta.name: base + start
+            for meta, start in zip(self._plan.tensors, self._assembly.offset, strict=True)
+        }
+        segments = [[Segment.whole(meta)] for meta in self._plan.tensors]
+        taken = {tensor for tensors in self._assembly.complete for tensor in tensors}
+        slots = [slot.data_ptr() for slot in self._slots]
+        return bucket_rows(
+            self._plan, segments, address, slots, into=True, only=lambda piece: piece.tensor in taken
+        )
+
+    def _scratch_nbytes(self, tensors: Sequence[int]) -> int:
+        """Return the bytes of scratch memory that the quantised tensors among `tensors` take."""
+        nbytes = 0
+        for tensor in tensors:
+            meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+            if form and not self._rows_in_place(tensor):
+                rows, columns = meta.numel // meta.shape[-1], meta.shape[-1]
+                down, across = form.grid((rows, columns))
+                nbytes += _aligned(rows * columns) + _aligned(4 * down * across)
+        return nbytes
+
+    def _pass_on(self, step: _Step, piece: Piece, data: torch.Tensor) -> None:
+        """Store a piece as it comes."""
+        meta = self._plan.tensors[piece.tensor]
+        step.wholes.append(BoxPart(piece.tensor, data, meta.shape, piece.box))
+        step.names.add(meta.name)
+        for segment, place in self.places.held(meta.name):
+            _require_dtype(meta.name, data, place)
+            if part := piece.box.intersect(segment.box):
+                held = data[part.slices(piece.box)]
+                number = self.places.number(meta.name)
+                step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
+
+    def _store(self, step: _Step, tensor: int, memory: torch.Tensor, scratch: _Scratch) -> None:
+        """Store a tensor that lies at the start of `memory`, and quantise it if it has a format."""
+        meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+        whole = _typed(memory[: meta.nbytes], meta, Box.whole(meta.shape))
+        step.wholes.append(BoxPart.whole(tensor, whole))
+        parts = as_loaded(meta.name, whole, self._shapes)
+        if form is None:
+            for name, part in parts:
+                self._put(step, name, part)
+            return
+        matrix = whole.view(-1, whole.shape[-1])
+        if not can_quantize(matrix, form):
+            raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
+        if rows := self._rows_in_place(tensor):
+            self._quantize_in_place(step, meta, matrix[rows], form)
+            return
+        values = scratch.take(matrix.shape, getattr(torch, form.values))
+        scales = scratch.take(form.grid(matrix.shape), torch.float32)
+        step.launches.append(QuantizeLaunch.of(matrix, form, values, scales))
+        for name, part in parts:
+            first = (part.storage_offset() - whole.storage_offset()) // matrix.shape[1]
+            end, block = first + len(part), form.block[0]
+            if first % block or (end % block and end < len(matrix)):
+                raise NoKernelError(f"{name}: a block of {block} rows would reach into the next expert")
+            self._put(step, name, values[first:end])
+            self._put(step, _scales_of(name, form), scales[first // block : -(-end // block)])
+
+    def _put(self, step: _Step, name: str, data: torch.Tensor) -> None:
+        """Write what is stored, a whole tensor, to its places."""
+        step.names.add(name)
+        for _, place in self.places.held(name):
+            _require_dtype(name, data, place)
+        for place, part in self.places.parts(name, data):
+            step.write(part, place)
+
+    def _rows_in_place(self, tensor: int) -> slice | None:
+        """Return the rows of a matrix that can be quantised where they are stored; None if they cannot."""
+        meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
+        if form is None or names != (meta.name,):
+            return None
+        held = self.places.held(meta.name), self.places.held(_scales_of(meta.name, form))
+        if any(len(each) != 1 for each in held):
+            return None
+        ((values, place),), ((scales, scales_place),) = held
+        (first, left), (num_rows, columns), block = values.box.offset, values.box.extent, form.block[0]
+        end, dtypes = first + num_rows, (place.dtype, scales_place.dtype)
+        fits = (
+            left == 0
+            and columns == meta.shape[1]
+            and block
+            and first % block == 0
+            and (end % block == 0 or end == meta.shape[0])
+            and scales.box == Box((first // block, 0), form.grid(values.box.extent))
+            and dtypes == (getattr(torch, form.values), torch.float32)
+            and place.is_contiguous()
+            and scales_place.is_contiguous()
+        )
+        return slice(first, end) if fits else None
+
+    def _quantize_in_place(self, step: _Step, meta: TensorMeta, rows: torch.Tensor, form: Format) -> None:
+        names = meta.name, _scales_of(meta.name, form)
+        ((values, place),), ((scales, scales_place),) = map(self.places.held, names)
+        step.launches.append(QuantizeLaunch.of(rows, form, place, scales_place))
+        step.names.update(names)
+        for name, segment, data in ((names[0], values, place), (names[1], scales, scales_place)):
+            number, shape = self.places.number(name), self.places.shape(name)
+            step.stored.append(BoxPart(number, data, shape, segment.box))
+
+
+class _Scratch:
+    """Memory that is handed out in order."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._next = memory, 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next contiguous tensor of a shape and dtype."""
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        found = self._memory[self._next : self._next + nbytes].view(dtype).view(*shape)
+        self._next += _aligned(nbytes)
+        return found
+
+
+def _is_run(meta: TensorMeta, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces of a tensor in one bucket are all of it, where each row follows the one before."""
+    whole = Box.whole(meta.shape)
+    strides, start = whole.strides(meta.itemsize), min(piece.offset for piece in pieces)
+    return sum(piece.nbytes for piece in pieces) == meta.nbytes and all(
+        piece.box.extent[1:] == meta.shape[1:] and piece.offset - start == whole.distance(piece.box, strides)
+        for piece in pieces
+    )
+
+
+def _typed(data: torch.Tensor, meta: TensorMeta, box: Box) -> torch.Tensor:
+    """View bytes, uint8, as a box of a tensor."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return data.view(dtype).view(box.extent)
+
+
+def _scales_of(name: str, form: Format) -> str:
+    return name.removesuffix("weight") + form.scale_suffix
+
+
+def _require_dtype(name: str, data: torch.Tensor, place: torch.Tensor) -> None:
+    if data.dtype != place.dtype:
+        raise NoKernelError(f"{name}: it is cast to another dtype")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> BoxCopy:
+    return (
+        tuple(source.shape),
+        source.element_size(),
+        source.data_ptr(),
+        byte_strides(source),
+        target.data_ptr(),
+        byte_strides(target),
+    )

@@ -1,0 +1,131 @@
+"""The places in live parameters of what a quantised checkpoint stores."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from weightsync.errors import TransportError
+from weightsync.memory.digests import BoxPart, box_digests, box_table
+from weightsync.memory.kernels import DigestTable
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan.formats import Format
+from weightsync.protocol.handles import StoredExport
+from weightsync.protocol.messages import Digests
+
+
+class StoredPlaces:
+    """Where a rank's live parameters hold each tensor of its quantised checkpoint.
+
+    Attributes:
+        formats: of what is quantised, by the name of its weight.
+        are_right: whether the engine's own loader has put the bytes of an update where this says. None
+            before the first update.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        live: Mapping[str, torch.Tensor],
+        stored: Sequence[TensorMeta],
+        formats: Mapping[str, Format],
+    ) -> None:
+        """
+        Args:
+            segments: places in `live`, in the dtype of each live parameter.
+            stored: the whole stored tensors.
+            formats: see above.
+        """
+        self.formats = formats
+        self.are_right: bool | None = None
+        self._stored = {meta.name: meta for meta in stored}
+        self._numbers = {name: number for number, name in enumerate(self._stored)}
+        self._held: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
+        for segment in segments:
+            self._held[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
+        self._device = next((each.device for each in live.values()), None)
+        self._table: DigestTable | None = None
+
+    @classmethod
+    def of(cls, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> StoredPlaces:
+        """Return the places of another process in its mapped `memory`: uint8, one dimension."""
+        layout = export.layout
+        dtypes = {meta.name: getattr(torch, meta.dtype) for meta in layout.tensors}
+        live = {each.buffer: memory[each.buffer].view(dtypes[each.tensor]) for each in layout.segments}
+        return cls(layout.segments, live, layout.tensors, export.formats)
+
+    def export(self, formats: Mapping[str, Format]) -> StoredExport:
+        """Export the places, for a process that has mapped the live parameters. `formats` are of what comes.
+
+        Raises TransportError if a parameter's elements are read as several dtypes.
+        """
+        metas = {}
+        for meta in self._stored.values():
+            dtypes = {place.dtype for _, place in self.held(meta.name)}
+            if len(dtypes) > 1:
+                raise TransportError(f"{meta.name} is held in {len(dtypes)} dtypes")
+            metas[meta.name] = replace(meta, dtype=_name(dtypes.pop())) if dtypes else meta
+        segments = tuple(segment for held in self._held.values() for segment, _ in held)
+        return StoredExport(RankLayout(tuple(metas.values()), segments), formats)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all stored tensors."""
+        return frozenset(self._stored)
+
+    def number(self, name: str) -> int:
+        """Return a stored tensor's number among the digests."""
+        return self._numbers[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole shape of a stored tensor."""
+        return self._stored[name].shape
+
+    def held(self, name: str) -> Sequence[tuple[Segment, torch.Tensor]]:
+        """Return this rank's places of a stored tensor, and views of them. There may be none."""
+        return self._held.get(name, ())
+
+    def parts(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, BoxPart]]:
+        """Return this rank's places of a stored tensor, each with the part of `tensor` that goes there.
+
+        Parts are in the dtype of the place. There is none if the rank holds nothing of the tensor.
+        """
+        number, shape = self._numbers[name], self.shape(name)
+        return [
+            (place, BoxPart(number, tensor[segment.box.slices()].to(place.dtype), shape, segment.box))
+            for segment, place in self.held(name)
+        ]
+
+    def digests(self) -> Digests:
+        """Digest what the live parameters hold of each tensor: uint64[len(names)]."""
+        if not self._device or self._device.type == "cpu":
+            return box_digests(self._places(), len(self._numbers))
+        with torch.cuda.device(self._device):
+            self._table = self._table or box_table(self._places(), len(self._numbers))
+            self._table.launch(torch.cuda.current_stream())
+            return self._table.result()
+
+    def _places(self) -> list[BoxPart]:
+        return [
+            BoxPart(self._numbers[name], place, self.shape(name), segment.box)
+            for name, held in self._held.items()
+            for segment, place in held
+        ]
+
+    def require(self, digests: Digests) -> None:
+        """Raise TransportError if live memory holds other bytes than `digests` say."""
+        if differ := self.differing(digests):
+            raise TransportError(f"{differ[0]} was written, and live memory holds other bytes")
+
+    def differing(self, digests: Digests) -> list[str]:
+        """Return the names of tensors of which live memory holds other bytes than `digests` say."""
+        found = self.digests()
+        return [name for name, number in self._numbers.items() if found[number] != digests[number]]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
