@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -76,6 +76,11 @@ class QuantizeLaunch:
             target.copy_(made)
 
 
+class LaunchGraph:
+    def __init__(self, launch: Callable[[object], None]) -> None:
+        self.launch = launch
+
+
 class Stream:
     def synchronize(self) -> None: ...
 
@@ -85,7 +90,7 @@ class Stream:
 
 def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `quantizing_tables` use these in place of kernels, streams and devices."""
-    for double in (CopyTable, QuantizeLaunch):
+    for double in (CopyTable, LaunchGraph, QuantizeLaunch):
         monkeypatch.setattr(quantizing_tables, double.__name__, double)
     monkeypatch.setattr(quantizing_tables, "box_table", DigestTable)
     monkeypatch.setattr(quantizing_tables, "can_quantize", lambda _, form: not form.packed)

@@ -90,7 +90,7 @@ class WholeLoads:
             sink.live,
             are_live=False,
             are_copied=sink.is_copied,
-            are_compared=self._shown_places() is not None,
+            are_compared=sink.quantized is not None or self._shown_places() is not None,
         )
 
     def _export(self) -> LiveExport | None:

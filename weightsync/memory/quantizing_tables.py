@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import BoxPart, box_table
-from weightsync.memory.kernels import CopyTable, DigestTable
+from weightsync.memory.kernels import CopyTable
+from weightsync.memory.launch_graph import LaunchGraph
 from weightsync.memory.quantize_kernels import QuantizeLaunch, can_quantize
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
@@ -53,13 +54,6 @@ class _Parts(NamedTuple):
     form: Format | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Launches:
-    wholes: DigestTable
-    quantize: Sequence[QuantizeLaunch]
-    stored: DigestTable
-
-
 class QuantizingTables:
     """The launches of an update: digest what came, quantise it, digest what that makes, write it.
 
@@ -95,7 +89,7 @@ class QuantizingTables:
         most = max((self._scratch_nbytes([*offsets, *complete]) for offsets, complete in made), default=0)
         self.nbytes = self._assembly.nbytes + most
         self._base = -1
-        self._launches: Sequence[_Launches] = ()
+        self._graphs: Sequence[LaunchGraph] = ()
         device = slots[0].device
         with torch.cuda.device(device):
             self._wholes, self._stored = (
@@ -117,14 +111,7 @@ class QuantizingTables:
         bounds = np.cumsum([0, *(len(step.copies) for step in steps)])
         self._write = CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())
         self._take = CopyTable(*self._rows(memory.data_ptr()))
-        self._launches = [
-            _Launches(
-                box_table(step.wholes, len(self._wholes[0]), self._wholes),
-                step.launches,
-                box_table(step.stored, len(self._stored[0]), self._stored),
-            )
-            for step in steps
-        ]
+        self._graphs = [LaunchGraph(self._launches(bucket, step)) for bucket, step in enumerate(steps)]
         self._base = memory.data_ptr()
 
     def run(self, bucket: int, stream: torch.cuda.Stream) -> None:
@@ -136,18 +123,26 @@ class QuantizingTables:
             with torch.cuda.stream(stream):
                 self._wholes.zero_()
                 self._stored.zero_()
-        step = self._launches[bucket]
-        self._take.launch(bucket, stream)
-        step.wholes.launch(stream)
-        for launch in step.quantize:
-            launch.launch(stream)
-        step.stored.launch(stream)
-        self._write.launch(bucket, stream)
+        self._graphs[bucket].launch(stream)
 
     def result(self) -> Quantized:
         """Return what an update made, after all its launches have ended."""
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
         return Quantized(wholes, stored)
+
+    def _launches(self, bucket: int, step: _Step) -> Callable[[torch.cuda.Stream], None]:
+        wholes = box_table(step.wholes, len(self._wholes[0]), self._wholes)
+        stored = box_table(step.stored, len(self._stored[0]), self._stored)
+
+        def launch(stream: torch.cuda.Stream) -> None:
+            self._take.launch(bucket, stream)
+            wholes.launch(stream)
+            for each in step.launches:
+                each.launch(stream)
+            stored.launch(stream)
+            self._write.launch(bucket, stream)
+
+        return launch
 
     def _parts_of(self, meta: TensorMeta) -> _Parts:
         """Return the names of what a tensor is stored as. Raises NoKernelError if their formats differ."""
