@@ -58,22 +58,24 @@ class DigestTable:
         self._totals[0] += torch.from_numpy(digests.view(np.int64))
 
 
-class QuantizeLaunch:
-    kernel = "reference"
-
+class QuantizedMatrix:
     def __init__(self, *args: object) -> None:
-        self._args = args
+        self.args = args
 
     @classmethod
-    def of(cls, *args: object) -> QuantizeLaunch:
+    def of(cls, *args: object) -> QuantizedMatrix:
         return cls(*args)
 
-    def load(self) -> None: ...
+
+class QuantizeTable:
+    def __init__(self, matrices: Sequence[QuantizedMatrix]) -> None:
+        self._matrices = matrices
 
     def launch(self, _: object) -> None:
-        weight, form, values, scales = self._args
-        for target, (_, made) in zip((values, scales), quantize(weight, form), strict=True):
-            target.copy_(made)
+        for matrix in self._matrices:
+            weight, form, values, scales = matrix.args
+            for target, (_, made) in zip((values, scales), quantize(weight, form), strict=True):
+                target.copy_(made)
 
 
 class LaunchGraph:
@@ -90,7 +92,7 @@ class Stream:
 
 def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `quantizing_tables` use these in place of kernels, streams and devices."""
-    for double in (CopyTable, LaunchGraph, QuantizeLaunch):
+    for double in (CopyTable, LaunchGraph, QuantizedMatrix, QuantizeTable):
         monkeypatch.setattr(quantizing_tables, double.__name__, double)
     monkeypatch.setattr(quantizing_tables, "box_table", DigestTable)
     monkeypatch.setattr(quantizing_tables, "can_quantize", lambda _, form: not form.packed)

@@ -35,10 +35,13 @@ SHAPES = {
     "m.experts.down_proj": (3, 128, 256),
     "b.weight": (300, 200),
     "c.weight": (256, 96),
+    "e.weight": (128, 96),
 }
 WHOLE = "c."
 """Tensors that come in one piece, from one trainer."""
 
+ELSEWHERE = "e."
+"""Tensors that only the other rank holds."""
 NUM_TRAINERS, NUM_RANKS, SLOT_NBYTES = 3, 2, 1 << 16
 
 
@@ -113,7 +116,7 @@ class Rig:
         metas = [meta_of(name, data) for name, data in stored(trained(0), form).items()]
         self.boxes = {meta.name: share(meta, NUM_RANKS - 1, NUM_RANKS, axis=_axis(meta)) for meta in metas}
         self.model, segments = nn.Module(), []
-        for meta in metas:
+        for meta in (meta for meta in metas if not meta.name.startswith(ELSEWHERE)):
             box = self.boxes[meta.name]
             held = torch.empty(box.extent, dtype=getattr(torch, meta.dtype), device=device)
             name = meta.name.replace(".", "_")
@@ -152,7 +155,11 @@ class Rig:
 
     def differ(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         whole = stored(tensors, self.form)
-        wanted = {name: data[self.boxes[name].slices()].contiguous() for name, data in whole.items()}
+        wanted = {
+            name: data[self.boxes[name].slices()].contiguous()
+            for name, data in whole.items()
+            if not name.startswith(ELSEWHERE)
+        }
         live = {name: each.detach().cpu() for name, each in self.model.named_parameters()}
         return [
             name

@@ -556,31 +556,47 @@ __device__ __forceinline__ void quantize_block(
     }
 }
 
-// Thread block b quantises block b of a row-major matrix, in row-major order of its blocks.
+struct __align__(16) Matrix {
+    int64 source, values, scales;  // addresses; all row-major, without gaps
+    int64 rows, columns, block_rows, block_columns;
+    int64 first;  // the number of its first block among those of all matrices
+};
+
+// Quantises block `number` of a matrix, in row-major order of its blocks.
 template <typename Rule, typename Element>
-__device__ __forceinline__ void quantize_matrix(
-    const Element* source, unsigned char* values, float* scales, int64 rows, int64 columns, int64 block_rows,
-    int64 block_columns) {
+__device__ __forceinline__ void quantize_part(const Matrix& matrix, uint32 number) {
     constexpr int kCount = 16 / sizeof(Element);
-    const int64 across = (columns + block_columns - 1) / block_columns;
-    const int64 row = blockIdx.x / across * block_rows, column = blockIdx.x % across * block_columns;
-    const uint32 height = min(block_rows, rows - row), width = min(block_columns, columns - column);
+    const int64 columns = matrix.columns, across = (columns - 1) / matrix.block_columns + 1;
+    const int64 row = number / across * matrix.block_rows, column = number % across * matrix.block_columns;
+    const uint32 height = min(matrix.block_rows, matrix.rows - row);
+    const uint32 width = min(matrix.block_columns, columns - column);
     const int64 first = row * columns + column;
-    const int64 bits = reinterpret_cast<int64>(source) | (columns | block_columns) * sizeof(Element);
-    if (bits % 16 == 0 && reinterpret_cast<int64>(values) % kCount == 0) {
-        quantize_block<Rule, Element, kCount>(
-            source + first, values + first, scales + blockIdx.x, height, width, columns);
+    const Element* source = reinterpret_cast<const Element*>(matrix.source) + first;
+    unsigned char* values = reinterpret_cast<unsigned char*>(matrix.values) + first;
+    float* scale = reinterpret_cast<float*>(matrix.scales) + number;
+    const int64 bits = matrix.source | (columns | matrix.block_columns) * sizeof(Element);
+    if (bits % 16 == 0 && matrix.values % kCount == 0) {
+        quantize_block<Rule, Element, kCount>(source, values, scale, height, width, columns);
     } else {
-        quantize_block<Rule, Element, 1>(
-            source + first, values + first, scales + blockIdx.x, height, width, columns);
+        quantize_block<Rule, Element, 1>(source, values, scale, height, width, columns);
     }
 }
 
+// Thread block b quantises block b of all matrices.
+template <typename Rule, typename Element>
+__device__ __forceinline__ void quantize_matrices(const Matrix* matrices, int64 num_matrices) {
+    int64 low = 0, high = num_matrices;
+    while (high - low > 1) {
+        const int64 middle = (low + high) / 2;
+        (matrices[middle].first <= blockIdx.x ? low : high) = middle;
+    }
+    quantize_part<Rule, Element>(matrices[low], blockIdx.x - matrices[low].first);
+}
+
 #define QUANTIZE(name, Rule, Element)                                                                       \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                                         \
-        const Element* source, unsigned char* values, float* scales, int64 rows, int64 columns,             \
-        int64 block_rows, int64 block_columns) {                                                            \
-        quantize_matrix<Rule<Element>>(source, values, scales, rows, columns, block_rows, block_columns);   \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                               \
+        name(const Matrix* matrices, int64 num_matrices) {                                                  \
+        quantize_matrices<Rule<Element>, Element>(matrices, num_matrices);                                  \
     }
 
 #ifdef KERNEL_vllm_fp8_bfloat16

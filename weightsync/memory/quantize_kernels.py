@@ -1,7 +1,9 @@
-"""Quantises a matrix on a GPU by one kernel, which reads each element once from memory."""
+"""Quantises matrices on a GPU by one kernel, which reads each element once from memory."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,41 +31,61 @@ def can_quantize(weight: torch.Tensor, form: Format) -> bool:
 def quantize_into(weight: torch.Tensor, form: Format, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Quantise a matrix on the current stream, to the bytes of `weightsync.memory.quantize.quantize`.
 
-    Args as in `QuantizeLaunch.of`.
+    Args as in `QuantizedMatrix.of`.
     """
     with torch.cuda.device(weight.device):
-        QuantizeLaunch.of(weight, form, values, scales).launch(torch.cuda.current_stream())
+        table = QuantizeTable([QuantizedMatrix.of(weight, form, values, scales)])
+        table.launch(torch.cuda.current_stream())
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeLaunch:
-    """A launch that quantises a matrix. It holds addresses, and keeps no memory alive."""
+class QuantizedMatrix:
+    """A matrix to quantise. It holds addresses, and keeps no memory alive.
+
+    Attributes:
+        kernel: the kernel that does it.
+        num_blocks: the blocks that have a scale.
+        numbers: addresses of the matrix, the values and the scales, rows and columns, and those of a block.
+    """
 
     kernel: str
     num_blocks: int
-    args: tuple[object, ...]
+    numbers: tuple[int, ...]
 
     @classmethod
     def of(
         cls, weight: torch.Tensor, form: Format, values: torch.Tensor, scales: torch.Tensor
-    ) -> QuantizeLaunch:
+    ) -> QuantizedMatrix:
         """
         Args:
             weight: [rows, columns], which `can_quantize` accepts.
             values: [rows, columns], contiguous, of a dtype of 8 bits.
             scales: float32, contiguous, of the shape ``form.grid(weight.shape)``.
         """
-        pointers = (np.uint64(each.data_ptr()) for each in (weight, values, scales))
-        sizes = (np.int64(size) for size in (*weight.shape, *_block(weight, form)))
-        return cls(_kernel(weight.dtype, form), scales.numel(), (*pointers, *sizes))
+        addresses = (each.data_ptr() for each in (weight, values, scales))
+        sizes = (*weight.shape, *_block(weight, form))
+        return cls(_kernel(weight.dtype, form), scales.numel(), (*addresses, *sizes))
 
-    def load(self) -> None:
-        """Load the kernel on the current device, so that no update waits for it."""
-        cuda.load(self.kernel)
+
+class QuantizeTable:
+    """Matrices to quantise on the current device, by one launch for each kernel."""
+
+    def __init__(self, matrices: Sequence[QuantizedMatrix]) -> None:
+        by_kernel: dict[str, list[QuantizedMatrix]] = {}
+        for matrix in (each for each in matrices if each.num_blocks):
+            by_kernel.setdefault(matrix.kernel, []).append(matrix)
+        self._tables = []
+        for kernel, its in by_kernel.items():
+            cuda.load(kernel)
+            ends = list(itertools.accumulate(matrix.num_blocks for matrix in its))
+            rows = [(*matrix.numbers, end - matrix.num_blocks) for matrix, end in zip(its, ends, strict=True)]
+            self._tables.append((kernel, torch.tensor(rows, dtype=torch.int64).cuda(), ends[-1]))
 
     def launch(self, stream: torch.cuda.Stream) -> None:
-        """Start the kernel on `stream`."""
-        cuda.launch(self.kernel, stream, self.num_blocks, NUM_THREADS, self.args)
+        """Start the kernels on `stream`."""
+        for kernel, table, num_blocks in self._tables:
+            args = np.uint64(table.data_ptr()), np.int64(len(table))
+            cuda.launch(kernel, stream, num_blocks, NUM_THREADS, args)
 
 
 def _block(weight: torch.Tensor, form: Format) -> tuple[int, int]:

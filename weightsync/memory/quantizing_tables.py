@@ -14,7 +14,7 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.launch_graph import LaunchGraph
-from weightsync.memory.quantize_kernels import QuantizeLaunch, can_quantize
+from weightsync.memory.quantize_kernels import QuantizedMatrix, QuantizeTable, can_quantize
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import byte_strides
@@ -36,7 +36,7 @@ class _Step:
     """What is done with one bucket, after what is put together was taken from it."""
 
     wholes: list[BoxPart] = field(default_factory=list)
-    launches: list[QuantizeLaunch] = field(default_factory=list)
+    matrices: list[QuantizedMatrix] = field(default_factory=list)
     stored: list[BoxPart] = field(default_factory=list)
     copies: list[BoxCopy] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -57,8 +57,9 @@ class _Parts(NamedTuple):
 class QuantizingTables:
     """The launches of an update: digest what came, quantise it, digest what that makes, write it.
 
-    A matrix whose pieces lie in one bucket, one after the other, is quantised from there. Others are put
-    together first. What is quantised goes straight to its place, if that is one run of whole rows.
+    Pieces that are whole rows of blocks are quantised from their bucket. Tensors of which some are not, and
+    stacks of experts, are put together first, unless they lie in one bucket, one row after the other. What is
+    quantised goes straight to its place, if that is one run of whole rows.
 
     Attributes:
         nbytes: of the memory in which tensors are put together and quantised during an update.
@@ -81,10 +82,13 @@ class QuantizingTables:
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
         self._parts = [self._parts_of(meta) for meta in plan.tensors]
         self._pieces = [plan.bucket(index).pieces for index in range(plan.num_buckets)]
+        self._in_rows = [self._fits_in_rows(tensor) for tensor in range(len(plan.tensors))]
+        pieces = [piece for its in self._pieces for piece in its]
+        parted = {each.tensor for each in pieces if not self._can_pass(each)}
+        self._passing = {each.tensor for each in pieces} - parted
         self._together = [self._whole_tensors(pieces) for pieces in self._pieces]
-        found = {tensor for offsets in self._together for tensor in offsets}
-        parted = {piece.tensor for pieces in self._pieces for piece in pieces} - found
-        self._assembly = assemble(plan, {tensor for tensor in parted if not self._passes(tensor)})
+        parted -= {tensor for offsets in self._together for tensor in offsets}
+        self._assembly = assemble(plan, parted)
         made = zip(self._together, self._assembly.complete, strict=True)
         most = max((self._scratch_nbytes([*offsets, *complete]) for offsets, complete in made), default=0)
         self.nbytes = self._assembly.nbytes + most
@@ -105,12 +109,10 @@ class QuantizingTables:
         steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
         if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
             raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
-        for launch in {each.kernel: each for step in steps for each in step.launches}.values():
-            launch.load()
         table, parent = box_copies([copy for step in steps for copy in step.copies])
         bounds = np.cumsum([0, *(len(step.copies) for step in steps)])
         self._write = CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())
-        self._take = CopyTable(*self._rows(memory.data_ptr()))
+        self._take = CopyTable(*self._copies(memory.data_ptr()))
         self._graphs = [LaunchGraph(self._launches(bucket, step)) for bucket, step in enumerate(steps)]
         self._base = memory.data_ptr()
 
@@ -133,12 +135,12 @@ class QuantizingTables:
     def _launches(self, bucket: int, step: _Step) -> Callable[[torch.cuda.Stream], None]:
         wholes = box_table(step.wholes, len(self._wholes[0]), self._wholes)
         stored = box_table(step.stored, len(self._stored[0]), self._stored)
+        quantize = QuantizeTable(step.matrices)
 
         def launch(stream: torch.cuda.Stream) -> None:
             self._take.launch(bucket, stream)
             wholes.launch(stream)
-            for each in step.launches:
-                each.launch(stream)
+            quantize.launch(stream)
             stored.launch(stream)
             self._write.launch(bucket, stream)
 
@@ -153,10 +155,13 @@ class QuantizingTables:
             raise NoKernelError(f"experts of {meta.name} are stored in different formats")
         return _Parts(names, formats.pop())
 
-    def _passes(self, tensor: int) -> bool:
-        """Whether each piece of a tensor is stored as it comes, whenever that is."""
-        parts = self._parts[tensor]
-        return parts.form is None and parts.names == (self._plan.tensors[tensor].name,)
+    def _can_pass(self, piece: Piece) -> bool:
+        """Whether a piece can be stored without the others of its tensor, as it comes or quantised."""
+        meta, (names, form) = self._plan.tensors[piece.tensor], self._parts[piece.tensor]
+        if form is None or names != (meta.name,):
+            return form is None and names == (meta.name,)
+        is_elsewhere = not any(self.places.held(name) for name in _names(meta, form))
+        return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
 
     def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, int]:
         """Return the first byte in a bucket of each tensor that lies there in one piece, row after row."""
@@ -166,23 +171,22 @@ class QuantizingTables:
         return {
             tensor: min(each.offset for each in its)
             for tensor, its in held.items()
-            if not self._passes(tensor) and _is_run(self._plan.tensors[tensor], its)
+            if tensor not in self._passing and _is_run(self._plan.tensors[tensor], its)
         }
 
     def _step(self, bucket: int, memory: torch.Tensor) -> _Step:
         step, scratch = _Step(), _Scratch(memory[self._assembly.nbytes :])
         slot = self._slots[bucket % len(self._slots)]
         for piece in self._pieces[bucket]:
-            if self._passes(piece.tensor):
-                data = slot[piece.offset : piece.offset + piece.nbytes]
-                self._pass_on(step, piece, _typed(data, self._plan.tensors[piece.tensor], piece.box))
+            if piece.tensor in self._passing:
+                self._pass_on(step, piece, slot[piece.offset : piece.offset + piece.nbytes])
         for tensor, start in self._together[bucket].items():
             self._store(step, tensor, slot[start:], scratch)
         for tensor in self._assembly.complete[bucket]:
             self._store(step, tensor, memory[self._assembly.offset[tensor] :], scratch)
         return step
 
-    def _rows(self, base: int) -> tuple[Copies, list[int]]:
+    def _copies(self, base: int) -> tuple[Copies, list[int]]:
         address = {
             meta.name: base + start
             for meta, start in zip(self._plan.tensors, self._assembly.offset, strict=True)
@@ -199,16 +203,20 @@ class QuantizingTables:
         nbytes = 0
         for tensor in tensors:
             meta, form = self._plan.tensors[tensor], self._parts[tensor].form
-            if form and not self._rows_in_place(tensor):
+            if form and not self._in_rows[tensor]:
                 rows, columns = meta.numel // meta.shape[-1], meta.shape[-1]
                 down, across = form.grid((rows, columns))
                 nbytes += _aligned(rows * columns) + _aligned(4 * down * across)
         return nbytes
 
-    def _pass_on(self, step: _Step, piece: Piece, data: torch.Tensor) -> None:
-        """Store a piece as it comes."""
-        meta = self._plan.tensors[piece.tensor]
+    def _pass_on(self, step: _Step, piece: Piece, memory: torch.Tensor) -> None:
+        """Store a piece as it comes, or quantise it."""
+        meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
+        data = _typed(memory, meta, piece.box)
         step.wholes.append(BoxPart(piece.tensor, data, meta.shape, piece.box))
+        if form:
+            self._quantize_in_place(step, meta, form, data, piece.box.offset[0])
+            return
         step.names.add(meta.name)
         for segment, place in self.places.held(meta.name):
             _require_dtype(meta.name, data, place)
@@ -228,14 +236,13 @@ class QuantizingTables:
                 self._put(step, name, part)
             return
         matrix = whole.view(-1, whole.shape[-1])
-        if not can_quantize(matrix, form):
-            raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
-        if rows := self._rows_in_place(tensor):
-            self._quantize_in_place(step, meta, matrix[rows], form)
+        if self._in_rows[tensor]:
+            self._quantize_in_place(step, meta, form, matrix, 0)
             return
+        _require_kernel(meta, matrix, form)
         values = scratch.take(matrix.shape, getattr(torch, form.values))
         scales = scratch.take(form.grid(matrix.shape), torch.float32)
-        step.launches.append(QuantizeLaunch.of(matrix, form, values, scales))
+        step.matrices.append(QuantizedMatrix.of(matrix, form, values, scales))
         for name, part in parts:
             first = (part.storage_offset() - whole.storage_offset()) // matrix.shape[1]
             end, block = first + len(part), form.block[0]
@@ -252,38 +259,48 @@ class QuantizingTables:
         for place, part in self.places.parts(name, data):
             step.write(part, place)
 
-    def _rows_in_place(self, tensor: int) -> slice | None:
-        """Return the rows of a matrix that can be quantised where they are stored; None if they cannot."""
+    def _fits_in_rows(self, tensor: int) -> bool:
+        """Whether what a matrix is quantised to has one place, in whole rows, where a kernel can write it."""
         meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
         if form is None or names != (meta.name,):
-            return None
-        held = self.places.held(meta.name), self.places.held(_scales_of(meta.name, form))
+            return False
+        held = [self.places.held(name) for name in _names(meta, form)]
         if any(len(each) != 1 for each in held):
-            return None
+            return False
         ((values, place),), ((scales, scales_place),) = held
-        (first, left), (num_rows, columns), block = values.box.offset, values.box.extent, form.block[0]
-        end, dtypes = first + num_rows, (place.dtype, scales_place.dtype)
-        fits = (
-            left == 0
-            and columns == meta.shape[1]
-            and block
-            and first % block == 0
-            and (end % block == 0 or end == meta.shape[0])
-            and scales.box == Box((first // block, 0), form.grid(values.box.extent))
-            and dtypes == (getattr(torch, form.values), torch.float32)
+        if not _is_rows_of_blocks(values.box, meta, form):
+            return False
+        scales_box = Box((values.box.offset[0] // form.block[0], 0), form.grid(values.box.extent))
+        dtypes = getattr(torch, form.values), torch.float32
+        return (
+            scales.box == scales_box
+            and (place.dtype, scales_place.dtype) == dtypes
             and place.is_contiguous()
             and scales_place.is_contiguous()
         )
-        return slice(first, end) if fits else None
 
-    def _quantize_in_place(self, step: _Step, meta: TensorMeta, rows: torch.Tensor, form: Format) -> None:
-        names = meta.name, _scales_of(meta.name, form)
-        ((values, place),), ((scales, scales_place),) = map(self.places.held, names)
-        step.launches.append(QuantizeLaunch.of(rows, form, place, scales_place))
+    def _quantize_in_place(
+        self, step: _Step, meta: TensorMeta, form: Format, data: torch.Tensor, first: int
+    ) -> None:
+        """Quantise rows of a matrix, from `first` on, to the place of those that this rank holds, if any."""
+        _require_kernel(meta, data, form)
+        names, block = _names(meta, form), form.block[0]
         step.names.update(names)
-        for name, segment, data in ((names[0], values, place), (names[1], scales, scales_place)):
-            number, shape = self.places.number(name), self.places.shape(name)
-            step.stored.append(BoxPart(number, data, shape, segment.box))
+        if not self.places.held(meta.name):
+            return
+        ((values, place),), ((_, scales_place),) = map(self.places.held, names)
+        part = Box((first, 0), tuple(data.shape)).intersect(values.box)
+        if part is None:
+            return
+        (at, _), (num_rows, _) = part.offset, part.extent
+        start = at - values.box.offset[0]
+        scales = Box((at // block, 0), form.grid(part.extent))
+        into = place[start : start + num_rows]
+        scales_into = scales_place[start // block :][: scales.extent[0]]
+        matrix = data[at - first : at - first + num_rows]
+        step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into))
+        for name, held, box in ((names[0], into, part), (names[1], scales_into, scales)):
+            step.stored.append(BoxPart(self.places.number(name), held, self.places.shape(name), box))
 
 
 class _Scratch:
@@ -316,8 +333,26 @@ def _typed(data: torch.Tensor, meta: TensorMeta, box: Box) -> torch.Tensor:
     return data.view(dtype).view(box.extent)
 
 
+def _names(meta: TensorMeta, form: Format) -> tuple[str, str]:
+    """Return the names of a matrix's values and scales."""
+    return meta.name, _scales_of(meta.name, form)
+
+
 def _scales_of(name: str, form: Format) -> str:
     return name.removesuffix("weight") + form.scale_suffix
+
+
+def _is_rows_of_blocks(box: Box, meta: TensorMeta, form: Format) -> bool:
+    """Whether a box of a matrix is whole rows, between which no block is cut."""
+    first, block = box.offset[0], form.block[0]
+    end = first + box.extent[0]
+    is_cut = not block or first % block or (end % block and end < meta.shape[0])
+    return box.extent[1:] == meta.shape[1:] and not is_cut
+
+
+def _require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
+    if not can_quantize(matrix, form):
+        raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
 
 
 def _require_dtype(name: str, data: torch.Tensor, place: torch.Tensor) -> None:
