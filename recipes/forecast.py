@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 
 from weightsync.config import SyncConfig
 from weightsync.driver.routing import DIRECT
@@ -14,19 +13,17 @@ from weightsync.plan import (
     Explanation,
     Layout,
     Members,
-    Plan,
-    Reads,
-    Reshard,
     TensorMeta,
-    make_plan,
     same_dtype_tensors,
 )
+from weightsync.plan.broadcast_figures import explain_broadcast
 from weightsync.plan.conversion import IDENTITY, casts, conversion_of, dtypes
 from weightsync.plan.draft import DRAFT
-from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
 from weightsync.plan.formats import Quantization
-from weightsync.recipes.grids import engine_layout, trainer_layout
+from weightsync.plan.match import match
+from weightsync.recipes.engine_reads import reads_floor
+from weightsync.recipes.grids import TrainersGrid, engine_layout
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.quantised import INT4, explain_formats, formats_text
@@ -34,9 +31,6 @@ from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.report import Covered, bytes_text, coverage_table
 
-MOST_COPIES = 10_000_000
-"""Planning this many takes about six seconds, and twice that if they read other hosts."""
-_LEAST_RANKS = 2
 _MOST_REASONS = 3
 
 _Row = tuple[str, Sequence[TensorMeta], str, str]
@@ -84,7 +78,7 @@ class _Sides:
     scene: Scene
     tensors: Sequence[TensorMeta]
     members: Members
-    source: Layout
+    source: TrainersGrid
     engines: Mapping[str, Layout]
     quantizations: Sequence[Quantization | None]
 
@@ -154,7 +148,7 @@ def planned(recipe: Recipe) -> list[Covered]:
             )
         ]
     sides = _sides(recipe_scene(recipe, None, offloaded=False))
-    return _served(sides, _plan(sides))
+    return _served(sides)
 
 
 def _serves_lines(rows: Sequence[Covered]) -> list[str]:
@@ -193,14 +187,14 @@ def forecast(scene: Scene) -> str:
         ConfigError: the model cannot be cut as the scene asks, or the limits of `sync` are too small.
     """
     sides = _sides(scene)
-    plan, tensors, members = _plan(sides), sides.tensors, sides.members
+    tensors, members = sides.tensors, sides.members
     lines = [
         f"{scene.name}: {_parameters(scene.model, tensors)}",
         f"{_ranks(scene)}, on {count_text(members.num_holders, 'GPU')}{_on_hosts(scene, members)}",
     ]
     sections = {
-        "serves": _serves_lines(_served(sides, plan)),
-        "broadcast": _broadcast(scene, plan),
+        "serves": _serves_lines(_served(sides)),
+        "broadcast": _broadcast(sides),
         "direct": _direct(sides),
     }
     for quantization in dict.fromkeys(filter(None, sides.quantizations)):
@@ -225,28 +219,30 @@ def _sides(scene: Scene) -> _Sides:
         scene,
         tensors,
         members,
-        trainer_layout(tensors, scene.model, scene.trainers),
+        TrainersGrid(tensors, scene.model, scene.trainers),
         {name: layouts[kind] for (name, _), kind in zip(members.engines, kinds, strict=True)},
         quantizations,
     )
 
 
-def _served(sides: _Sides, plan: Plan) -> list[Covered]:
+def _served(sides: _Sides) -> list[Covered]:
     """Return the rows of what each engine is to serve."""
     scene, known = sides.scene, dict[tuple[Layout, Quantization | None], list[_Row]]()
+    source = sides.source.stated
+    travelling = match(source, sorted(sides.engines.items())).tensors
     of_model, of_draft = (
-        [meta for meta in plan.tensors if meta.name.startswith(DRAFT) is drafts] for drafts in (False, True)
+        [meta for meta in travelling if meta.name.startswith(DRAFT) is drafts] for drafts in (False, True)
     )
     parts = {"model": of_model} | ({"draft": of_draft} if of_draft else {})
     for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True):
         if (engine, quantization) not in known:
             converts = formats_text(sides.tensors, quantization) if quantization else ""
-            same, _ = same_dtype_tensors(sides.source, name, engine)
-            whole = converts or scene.offloaded or casts(dtypes(plan.tensors), engine.tensors)
+            same, _ = same_dtype_tensors(source, name, engine)
+            whole = converts or scene.offloaded or casts(dtypes(travelling), engine.tensors)
             is_direct = same and not whole and scene.sync.mode != "broadcast"
             route = DIRECT if is_direct else "broadcast"
             known[engine, quantization] = [
-                (part, metas, route, conversion_of(sides.source, metas, engine, converts))
+                (part, metas, route, conversion_of(source, metas, engine, converts))
                 for part, metas in parts.items()
             ]
     keys = zip(sides.engines.values(), sides.quantizations, strict=True)
@@ -254,25 +250,21 @@ def _served(sides: _Sides, plan: Plan) -> list[Covered]:
     return [Covered.of(name, *row) for name, key in zip(names, keys, strict=True) for row in known[key]]
 
 
-def _plan(sides: _Sides) -> Plan:
-    sync = sides.scene.sync
-    return make_plan(
+def _broadcast(sides: _Sides) -> list[str]:
+    scene, sync, cluster = sides.scene, sides.scene.sync, None
+    if scene.cluster:
+        name, host = scene.cluster
+        cluster = Cluster(name, host.nvlink.gb_per_s, host.host.gb_per_s if scene.offloaded else None)
+    shown = explain_broadcast(
         sides.source,
         sides.engines,
         sides.members,
+        cluster,
         bucket_bytes=sync.bucket_bytes,
         max_staging_bytes=sync.max_staging_bytes,
         slots=sync.num_slots,
     )
-
-
-def _broadcast(scene: Scene, plan: Plan) -> list[str]:
-    if scene.cluster is None:
-        return str(plan.explain()).splitlines()
-    name, host = scene.cluster
-    from_host = host.host.gb_per_s if scene.offloaded else None
-    shown = plan.explain(Cluster(name, host.nvlink.gb_per_s, from_host))
-    return [*str(shown).splitlines(), *_between_hosts(shown, host)]
+    return [*str(shown).splitlines(), *(_between_hosts(shown, scene.cluster[1]) if scene.cluster else ())]
 
 
 def _direct(sides: _Sides) -> list[str]:
@@ -282,88 +274,14 @@ def _direct(sides: _Sides) -> list[str]:
     if any(scene.quantizations):
         return ["none: a quantised engine takes whole tensors"]
     name, engine = next(iter(sides.engines.items()))
-    names, reasons = same_dtype_tensors(sides.source, name, engine)
+    names, reasons = same_dtype_tensors(sides.source.stated, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {count_text(len(reasons) - _MOST_REASONS, 'more tensor')} by broadcast")
-    return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
-
-
-def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
-    """Return the direct floor of all engine ranks, or of a sample if too many."""
-    scene, members = sides.scene, sides.members
-    per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-    # Engines of one kind share a layout, and so a Reshard.
-    reshards: dict[int, Reshard] = {}
-    for name, engine in sides.engines.items():
-        if id(engine) not in reshards:
-            reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
-    every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
-    times = alike(sides, every, per_host)
-    models = [*times]
-
-    def planned(number: int) -> tuple[str, int, Reads]:
-        name, rank, gpu = every[number]
-        near = distances(gpu, members.trainers, per_host)
-        start = 0 if OTHER_HOST in near else gpu * len(members.trainers) // members.num_holders
-        reads = reshards[id(sides.engines[name])].reads(rank, near, start=start)
-        return f"{name} rank {rank}", gpu, reads
-
-    first = planned(0)
-    num_planned = min(len(models), max(_LEAST_RANKS, MOST_COPIES // max(len(first[2]), 1)))
-    chosen = [models[index] for index in sample(len(models), num_planned, per_host)]
-    rates = scene.cluster[1].link_rates(scene.cluster[0]) if scene.cluster else None
-    receivers: list[Receiver] = []
-    for _, group in groupby(chosen, lambda number: every[number][2] // per_host):
-        numbers = [*group]
-        here = [planned(number) if number else first for number in numbers]
-        made = Receiver.of_host(here, members.trainers, per_host)
-        receivers += [replace(each, times=times[n]) for each, n in zip(made, numbers, strict=True)]
-    return direct_floor(receivers, members.trainers, per_host, rates, num_ranks=len(every))
-
-
-def alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
-    """Return a rank per group that reads the same bytes, with the group's size.
-
-    If the hosts are known, two hosts are alike if they have no trainer and the same ranks in the same
-    order. Otherwise two ranks are alike if their GPUs have no trainer and they start with the same trainer.
-    """
-    members = sides.members
-    trainers = {*members.trainers}
-    hosts = {gpu // per_host for gpu in trainers}
-
-    def kind(number: int) -> tuple[int, ...]:
-        name, rank, gpu = every[number]
-        turn = 0 if sides.scene.cluster else gpu * len(members.trainers) // members.num_holders
-        place = gpu % per_host if sides.scene.cluster else 0
-        return id(sides.engines[name]), rank, turn, place
-
-    def by_group(number: int) -> int:
-        return every[number][2] // per_host if sides.scene.cluster else number
-
-    first: dict[tuple[object, ...], list[int]] = {}
-    times: dict[int, int] = {}
-    for group, found in groupby(range(len(every)), by_group):
-        numbers = [*found]
-        gpus = [every[number][2] for number in numbers]
-        alone = group in hosts if sides.scene.cluster else gpus[0] in trainers
-        key = (*gpus,) if alone else tuple(map(kind, numbers))
-        for number in first.setdefault(key, numbers):
-            times[number] = times.get(number, 0) + 1
-    return times
-
-
-def sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
-    """Choose at most `num_planned` ranks, in whole hosts, evenly spread, with the first rank.
-
-    Whole hosts, because the limit is mostly what all ranks of a host read together.
-    """
-    if num_planned >= num_ranks:
-        return list(range(num_ranks))
-    block = min(per_host, num_planned)
-    num_blocks, num_planned_blocks = -(-num_ranks // block), num_planned // block
-    starts = [number * num_blocks // num_planned_blocks * block for number in range(num_planned_blocks)]
-    return [rank for start in starts for rank in range(start, min(start + block, num_ranks))]
+    if not names:
+        return lines
+    floor = reads_floor(sides.source, sides.engines, sides.members, names, scene.cluster)
+    return [*str(floor).splitlines(), *lines]
 
 
 def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:

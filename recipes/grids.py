@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
+from weightsync.plan.layout import Bool
 from weightsync.recipes.cuts import BEHIND, Cut, Kind, RankPosition, lay_out, partition
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.shapes import ModelShape
@@ -45,6 +50,52 @@ def trainer_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: T
     num_experts = _num_experts(model, parallel.ep, "--trainers ep")
     positions = [_megatron_position(rank, model, parallel, num_experts) for rank in range(parallel.num_ranks)]
     return lay_out(tensors, lambda kind: _megatron_cut(kind, model, parallel), positions, model.tied)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainersGrid:
+    """The trainers' layout of a model, of which segments are made when they are asked for.
+
+    Attributes:
+        tensors, model, parallel: as in `trainer_layout`.
+    """
+
+    tensors: Sequence[TensorMeta]
+    model: ModelShape
+    parallel: TrainerParallel
+
+    @property
+    def num_ranks(self) -> int:
+        return self.parallel.num_ranks
+
+    @cached_property
+    def stated(self) -> Layout:
+        """All tensors, with segments as in `TrainersLayout`.
+
+        FSDP and ZeRO-3 cut a tensor by its shape, so two of their ranks show which ones are cut alike.
+        """
+        if isinstance(self.parallel, Fsdp):
+            return trainer_layout(self.tensors, self.model, Fsdp(min(self.parallel.shards, 2)))
+        if isinstance(self.parallel, Zero):
+            return trainer_layout(self.tensors, self.model, Zero(min(self.num_ranks, 2)))
+        return self.whole
+
+    @cached_property
+    def whole(self) -> Layout:
+        """All segments of all ranks."""
+        return trainer_layout(self.tensors, self.model, self.parallel)
+
+    def of_tensors(self, kept: Bool) -> Layout:
+        """Return the segments of some tensors on all ranks. `kept`: bool[T]. Buffers keep their numbers."""
+        if isinstance(self.parallel, Megatron):
+            return self.whole.of_tensors(kept)
+        tensors = [self.tensors[number] for number in np.flatnonzero(kept).tolist()]
+        names = {meta.name for meta in tensors}
+        tied = tuple(pair for pair in self.model.tied if pair[1] in names)
+        made = trainer_layout(tensors, self.model, self.parallel)
+        known = {name: number for number, name in enumerate(self.stated.buffer_names)}
+        numbers = np.array([known[name] for name in made.buffer_names], np.int32)
+        return replace(made, tied=tied, buffer=numbers[made.buffer], buffer_names=self.stated.buffer_names)
 
 
 def engine_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: EngineParallel) -> Layout:

@@ -14,7 +14,7 @@ from weightsync.plan.direct import Reads, Reshard, in_turns
 from weightsync.plan.layout import Bool, Int64, Layout, columns
 from weightsync.plan.match import match
 from weightsync.plan.tensor_rows import TensorRows, firsts
-from weightsync.plan.trainers_layout import TrainersLayout
+from weightsync.plan.trainers_layout import StatedLayout
 
 T = TypeVar("T", "Kinds", "Places")
 
@@ -53,9 +53,13 @@ class Kinds:
         unit, nth = repeated(count[its])
         return start[its[unit]] + nth, unit + low
 
-    def partitioned(self, num_turns: int) -> Kinds:
-        """Partition the buffers of each kind into `num_turns` kinds, or as many as it has buffers."""
-        kind, nth = np.unique(self.kind * num_turns + self._nth() % num_turns, return_inverse=True)
+    def partitioned(self, num_turns: int, which: Bool) -> Kinds:
+        """Partition the buffers of some kinds into `num_turns` kinds, or as many as there are buffers.
+
+        `which`: bool[K]. Other kinds stay whole.
+        """
+        turn = np.where(which[self.kind], self._nth() % num_turns, 0)
+        kind, nth = np.unique(self.kind * num_turns + turn, return_inverse=True)
         first = np.full(len(kind), 0)
         first[nth[::-1]] = np.arange(len(nth))[::-1]
         return Kinds(self.buffer, nth, first)
@@ -123,12 +127,19 @@ class AlikeReads:
     kinds: Kinds
     places: Places
 
+    def __len__(self) -> int:
+        """Return the number of all reads."""
+        return int(self._times().sum())
+
     def by_trainer(self) -> dict[int, int]:
         """Return the bytes read from each trainer rank."""
-        reads = self.reads
-        kind = self.kinds.kind[np.searchsorted(self.kinds.buffer, reads.src_buffer)]
-        times = np.bincount(self.kinds.kind)[kind]
-        return replace(reads, rows=reads.rows * times).by_trainer()
+        return replace(self.reads, rows=self.reads.rows * self._times()).by_trainer()
+
+    def _times(self) -> Int64:
+        """Return for how many reads each one stands."""
+        kind = self.kinds.kind[np.searchsorted(self.kinds.buffer, self.reads.src_buffer)]
+        times: Int64 = np.bincount(self.kinds.kind)[kind]
+        return times
 
     def whole(self) -> Reads:
         """Return all reads, by trainer."""
@@ -194,8 +205,8 @@ def joined(parts: Sequence[Reads]) -> Reads:
 class AlikeReshard:
     """Pairs the trainers' layout with an engine's as `Reshard`, in kinds of tensors.
 
-    Which of several replicas is read differs within a kind, so that all of them are busy: kinds are
-    partitioned into as many.
+    Which of several replicas is read differs within a kind, so that all of them are busy: kinds of tensors
+    with replicas are partitioned into as many.
 
     Attributes:
         kinds: of the trainers' buffers that are read.
@@ -203,19 +214,21 @@ class AlikeReshard:
             they are.
     """
 
-    def __init__(self, kinds: Kinds, sides: _Sides, reshard: Reshard) -> None:
-        """`reshard` pairs the first tensors of each of `kinds`."""
-        self._reshard, self._whole, self._whole_places = reshard, kinds, sides.places(kinds)
+    def __init__(self, kinds: Kinds, sides: _Sides, reshard: Reshard, shared: Reshard) -> None:
+        """`reshard` pairs the first tensors of each of `kinds`, `shared` those of them that have replicas."""
+        self._reshard, self._shared = reshard, shared
+        self._whole, self._whole_places = kinds, sides.places(kinds)
         self.has_replicas = reshard.most_replicas > 1
         self.kinds, self._places = kinds, self._whole_places
         if self.has_replicas:
-            self.kinds = kinds.partitioned(min(reshard.most_replicas, MOST_TURNS))
+            which = np.isin(kinds.buffer[kinds.first], reshard.shared_buffers())
+            self.kinds = kinds.partitioned(min(reshard.most_replicas, MOST_TURNS), which)
             self._places = sides.places(self.kinds)
         self._firsts = kinds.of_turns(self.kinds)
 
     @classmethod
     def of(
-        cls, trainers: TrainersLayout, name: str, engine: Layout, only: frozenset[str]
+        cls, trainers: StatedLayout, name: str, engine: Layout, only: frozenset[str]
     ) -> AlikeReshard | None:
         """Pair both sides, see `Reshard`. None if few tensors are alike."""
         source = trainers.stated
@@ -231,24 +244,33 @@ class AlikeReshard:
         held = np.zeros(len(source.tensors), np.bool_)
         held[source.tensor[listed[source.buffer] & (source.extent > 0).all(axis=1)]] = True
         held &= np.isin(np.arange(len(held)), taken)
-        part = engine.of_tensors((taken >= 0) & held[taken])
-        return cls(kinds, sides, Reshard(trainers.of_tensors(held), name, part))
+        found = trainers.of_tensors(held)
+        reshard = Reshard(found, name, engine.of_tensors((taken >= 0) & held[taken]))
+        kept = np.zeros(len(found.tensors), np.bool_)
+        kept[found.tensor[np.isin(found.buffer, reshard.shared_buffers())]] = True
+        if kept.all() or not kept.any():
+            return cls(kinds, sides, reshard, reshard)
+        held[held] = kept
+        shared = Reshard(found.of_tensors(kept), name, engine.of_tensors((taken >= 0) & held[taken]))
+        return cls(kinds, sides, reshard, shared)
 
     def reads(self, rank: int, near: Sequence[int]) -> AlikeReads:
         """Return the reads of engine rank `rank`. `near` is as in `Reshard.reads`."""
         if not self.has_replicas:
             return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
-        num_choices = min(len(self._firsts), self._reshard.most_choices(rank, near))
+        num_choices = min(len(self._firsts), self._shared.most_choices(rank, near))
         made = [
-            self._reshard.reads(rank, near, start=turn * len(near) // num_choices)
+            self._shared.reads(rank, near, start=turn * len(near) // num_choices)
             for turn in range(num_choices)
         ]
-        parts = [self._moved(made[n % num_choices], rank, firsts) for n, firsts in enumerate(self._firsts)]
+        every = made[0] if self._shared is self._reshard else self._reshard.reads(rank, near, start=0)
+        turns = [every, *(made[turn % num_choices] for turn in range(1, len(self._firsts)))]
+        parts = [self._moved(*each, rank) for each in zip(turns, self._firsts, strict=True)]
         reads = joined(parts)
         order = np.lexsort((reads.src_buffer, reads.trainer))  # stable
         return AlikeReads(reads.take(order), self.kinds, self._places[rank])
 
-    def _moved(self, reads: Reads, rank: int, firsts: Int64) -> Reads:
+    def _moved(self, reads: Reads, firsts: Int64, rank: int) -> Reads:
         """Return `reads`, of the first buffer of each kind, as those of the buffers at `firsts`."""
         kinds, places = self._whole, self._whole_places[rank]
         unit = firsts[kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer)]]

@@ -73,19 +73,26 @@ def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int
     chosen: Int64 = start.copy()
     alone = size == 1
     loads = np.bincount(rank[start[alone]], nbytes[alone], num_ranks).astype(np.int64)
+    known: dict[tuple[bytes, bytes], tuple[Int64, Int64]] = {}  # most ranks hold as much as others
     for count in np.unique(size[~alone]).tolist():
         groups = np.flatnonzero(size == count)
         holders = rank[start[groups, None] + np.arange(count)]
         kind = _same_rows(holders, num_ranks)
         for members in np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1]):
             ranks = holders[members[0]]
-            picks, loads[ranks] = _partition(nbytes[groups[members]], loads[ranks])
+            its, held = nbytes[groups[members]], loads[ranks]
+            key = its.tobytes(), held.tobytes()
+            if key not in known:
+                known[key] = spread(its, held)
+            picks, loads[ranks] = known[key]
             chosen[groups[members]] += picks
     return chosen
 
 
 def _same_rows(rows: Int64, limit: int) -> Int64:
     """Number the distinct rows from 0; equal rows get the same number. Values are below `limit`."""
+    if (rows == rows[:1]).all():  # of a thousand ranks, columns take long
+        return np.zeros(len(rows), np.int64)
     code: Int64 = rows[:, 0].copy()
     for column in rows.T[1:]:
         code = np.unique(code * limit + column, return_inverse=True)[1]
@@ -93,8 +100,8 @@ def _same_rows(rows: Int64, limit: int) -> Int64:
     return numbers
 
 
-def _partition(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
-    """Assign each item to one of the loads. Returns the picks and the new loads."""
+def spread(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
+    """Assign each item to one of the loads, by falling size. Returns the picks and the new loads."""
     order = np.argsort(-nbytes, kind="stable")
     picks = np.empty(len(nbytes), np.int64)
     bounds = np.flatnonzero(np.diff(nbytes[order], prepend=-1, append=-1))

@@ -50,7 +50,7 @@ def make_plan(
     check_members(source.num_ranks, engines, members)
     matched = check_sides(source, engines)
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
-    _check_limits(bucket_bytes, slots, itemsize)
+    check_limits(bucket_bytes, slots, itemsize)
     capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
     pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
     frozen = matched.frozen(source)
@@ -75,14 +75,7 @@ def make_plan(
         bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
         frozen=frozen,
     )
-    needed = slots * plan.max_bucket_nbytes
-    if needed > max_staging_bytes:
-        raise ConfigError(
-            "sync.max_staging_bytes",
-            max_staging_bytes,
-            f"{slots} buckets of {plan.max_bucket_nbytes} bytes need {needed}; "
-            "raise it, or lower sync.bucket_bytes",
-        )
+    check_staging(slots, plan.max_bucket_nbytes, max_staging_bytes)
     return plan
 
 
@@ -147,7 +140,8 @@ def _check_size(tensors: Sequence[TensorMeta]) -> None:
         raise PlanError(largest.name, f"{problem}; the most is {MOST_NBYTES} (4 PiB)")
 
 
-def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
+def check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
+    """Check that buckets have room for what a root sends. Raises ConfigError."""
     if bucket_bytes < RUN_ALIGN:
         largest = int(itemsize.max(initial=1))
         raise ConfigError(
@@ -158,6 +152,17 @@ def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
         )
     if slots < 0:
         raise ConfigError("sync.slots", slots, "give at least 0")
+
+
+def check_staging(slots: int, bucket_nbytes: int, max_staging_bytes: int) -> None:
+    """Check that buckets of `bucket_nbytes` fit in the staging memory. Raises ConfigError."""
+    needed = slots * bucket_nbytes
+    if needed > max_staging_bytes:
+        raise ConfigError(
+            "sync.max_staging_bytes",
+            max_staging_bytes,
+            f"{slots} buckets of {bucket_nbytes} bytes need {needed}; raise it, or lower sync.bucket_bytes",
+        )
 
 
 def _narrow(values: Int64) -> Int32 | Int64:

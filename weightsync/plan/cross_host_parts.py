@@ -23,10 +23,31 @@ Needs: TypeAlias = Reads | AlikeReads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
-    """Hosts with equal needs: the reads of each place, their bundles, and ranks by place of each host.
+class Divided:
+    """What the ranks of a host read, by place, and its bundles.
 
     With kinds, reads are those of the first buffers of each, and `places` say where the others' are written.
+    """
+
+    reads: tuple[Reads, ...]
+    places: tuple[Places, ...]
+    bundles: HostBundles
+
+
+def divided(needs: Sequence[Needs]) -> Divided:
+    """Divide what the ranks of a host read into bundles: in kinds if all have the same ones."""
+    alike = [each for each in needs if isinstance(each, AlikeReads)]
+    if len(alike) == len(needs) and len({id(each.kinds) for each in alike}) == 1:
+        reads, places = tuple(each.reads for each in alike), tuple(each.places for each in alike)
+        return Divided(reads, places, HostBundles.of_alike(alike))
+    reads = tuple(each.whole() if isinstance(each, AlikeReads) else each for each in needs)
+    return Divided(reads, (), HostBundles.of(reads))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Hosts with equal needs: what is in `Divided`, and ranks by place of each host.
+
     `near` has the trainers on each host.
     """
 
@@ -175,12 +196,8 @@ def _kind(
     needs: Sequence[Needs], ranks: tuple[tuple[int, ...], ...], near: tuple[frozenset[int], ...]
 ) -> _Kind:
     """Divide the needs of each place of a host."""
-    alike = [each for each in needs if isinstance(each, AlikeReads)]
-    if len(alike) == len(needs) and len({id(each.kinds) for each in alike}) == 1:
-        reads, places = tuple(each.reads for each in alike), tuple(each.places for each in alike)
-        return _Kind(reads, places, HostBundles.of_alike(alike), ranks, near)
-    reads = tuple(each.whole() if isinstance(each, AlikeReads) else each for each in needs)
-    return _Kind(reads, (), HostBundles.of(reads), ranks, near)
+    its = divided(needs)
+    return _Kind(its.reads, its.places, its.bundles, ranks, near)
 
 
 def _hosts(kinds: Sequence[_Kind], sender: Int64) -> tuple[ReceivingHost, ...]:

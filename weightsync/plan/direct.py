@@ -207,6 +207,12 @@ class Reshard:
         """The most trainer ranks that hold the same box."""
         return int(self._shards.size.max(initial=1))
 
+    def shared_buffers(self) -> Int64:
+        """Return the numbers of the source's buffers that have a box which several trainer ranks hold."""
+        shards = self._shards
+        found: Int64 = np.unique(self._source.buffer[shards.rows[np.repeat(shards.size > 1, shards.size)]])
+        return found
+
     def most_choices(self, rank: int, near: Sequence[int]) -> int:
         """Return among how many equally near replicas `reads` chooses, at most."""
         rows = self._segments(rank)

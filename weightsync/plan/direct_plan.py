@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
+from weightsync.plan.alike_shards import AlikeShards
 from weightsync.plan.broadcast import check_members, check_sides
 from weightsync.plan.layout import Layout
-from weightsync.plan.match import Match, Shards
+from weightsync.plan.match import Match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
 from weightsync.plan.replicas import Replicas
-from weightsync.plan.tensor_rows import first_alike
 from weightsync.plan.trainers_layout import TrainersLayout
 
 
@@ -58,14 +57,5 @@ def _replicas(source: TrainersLayout, matched: Match) -> Replicas | None:
 
     Of tensors that are cut alike one stands for all. Raises PlanError as `Shards.of`.
     """
-    first = first_alike(source.stated)
-    kept = first == np.arange(len(first))
-    listed = source.of_tensors(kept)
-    of_first = np.flatnonzero(kept[matched.source])
-    number = np.cumsum(kept) - 1
-    part = replace(
-        matched,
-        tensors=tuple(matched.tensors[t] for t in of_first.tolist()),
-        source=number[matched.source[of_first]],
-    )
-    return Replicas.of(number[first[matched.source]], part.source, listed, Shards.of(listed, part))
+    alike = AlikeShards.of(source, matched)
+    return Replicas.of(alike.kind, np.arange(len(alike.first)), alike.listed, alike.shards)

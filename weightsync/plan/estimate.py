@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from weightsync.plan.direct import Reads
+from weightsync.plan.cross_host_parts import Needs, divided
 from weightsync.plan.explain import count_text, size_text, time_text
 from weightsync.plan.host_bundles import HostBundles
 
@@ -52,32 +50,32 @@ class Receiver:
 
     @classmethod
     def of_host(
-        cls, planned: Sequence[tuple[str, int, Reads]], trainers: Sequence[int], gpus_per_host: int
+        cls,
+        planned: Sequence[tuple[str, int, Needs]],
+        trainers: Sequence[int],
+        gpus_per_host: int,
+        bundles: HostBundles | None = None,
     ) -> list[Receiver]:
         """Make receivers for ranks of one host, given by name, GPU and reads.
 
-        Bytes of other hosts that several of them need cross once, see `HostBundles`.
+        Bytes of other hosts that several of them need cross once, see `HostBundles`. `bundles` are those of
+        all their reads, if they are known.
         """
-        far = {}
-        for _, gpu, reads in planned:
-            near = np.array(distances(gpu, trainers, gpus_per_host))[reads.trainer]
-            if (near == OTHER_HOST).any():
-                far[gpu] = reads.take(np.flatnonzero(near == OTHER_HOST))
-        places = {gpu: place for place, gpu in enumerate(far)}
-        bundles = HostBundles.of([*far.values()]) if far else None
+        host = planned[0][1] // gpus_per_host
+        near = {number for number, gpu in enumerate(trainers) if gpu // gpus_per_host == host}
+        if len(near) < len(trainers) and bundles is None:
+            bundles = divided([reads for _, _, reads in planned]).bundles
         found = []
-        for name, gpu, reads in planned:
-            packed, by_place = bundles.arrivals(places[gpu]) if bundles and gpu in far else ({}, {})
-            passed_on = {giver: by_place[place] for giver, place in places.items() if place in by_place}
-            distance = distances(gpu, trainers, gpus_per_host)
-            local = {t: n for t, n in reads.by_trainer().items() if distance[t] != OTHER_HOST}
+        for place, (name, gpu, reads) in enumerate(planned):
+            packed, passed_on = bundles.arrivals(place, near) if bundles else ({}, {})
+            local = {trainer: nbytes for trainer, nbytes in reads.by_trainer().items() if trainer in near}
             found.append(
                 cls(
                     name=name,
                     gpu=gpu,
                     by_trainer=local | packed,
                     num_copies=len(reads),
-                    passed_on=passed_on,
+                    passed_on={planned[giver][1]: nbytes for giver, nbytes in passed_on.items()},
                 )
             )
         return found

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from weightsync.plan.column import Column
+from weightsync.plan.members import Members
+
 
 def count_text(count: int, noun: str) -> str:
     """Format a count with a regular noun: ``1 engine``, ``2 engines``, ``0 copies``."""
@@ -72,6 +77,54 @@ class Explanation:
     floor_seconds: float | None = None
     stage_seconds: Mapping[str, float] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        members: Members,
+        sent: Column,
+        send_buffer: Column,
+        staging_nbytes: int,
+        cluster: Cluster | None,
+        *,
+        num_tensors: int,
+        num_buckets: int,
+        num_steps: int,
+        num_pieces: int,
+        payload_nbytes: int,
+    ) -> Explanation:
+        """Make the figures of a plan for `members`.
+
+        Args:
+            members: which holder serves which rank.
+            sent, send_buffer: int64[num_trainers], the bytes that each trainer rank sends, and those of its
+                send buffer.
+            staging_nbytes: bytes of a receiver's buckets.
+            cluster: bandwidths; without them there are no times.
+        """
+        roots, total = np.array(members.trainers, np.int64), int(sent.sum())
+        by_root, send_buffers = (
+            np.bincount(roots, each, members.num_holders).astype(np.int64).tolist()
+            for each in (sent, send_buffer)
+        )
+        by_sender = {holder: by_root[holder] for holder in members.senders}
+        received = {holder: total - by_root[holder] for holder in members.receivers}
+        floor, stages = _times(cluster, by_sender, received, max(send_buffers), total)
+        return cls(
+            num_tensors=num_tensors,
+            num_buckets=num_buckets,
+            num_steps=num_steps,
+            num_pieces=num_pieces,
+            payload_nbytes=payload_nbytes,
+            sent=by_sender,
+            received=received,
+            imbalance=float(sent.max() / sent.mean()) if total else 1.0,
+            staging=dict.fromkeys(range(members.num_holders), 0) | dict.fromkeys(received, staging_nbytes),
+            send_buffer=dict(enumerate(send_buffers)),
+            cluster=cluster,
+            floor_seconds=floor,
+            stage_seconds=stages,
+        )
+
     @property
     def edges(self) -> dict[tuple[int, int], int]:
         """Bytes by (root, receiver). A broadcast's bytes count on each of its edges."""
@@ -94,3 +147,20 @@ class Explanation:
             stages = ", ".join(f"{name} {time_text(value)}" for name, value in self.stage_seconds.items())
             lines.append(f"on {self.cluster.name}: floor {time_text(self.floor_seconds or 0.0)}; {stages}")
         return "\n".join(lines)
+
+
+def _times(
+    cluster: Cluster | None,
+    sent: Mapping[int, int],
+    received: Mapping[int, int],
+    send_buffer: int,
+    total: int,
+) -> tuple[float | None, dict[str, float] | None]:
+    """Return the floor and the time of each stage. `send_buffer` is the largest one."""
+    if cluster is None:
+        return None, None
+    link = cluster.link_gb_per_s * 1e9
+    stages = {"broadcast": total / link}
+    if cluster.host_gb_per_s is not None:
+        stages["host to device"] = send_buffer / (cluster.host_gb_per_s * 1e9)
+    return max(*sent.values(), *received.values()) / link, stages

@@ -118,15 +118,15 @@ class HostBundles:
         Those of the trainers `without` are left out.
         """
         packed, passed_on = Counter[int](), Counter[int]()
-        for trainer, order, nbytes in zip(
-            self.trainer.tolist(), self.orders, self.nbytes.tolist(), strict=True
-        ):
-            if trainer in without:
-                continue
-            if order[0] == place:
+        its = self.of_place(place)
+        its = its[~np.isin(self.trainer[its], [*without])]
+        columns = (its, self.trainer[its], self.nbytes[its])
+        for number, trainer, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            giver = self.orders[number][0]
+            if giver == place:
                 packed[trainer] += nbytes
-            elif place in order:
-                passed_on[order[0]] += nbytes
+            else:
+                passed_on[giver] += nbytes
         return packed, passed_on
 
 
@@ -166,27 +166,46 @@ def _shares(
 
     Yields of each share the number of its bundle, its own, its buffers and bytes as in `HostBundles`.
     """
-    num_kinds, times = len(kinds.first), np.bincount(kinds.kind)
+    num_kinds = len(kinds.first)
+    of_places = [kinds.kind[np.searchsorted(kinds.buffer, each.reads.src_buffer)] for each in needs]
+    sizes = [each.reads.rows * each.reads.row_nbytes for each in needs]
+    known: dict[tuple[int, bytes, bytes], list[tuple[int, int, int, int, int]]] = {}
     for number, order in enumerate(made.orders):
-        reads, rows = needs[order[0]].reads, made.rows_of(order[0], number)
-        kind = kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer[rows])]
-        size = reads.rows[rows] * reads.row_nbytes[rows]
+        place = order[0]
+        rows = made.rows_of(place, number)
+        kind = of_places[place][rows]
+        size = sizes[place][rows]
         nbytes = np.bincount(kind, size, num_kinds).astype(np.int64)
         padded = np.bincount(kind, align(size, PIECE_ALIGN), num_kinds).astype(np.int64)
-        total = int((nbytes * times).sum())
-        num_shares = min(len(order), max(1, total // LEAST_SHARE_NBYTES))
-        if num_shares == 1:
-            yield number, 0, 0, len(kinds.kind), total, int((padded * times).sum())
-            continue
-        each = nbytes[kinds.kind]
-        turn = (np.cumsum(each) - each) * num_shares // total
-        ends = [*(np.flatnonzero(np.diff(turn)) + 1).tolist(), len(each)]
-        low = 0
-        for high in ends:
-            share = kinds.kind[low:high]
-            if held := int(nbytes[share].sum()):
-                yield number, int(turn[low]), low, high, held, int(padded[share].sum())
-            low = high
+        # Most trainers hold as much of each tensor as others do.
+        key = len(order), nbytes.tobytes(), padded.tobytes()
+        if key not in known:
+            known[key] = list(_shared(len(order), nbytes, padded, kinds))
+        yield from ((number, *share) for share in known[key])
+
+
+def _shared(
+    num_places: int, nbytes: Int64, padded: Int64, kinds: Kinds
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Divide a bundle among `num_places`. It has `nbytes` of each buffer of a kind, `padded` in a message.
+
+    Yields of each share its number, its buffers and bytes as in `HostBundles`.
+    """
+    times = np.bincount(kinds.kind)
+    total = int((nbytes * times).sum())
+    num_shares = min(num_places, max(1, total // LEAST_SHARE_NBYTES))
+    if num_shares == 1:
+        yield 0, 0, len(kinds.kind), total, int((padded * times).sum())
+        return
+    each = nbytes[kinds.kind]
+    turn = (np.cumsum(each) - each) * num_shares // total
+    ends = [*(np.flatnonzero(np.diff(turn)) + 1).tolist(), len(each)]
+    low = 0
+    for high in ends:
+        share = kinds.kind[low:high]
+        if held := int(nbytes[share].sum()):
+            yield int(turn[low]), low, high, held, int(padded[share].sum())
+        low = high
 
 
 def _divide(needs: Sequence[Reads], rows: Sequence[Int64], least_nbytes: int) -> HostBundles:

@@ -207,31 +207,18 @@ class Plan:
         Args:
             cluster: bandwidths; without them there are no times.
         """
-        roots = np.array(self.members.trainers, np.int64)
-        by_trainer = np.bincount(self.step_trainer, self.step_nbytes, len(roots))
-        by_root = np.bincount(roots, by_trainer, self.members.num_holders).astype(np.int64).tolist()
-        total = int(self.step_nbytes.sum())
-        sent = {holder: by_root[holder] for holder in self.members.senders}
-        received = {holder: total - by_root[holder] for holder in self.members.receivers}
-        send_buffer: dict[int, int] = dict.fromkeys(range(self.members.num_holders), 0)
-        for trainer, holder in enumerate(self.members.trainers):
-            send_buffer[holder] += self.send_buffer_nbytes(trainer)
-        floor, stages = _times(cluster, sent, received, send_buffer, total)
-        return Explanation(
+        trainers = range(len(self.members.trainers))
+        return Explanation.of(
+            self.members,
+            np.bincount(self.step_trainer, self.step_nbytes, len(trainers)).astype(np.int64),
+            np.array([self.send_buffer_nbytes(trainer) for trainer in trainers], np.int64),
+            self.slots * self.max_bucket_nbytes,
+            cluster,
             num_tensors=len(self.tensors),
             num_buckets=self.num_buckets,
             num_steps=len(self.step_trainer),
             num_pieces=self.num_pieces,
             payload_nbytes=self.total_nbytes,
-            sent=sent,
-            received=received,
-            imbalance=float(by_trainer.max() / by_trainer.mean()) if total else 1.0,
-            staging=dict.fromkeys(send_buffer, 0)
-            | dict.fromkeys(received, self.slots * self.max_bucket_nbytes),
-            send_buffer=send_buffer,
-            cluster=cluster,
-            floor_seconds=floor,
-            stage_seconds=stages,
         )
 
     def _bucket_nbytes(self, index: int) -> int:
@@ -272,22 +259,6 @@ class Plan:
                 tensor, box, step.trainer, step.bucket, step.offset + at, nbytes, step.send_buffer_offset + at
             )
             at += -(-nbytes // PIECE_ALIGN) * PIECE_ALIGN
-
-
-def _times(
-    cluster: Cluster | None,
-    sent: dict[int, int],
-    received: dict[int, int],
-    send_buffer: dict[int, int],
-    total: int,
-) -> tuple[float | None, dict[str, float] | None]:
-    if cluster is None:
-        return None, None
-    link = cluster.link_gb_per_s * 1e9
-    stages = {"broadcast": total / link}
-    if cluster.host_gb_per_s is not None:
-        stages["host to device"] = max(send_buffer.values()) / (cluster.host_gb_per_s * 1e9)
-    return max(*sent.values(), *received.values()) / link, stages
 
 
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +13,21 @@ from weightsync.plan.layout import Bool, Layout, join_tables, list_segments
 from weightsync.plan.layout_table import LayoutTable, SegmentTable
 from weightsync.plan.mesh_segments import MeshSegments
 from weightsync.plan.numbered import Numbered
+
+
+class StatedLayout(Protocol):
+    """A layout of the trainers that lists the segments of those tensors that a caller asks for."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def stated(self) -> Layout:
+        """All tensors, with some segments. All ranks cut tensors alike that have equal ones here."""
+
+    def of_tensors(self, kept: Bool) -> Layout:
+        """Return the segments of some tensors on all ranks. `kept`: bool[T]. Buffers keep their numbers."""
 
 
 class TrainersLayout:

@@ -182,6 +182,26 @@ def test_replicas_are_all_read(num_turns: int, busiest: float) -> None:
     assert {*pairs.reads(0, near).by_trainer()} <= {*range(8, 12)}, "the nearest ones are read"
 
 
+def test_only_tensors_with_replicas_are_read_in_turns() -> None:
+    """Norms are whole on each of 3 ranks, which cut all other tensors by rows."""
+    ranks = []
+    for rank in range(3):
+        cut_, whole = rows(METAS, rank, 3).segments, rows(METAS, 0, 1).segments
+        held = [w if w.tensor.endswith("norm") else c for c, w in zip(cut_, whole, strict=True)]
+        ranks.append(RankLayout(tuple(METAS), tuple(held)))
+    source, engine = joined(ranks), Layout.from_ranks([fused(METAS, 0, 1)])
+    pairs = pair(source, engine)
+    assert pairs
+    found, wanted = pairs.reads(0, [2] * 3), Reshard(source.whole, "e0", engine).reads(0, [2] * 3, start=0)
+    assert len(pairs.kinds.first) == 2 + 3, "gate and up are of one kind"
+    assert len(found.reads) == 3 + 2 + 3, "thirds of gate, halves of down, and a norm of each rank"
+    assert len(found) == len(wanted)
+    every = found.whole()
+    pairs_read = zip(every.trainer.tolist(), every.src_buffer.tolist(), strict=True)
+    times = Counter(trainer for trainer, buffer in pairs_read if every.src_names[buffer].endswith("norm"))
+    assert times == {1: 3, 2: 3 + 3}, "each of 9 once; rank 2 has no rows of down, so it takes the first turn"
+
+
 @given(models(), st.data())
 def test_what_is_near_is_read_in_turns_from_the_first_on(model: Model, data: st.DataObject) -> None:
     pairs, reshard = pair(model.trainers, model.engine), Reshard(model.source, "e0", model.engine)

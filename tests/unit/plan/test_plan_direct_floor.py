@@ -118,6 +118,10 @@ def test_what_gpus_of_a_host_read_alike_of_another_goes_over_a_nic_once_and_over
     floor = direct_floor(ranks, [0], 2, H200)
     assert floor.nbytes == (0, GIB, GIB)
     assert floor.seconds == pytest.approx(GIB / 100e9)
+    beside = Receiver.of_host([("r0", 2, reads), ("r1", 3, reads)], [4, 2], 2)
+    assert [rank.passed_on for rank in beside] == [rank.passed_on for rank in ranks], "of the other trainer"
+    near = Receiver.of_host([("r0", 2, reads), ("r1", 3, reads)], [2, 4], 2)
+    assert [(rank.by_trainer, rank.passed_on) for rank in near] == [({0: GIB}, {})] * 2, "of its own host"
 
 
 @given(sides(), st.integers(1, 4), st.tuples(*[st.integers(1, 1000)] * 3))

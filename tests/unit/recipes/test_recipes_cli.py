@@ -19,9 +19,12 @@ from typer.testing import CliRunner
 import weightsync
 from tests.unit.recipes.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
-from weightsync.plan import Layout, Reads, Reshard
+from weightsync.plan import Layout
+from weightsync.plan.cross_host_parts import Needs
+from weightsync.plan.estimate import Receiver
+from weightsync.plan.host_bundles import HostBundles
 from weightsync.recipes import cli
-from weightsync.recipes.forecast import sample
+from weightsync.recipes.engine_reads import sample
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
 from weightsync.recipes.page import page
 from weightsync.recipes.recipe import Recipe, load_recipe
@@ -506,7 +509,7 @@ def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
 
 
 def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.recipes.forecast.MOST_COPIES", 5_000)
+    monkeypatch.setattr("weightsync.recipes.engine_reads.MOST_COPIES", 5_000)
     arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
     lines = direct_section(*arguments)
     assert lines[0].startswith("  3 of 8 engine ranks")
@@ -526,17 +529,22 @@ def test_ranks_that_are_alike_are_planned_once(
 ) -> None:
     arguments = ["--model", "qwen3-8b", "--trainers", f"fsdp={trainers}", "--engine", f"tp={tp}"]
     arguments += ["--engines", str(engines), *apart, *cluster]
-    planned: list[int] = []
-    reads = Reshard.reads
+    planned: list[str] = []
+    of_host = Receiver.of_host
 
-    def counted(reshard: Reshard, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
-        planned.append(rank)
-        return reads(reshard, rank, near, start=start)
+    def counted(
+        ranks: Sequence[tuple[str, int, Needs]],
+        gpus: Sequence[int],
+        per_host: int,
+        bundles: HostBundles | None = None,
+    ) -> list[Receiver]:
+        planned.extend(name for name, _, _ in ranks)
+        return of_host(ranks, gpus, per_host, bundles)
 
-    monkeypatch.setattr(Reshard, "reads", counted)
+    monkeypatch.setattr(Receiver, "of_host", counted)
     quick, num_quick = direct_section(*arguments), len(planned)
     monkeypatch.setattr(
-        "weightsync.recipes.forecast.alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1)
+        "weightsync.recipes.engine_reads.alike", lambda every, *_: dict.fromkeys(range(len(every)), 1)
     )
     assert quick == direct_section(*arguments)
     assert num_quick <= len(planned) - num_quick == tp * engines
