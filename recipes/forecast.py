@@ -135,7 +135,10 @@ def _adapter_tensors(rank: int, tensors: Sequence[TensorMeta]) -> list[TensorMet
 
 
 def planned(recipe: Recipe) -> list[Covered]:
-    """Return the rows of what a recipe's engines are to serve, before anything has moved."""
+    """Return the rows of what a recipe's engines are to serve, before anything has moved.
+
+    Raises ConfigError as `forecast`.
+    """
     if lora := recipe.trainers.lora:
         tensors = checkpoint_tensors(_shape(recipe.model))
         pairs = _adapter_tensors(lora.rank, tensors)
@@ -148,6 +151,7 @@ def planned(recipe: Recipe) -> list[Covered]:
             )
         ]
     sides = _sides(recipe_scene(recipe, None, offloaded=False))
+    _explain(sides)  # refuses limits that are too small
     return _served(sides)
 
 
@@ -250,12 +254,12 @@ def _served(sides: _Sides) -> list[Covered]:
     return [Covered.of(name, *row) for name, key in zip(names, keys, strict=True) for row in known[key]]
 
 
-def _broadcast(sides: _Sides) -> list[str]:
+def _explain(sides: _Sides) -> Explanation:
     scene, sync, cluster = sides.scene, sides.scene.sync, None
     if scene.cluster:
         name, host = scene.cluster
         cluster = Cluster(name, host.nvlink.gb_per_s, host.host.gb_per_s if scene.offloaded else None)
-    shown = explain_broadcast(
+    return explain_broadcast(
         sides.source,
         sides.engines,
         sides.members,
@@ -264,7 +268,11 @@ def _broadcast(sides: _Sides) -> list[str]:
         max_staging_bytes=sync.max_staging_bytes,
         slots=sync.num_slots,
     )
-    return [*str(shown).splitlines(), *(_between_hosts(shown, scene.cluster[1]) if scene.cluster else ())]
+
+
+def _broadcast(sides: _Sides) -> list[str]:
+    shown, cluster = _explain(sides), sides.scene.cluster
+    return [*str(shown).splitlines(), *(_between_hosts(shown, cluster[1]) if cluster else ())]
 
 
 def _direct(sides: _Sides) -> list[str]:

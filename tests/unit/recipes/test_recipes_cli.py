@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import weightsync
 from tests.unit.recipes.test_recipes_page import run_report
+from weightsync.errors import ConfigError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout
 from weightsync.plan.cross_host_parts import Needs
@@ -25,6 +26,7 @@ from weightsync.plan.estimate import Receiver
 from weightsync.plan.host_bundles import HostBundles
 from weightsync.recipes import cli
 from weightsync.recipes.engine_reads import sample
+from weightsync.recipes.forecast import planned
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
 from weightsync.recipes.page import page
 from weightsync.recipes.recipe import Recipe, load_recipe
@@ -353,6 +355,12 @@ def test_every_shipped_recipe_is_planned(name: str) -> None:
     assert result.exit_code == 0
     moves = {"lora_grpo": "an adapter of rank 8, 28 tensors, 131 kB", "speculative": "61 tensors"}
     assert result.stdout.startswith(f"{name}: {moves.get(name, '25 tensors')}")
+
+
+def test_what_serves_is_not_told_where_limits_are_too_small() -> None:
+    recipe = load_recipe(SHIPPED / "quickstart.yaml", ["sync.max_staging_bytes=4KiB"])
+    with pytest.raises(ConfigError, match=r"sync\.max_staging_bytes"):
+        planned(recipe)
 
 
 def test_a_plan_counts_a_draft_by_itself() -> None:
