@@ -4,6 +4,9 @@ Tests start some hundred actors. Importing torch and compiling take each of them
 the fork saves. Ray starts a shell script in place of Python. The script is the worker to Ray; it passes
 arguments, environment and output to the zygote, and ends with the process that the zygote forks.
 
+Ray is imported in a fork of the zygote, which forks the workers of one job: Ray reads the job's number from
+its environment on import, and a worker with another number ends at once.
+
 python -m tests.actors.zygote SOCKET        # serves until its standard input ends
 python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the script runs
 """
@@ -11,14 +14,20 @@ python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the
 from __future__ import annotations
 
 import argparse
-import array
 import atexit
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+Order = tuple[Sequence[str], Mapping[str, str], str]
+"""Arguments of a worker, its environment and its folder."""
+
+_NUM_FORKS = 3
+"""How many clusters and jobs have a zygote at a time."""
 _NUM_FDS = 2
 _ORDER_S = 120.0
 """How long a fork waits for its order. The script itself waits for as long as the worker lives."""
@@ -26,14 +35,9 @@ _ORDER_S = 120.0
 
 def ask(path: str, argv: list[str]) -> None:
     """Have `argv` run in a fork, with this process's environment and output, and wait for its end."""
-    order = json.dumps([argv, dict(os.environ), os.getcwd()]).encode()
     with socket.socket(socket.AF_UNIX) as zygote:
         zygote.connect(path)
-        fds = array.array("i", range(1, 1 + _NUM_FDS))
-        zygote.sendmsg(
-            [len(order).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())]
-        )
-        zygote.sendall(order)
+        _send(zygote, (argv, dict(os.environ), os.getcwd()), range(1, 1 + _NUM_FDS))
         while zygote.recv(1):
             pass
 
@@ -73,28 +77,93 @@ def serve(path: str) -> None:
         _warm_up()
         selector.register(server, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
+        forks = Forks([selector, server])
         while not any(key.fileobj is sys.stdin for key, _ in selector.select()):
             try:
                 client, _ = server.accept()
             except BlockingIOError:  # it gave up meanwhile
                 continue
+            with client:
+                forks.pass_on(client)
+
+
+class Forks:
+    """Forks of the zygote that have imported Ray: one for each set of Ray's variables, read on import."""
+
+    def __init__(self, inherited: list[Any]) -> None:
+        """`inherited`: what forks close."""
+        self._inherited = inherited
+        self._forks: dict[tuple[tuple[str, str], ...], socket.socket] = {}
+
+    def pass_on(self, client: socket.socket) -> None:
+        """Have the worker that `client` asks for forked."""
+        client.settimeout(_ORDER_S)
+        try:
+            order, fds = _receive(client)
+        except (OSError, ValueError):  # it gave up meanwhile
+            return
+        settings = tuple(sorted((k, v) for k, v in order[1].items() if k.startswith("RAY_")))
+        theirs = [client.fileno(), *fds]
+        fork = self._forks.pop(settings, None) or self._make(order[1], theirs)
+        if len(self._forks) == _NUM_FORKS:
+            self._forks.pop(next(iter(self._forks))).close()
+        try:
+            _send(fork, order, theirs)
+            self._forks[settings] = fork
+        except OSError:  # it ended: Ray asks again for a worker that does not come
+            fork.close()
+        for fd in fds:
+            os.close(fd)
+
+    def _make(self, environment: Mapping[str, str], unneeded: Sequence[int]) -> socket.socket:
+        """`unneeded`: file descriptors that the fork does without."""
+        ours, theirs = socket.socketpair()
+        if os.fork():
+            theirs.close()
+            return ours
+        for each in (ours, *self._inherited, *self._forks.values()):
+            each.close()
+        for fd in unneeded:  # who holds a client's connection keeps its script from ending
+            os.close(fd)
+        self._forks.clear()
+        os.environ.update(environment)
+        _import_ray()
+        while True:
+            try:
+                order, (client, *fds) = _receive(theirs)
+            except (OSError, ValueError):
+                _end()
             if os.fork() == 0:
-                selector.close()
-                server.close()
-                _become(client)
-            client.close()
+                theirs.close()
+                _become(order, fds)  # keeps the client's connection
+            for fd in (client, *fds):
+                os.close(fd)
 
 
-def _become(client: socket.socket) -> None:
-    """Be the worker that `client` asks for. Its end closes the connection."""
+def _send(to: socket.socket, order: Order, fds: Sequence[int]) -> None:
+    data = json.dumps(order).encode()
+    socket.send_fds(to, [len(data).to_bytes(8, "little")], fds)
+    to.sendall(data)
+
+
+def _receive(sender: socket.socket) -> tuple[Order, list[int]]:
+    """Receive what `_send` sent. Raises ValueError if the sender is gone."""
+    size, fds, _, _ = socket.recv_fds(sender, 8, 1 + _NUM_FDS)
+    with sender.makefile("rb", buffering=0) as stream:
+        data, nbytes = b"", int.from_bytes(size, "little")
+        while part := stream.read(nbytes - len(data)):
+            data += part
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return json.loads(data), fds
+
+
+def _become(order: Order, fds: Sequence[int]) -> None:
+    """Be the worker of `order`. Its end closes the connection of the script."""
     import runpy
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    client.settimeout(_ORDER_S)
-    size, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(_NUM_FDS * 4))
-    fds = array.array("i", ancillary[0][2])
-    with client.makefile("rb") as stream:
-        argv, environment, folder = json.loads(stream.read(int.from_bytes(size, "little")))
+    argv, environment, folder = order
     for number, fd in enumerate(fds, 1):
         os.dup2(fd, number)
         os.close(fd)
@@ -102,7 +171,6 @@ def _become(client: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    client.detach()  # ends with the process, and with it the script
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
     sys.exit()
@@ -123,11 +191,18 @@ def main() -> None:
     serve(path)
 
 
-def _warm_up() -> None:
-    """Import and compile what most actors need, and import what Ray itself does.
+def _import_ray() -> None:
+    """Import Ray, and what of weightsync imports it. Ray reads its variables from the environment now."""
+    import ray  # noqa: F401
 
-    Not Ray: its forks hang.
-    """
+    from tests.warm import keep_from_collection
+    from weightsync.actors import checkpoint_shard, engine, trainer_shard, weight_holder  # noqa: F401
+
+    keep_from_collection()
+
+
+def _warm_up() -> None:
+    """Import and compile what most actors need, and import what Ray itself does."""
     import google.protobuf.json_format  # noqa: F401
     import jsonschema  # noqa: F401
     import msgpack  # noqa: F401
