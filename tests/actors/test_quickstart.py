@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,10 +30,18 @@ def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.Comp
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "is_started",
+    [
+        pytest.param(True, id="its own cluster", marks=pytest.mark.faults),
+        pytest.param(False, id="one that runs"),
+    ],
+)
+def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path, is_started: bool) -> None:
+    joined = {} if is_started else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     small = ["engines.main.kind=torch", "loop.steps=2", "loop.prompts_per_step=4", "loop.target_reward=0"]
     sets = [part for setting in small for part in ("--set", setting)]
-    done = weightsync("run", "quickstart", *sets, "--trace", "--out", str(tmp_path / "run"))
+    done = weightsync("run", "quickstart", *sets, "--trace", "--out", str(tmp_path / "run"), **joined)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stdout
     assert "2 of 2" in done.stdout
