@@ -22,7 +22,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Examples share the machine with other processes, so their duration says nothing about our code.
 settings.register_profile(
-    "default", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+    "default", deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow]
 )
 # Many runs with other examples find what one run with many would.
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)

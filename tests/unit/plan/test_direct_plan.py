@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tests.unit.plan.reshard_strategies import Sides, sides
 from weightsync.errors import PlanError
@@ -37,7 +37,6 @@ def times_digested(plan: Plan, ranks: list[RankLayout]) -> list[np.ndarray]:
     return counts
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sides())
 def test_each_element_is_digested_once_with_and_without_pieces(made: Sides) -> None:
     source, engine = made.trainers_layout(), made.engine()
