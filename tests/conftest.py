@@ -15,6 +15,8 @@ from tests.patience import FACTOR, VARIABLE, patient
 # They are packages of weightsync: a checkout on the path must not hide an import by their bare names.
 sys.modules["actors"] = sys.modules["recipes"] = None  # type: ignore[assignment]
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Torch reads this on import. Tensors of tests are small, and threads that wait for each other use up cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray reads this on import. By default it would leave a token in the home folder.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # Ray starts workers at niceness 15, with which they hardly run on a busy machine.
@@ -57,10 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
 
 
+def pytest_collection() -> None:
+    """Collect tests without collecting garbage: it would look at all that is imported, again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what is imported and collected out of garbage collections, which look at all of it each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _has_gpu() -> bool:
