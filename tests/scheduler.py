@@ -6,7 +6,15 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 RAY = ("tests/actors/",)
-FORKED = ("tests/contract/", "tests/unit/memory/test_memory.py", "tests/unit/recipes/test_recipes_learner.py")
+FORKED = (
+    "tests/contract/",
+    "tests/integration/test_blame.py",
+    "tests/integration/test_feed.py",
+    "tests/integration/test_follow.py",
+    "tests/unit/memory/test_cuda.py",
+    "tests/unit/memory/test_memory.py",
+    "tests/unit/recipes/test_recipes_learner.py",
+)
 HOMES = (RAY, FORKED)
 """What each process takes first: files that want a Ray cluster, or those that fork from a process."""
 
