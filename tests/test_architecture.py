@@ -145,8 +145,8 @@ def imports(root: Path) -> list[Import]:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 @functools.cache
@@ -234,11 +234,12 @@ def circles(root: Path) -> list[list[str]]:
 def wall_clock_reads(root: Path) -> Iterator[str]:
     """Yield ``file:line`` of each use of ``time.time``, ``datetime.now`` and so on."""
     named = {"time": ("time", "time_ns", "localtime", "gmtime"), "datetime": ("now", "utcnow", "today")}
+    every_name = {*named["time"], *named["datetime"]}
     for folder in (*FOLDERS, "benchmarks"):
         for path in sorted(_files(root / folder)):
             where = path.relative_to(root)
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.Attribute) and node.attr in {*named["time"], *named["datetime"]}:
+            for node in nodes(path):
+                if isinstance(node, ast.Attribute) and node.attr in every_name:
                     owner = ast.unparse(node.value).rpartition(".")[2]
                     if node.attr in named.get("datetime" if owner == "date" else owner, ()):
                         yield f"{where}:{node.lineno}"
@@ -338,7 +339,7 @@ def test_no_object_is_received_or_sent_as_a_pickle() -> None:
     names = {
         f"{path.relative_to(ROOT)}: {node.attr}"
         for path in source_files(ROOT)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in {"recv_pyobj", "send_pyobj", "recv_serialized"}
     }
     assert names == set()

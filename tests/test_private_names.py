@@ -85,11 +85,11 @@ def _text(node: ast.expr) -> str:
 
 def defined(source: str) -> set[str]:
     """Return the private names that a module, its classes and their objects define."""
-    tree = ast.parse(source)
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.id if isinstance(node, ast.Name) else node.attr)
     return {*filter(is_private, names)}
 

@@ -83,10 +83,11 @@ def bare_deadlines(source: str) -> Iterator[int]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             given = [word.value for word in node.keywords if word.arg in WAITING_KEYWORDS]
             given += node.args[-1:] if name in WAITING_METHODS else []
-        elif isinstance(node, ast.BinOp) and ast.unparse(node.left) == "time.monotonic()":
-            given = [node.right] if isinstance(node.op, ast.Add) else []
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("TIMEOUT_S"):
-            given = [node.value]
+        elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Call):
+            is_sum = isinstance(node.op, ast.Add) and ast.unparse(node.left) == "time.monotonic()"
+            given = [node.right] if is_sum else []
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
+            given = [node.value] if ast.unparse(node.targets[0]).endswith("TIMEOUT_S") else []
         else:
             continue
         numbers = [each.value for each in given if isinstance(each, ast.Constant)]
