@@ -1,4 +1,4 @@
-"""Three Ray nodes on this machine, examined: python -m tests.actors.examined."""
+"""Two Ray nodes on this machine, examined: python -m tests.actors.examined."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ PORTS = "29700-29799"
 def main() -> None:
     with starting_workers():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        node = cluster.add_node(num_cpus=1)
     try:
         code, found = examine(cluster.address, patient(10))
-        assert code == 1  # three nodes on one machine look alike
-        assert len(found["hosts"]) == 3
-        assert len({host["node"] for host in found["hosts"]}) == 3
+        assert code == 1  # two nodes on one machine look alike
+        assert len(found["hosts"]) == 2
+        assert len({host["node"] for host in found["hosts"]}) == 2
         # All nodes try these ports at the same moment, and may meet one that another tries.
         assert all(90 < host["free_ports"] <= 100 for host in found["hosts"])
         assert all(host["versions"]["weightsync"] and host["versions"]["torch"] for host in found["hosts"])
         assert all(abs(host["offset_ms"]) <= host["uncertainty_ms"] + 50 for host in found["hosts"])
-        assert len({(pair["sender"], pair["receiver"]) for pair in found["pairs"]}) == 6
+        assert len({(pair["sender"], pair["receiver"]) for pair in found["pairs"]}) == 2
         for pair in found["pairs"]:
             assert (pair["problem"], pair["broadcast"], pair["refill"]) == ("", "gloo", "mapped"), pair
             assert pair["gb_per_s"] > 0
-        assert len(found["problems"]) == 3
+        assert len(found["problems"]) == 1
         assert all("two Ray nodes with the same address" in each for each in found["problems"])
 
-        raylet = stop(nodes[0])
+        raylet = stop(node)
         code, found = examine(cluster.address, patient(2))
         raylet.send_signal(signal.SIGCONT)
-        name = nodes[0].node_id[:8]
+        name = node.node_id[:8]
         assert code == 1
         late = [each for each in found["problems"] if "no answer within" in each]
         assert len(late) == 1, found["problems"]
         assert f"node {name}" in late[0]
-        assert len(found["hosts"]) == 2
-        assert len(found["pairs"]) == 2
+        assert len(found["hosts"]) == 1
+        assert not found["pairs"]
     finally:
         cluster.shutdown()
 

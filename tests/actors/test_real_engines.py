@@ -21,12 +21,12 @@ from weightsync.recipes.trainer import GrpoTrainer
 PROMPTS = [
     torch.randint(3, 60, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)
 ]
-LOOP = LoopSpec(steps=100, epochs=1, group_size=4, prompts_per_step=2, learning_rate=0.003)
+LOOP = LoopSpec(steps=100, epochs=1, group_size=4, prompts_per_step=2, learning_rate=0.005)
 MODELS = {
     "dense": ModelSpec(hidden_size=64, intermediate_size=128, tie_word_embeddings=True),
     "moe": ModelSpec(hidden_size=64, moe=MoeSpec(num_experts=8, num_experts_per_tok=2, intermediate_size=32)),
 }
-VERSIONS = 7
+VERSIONS = 3
 
 
 def _groups(version: int) -> list[Group]:
@@ -83,14 +83,13 @@ def test_the_engines_tokens_are_those_of_the_trainers_weights(trained) -> None:
             ray.get([trainer.train_step.remote(_groups(version)) for trainer in trainers])
             report = sync.update_weights(version)
             assert report.engines == dict.fromkeys(kinds, version)
-            if version in (1, 5, VERSIONS):
-                wanted = ray.get([trainer.greedy.remote(PROMPTS, 16) for trainer in trainers])[0]
-                for kind in kinds:
-                    sampling = {"max_tokens": 16, "temperature": 0.0}
-                    rollout = ray.get(engines[kind].generate.remote(PROMPTS, sampling))
-                    assert rollout.tokens == wanted
-                    assert rollout.version == version
-                seen.append(wanted)
+            wanted = ray.get([trainer.greedy.remote(PROMPTS, 16) for trainer in trainers])[0]
+            for kind in kinds:
+                sampling = {"max_tokens": 16, "temperature": 0.0}
+                rollout = ray.get(engines[kind].generate.remote(PROMPTS, sampling))
+                assert rollout.tokens == wanted
+                assert rollout.version == version
+            seen.append(wanted)
         assert seen[0] != seen[1] != seen[2]
         assert len({tuple(tokens) for tokens in seen[-1]}) == len(PROMPTS)
     for engine in engines.values():

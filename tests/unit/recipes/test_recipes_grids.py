@@ -88,7 +88,7 @@ def test_every_byte_of_every_live_parameter_is_written_once(name: str, text: str
     assert {rank for rank, _ in layout.live.metas} == set(range(layout.num_ranks))
 
 
-LARGEST = {"kimi-k2", "qwen3-235b-a22b"}
+LARGEST = {"deepseek-v3.1", "kimi-k2", "qwen3-235b-a22b"}
 """Models that differ from others of their families in sizes alone; they run with ``-m faults``."""
 
 

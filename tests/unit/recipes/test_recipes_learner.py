@@ -215,7 +215,7 @@ def learn_with_a_draft(rank: int, world: int, folder: Path) -> None:
         return (answers[0] == answers[1]).float().mean().item()
 
     before = agreement()
-    for _ in range(10):
+    for _ in range(6):
         learner.train_step(groups(16)[rank::world])
     torch.save((before, agreement()), folder / f"agreement {rank}.pt")
     dist.barrier()

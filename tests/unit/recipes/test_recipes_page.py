@@ -250,8 +250,9 @@ SMALLEST = (
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize(
+    ("width", "dark"), [(400, True), (800, False), (1400, True)], ids=["400-dark", "800-light", "1400-dark"]
+)
 def test_a_browser_shows_it_without_a_request_a_complaint_or_scrolling_sideways(
     browser: int, tmp_path: Path, width: int, dark: bool
 ) -> None:
