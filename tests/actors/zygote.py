@@ -13,15 +13,14 @@ python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import json
 import os
+import selectors
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 Order = tuple[Sequence[str], Mapping[str, str], str]
 """Arguments of a worker, its environment and its folder."""
@@ -50,6 +49,8 @@ def without_setup(argv: list[str]) -> list[str]:
     """
     if os.path.basename(argv[0]) != "setup_worker.py":
         return argv
+    import argparse
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context")
     parser.add_argument("--language")
@@ -64,8 +65,6 @@ def without_setup(argv: list[str]) -> list[str]:
 
 def serve(path: str) -> None:
     """Fork for each that asks, until standard input ends. Those that ask during the warm-up wait."""
-    import selectors
-
     atexit.register(_end)  # the first one is called last, also in forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for children
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
@@ -90,7 +89,7 @@ def serve(path: str) -> None:
 class Forks:
     """Forks of the zygote that have imported Ray: one for each set of Ray's variables, read on import."""
 
-    def __init__(self, inherited: list[Any]) -> None:
+    def __init__(self, inherited: Sequence[selectors.BaseSelector | socket.socket]) -> None:
         """`inherited`: what forks close."""
         self._inherited = inherited
         self._forks: dict[tuple[tuple[str, str], ...], socket.socket] = {}
