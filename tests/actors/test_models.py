@@ -180,6 +180,7 @@ def test_fifty_versions_with_an_engine_killed_in_every_tenth(fleet: Fleet, pool:
         fleet.commit(number)
 
 
+@pytest.mark.faults
 def test_the_pages_block_prints_what_is_served(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"WeightSync": WeightSync}
     for model, width, engines in (("policy", 64, ("e0", "e1")), ("reward", 32, ("r0",))):
