@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,6 +23,7 @@ from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensor
 from weightsync.engines.rank import Rank
 from weightsync.engines.stored_loader import StoredLoader
 from weightsync.engines.whole_sink import Loader
+from weightsync.errors import TransportError
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.memory import quantizing_tables
@@ -36,6 +37,7 @@ from weightsync.protocol.handles import LiveExport
 from weightsync.protocol.messages import Quantized
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalTrainer
+from weightsync.transports import Pending
 
 CPU = torch.device("cpu")
 INT8 = Format(rule="compressed-tensors", values="int8", block=(1, 0))
@@ -182,6 +184,16 @@ class Staging(HostStaging):
 
     def connect(self, trainer: object) -> None:
         raise AssertionError("trainers publish on the host")
+
+    def slot(self, bucket: int) -> torch.Tensor:
+        return self._slots[bucket % len(self._slots)].tensor
+
+    def load(
+        self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]], timeout_s: float
+    ) -> Sequence[Pending]:
+        for offset, held in parts:
+            self.slot(bucket)[offset : offset + len(held)] = held
+        return ()
 
     def write(self, bucket: int) -> None:
         self.buckets.append(bucket)
@@ -442,5 +454,57 @@ def test_parameters_that_moved_since_connect_are_not_served() -> None:
         report = await loop.controller.update(3)
         assert report.engines == {"e0": 3, "e1": 3}
         assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    drive_loop(work, cls=Mapped)
+
+
+@pytest.mark.usefixtures("exports")
+def test_holders_quantise_what_was_staged_and_what_fills_an_engine_again() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        for version in (1, 2):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+        plan = loop.controller.plan
+        assert plan
+        assert loop.buckets == {1: [*range(plan.num_buckets)], 2: [*range(plan.num_buckets)]}
+        loop.hosts[1].live["0_weight"].data.zero_()
+        await loop.controller.refill("e1")
+        assert loop.buckets[2] == [*range(plan.num_buckets)] * 2
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    drive_loop(work, replace(CONFIG, stage="host"), cls=Mapped)
+
+
+@pytest.mark.usefixtures("exports")
+def test_an_update_after_one_in_which_a_holder_failed_writes_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        loop.train()
+        await loop.controller.update(1)
+        write = Staging.write
+
+        def fail(staging: Staging, bucket: int) -> None:
+            if staging.live is loop.hosts[0].live and bucket == 1:
+                raise TransportError("an illegal memory access was encountered")
+            write(staging, bucket)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Staging, "write", fail)
+            loop.train()
+            with pytest.raises(TransportError, match="illegal memory access"):
+                await loop.controller.update(2)
+        states = [member.record.state for member in loop.fleet.engines.values()]
+        assert EngineState.SERVING not in states
+        await loop.controller.connect()
+        report = await loop.controller.update(3)
+        assert report.engines == {"e0": 3, "e1": 3}
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
 
     drive_loop(work, cls=Mapped)

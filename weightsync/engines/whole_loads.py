@@ -98,15 +98,14 @@ class WholeLoads:
             return None
         try:
             export = self._parameters.export()
-            places = self._host.places() if self._has_kernels else None
-            if places is None:
-                return export
-            stored = places.export({} if self._takes_stored else places.formats)
         except TransportError as error:
             self._logger.warning("a rank is not filled from copies of its parameters: %s", error)
             return None
+        places = self._host.places() if self._has_kernels else None
+        if places is None:
+            return export
         self._exported = places
-        return replace(export, places=stored)
+        return replace(export, places=places.export({} if self._takes_stored else places.formats))
 
     def _allow(self) -> None:
         """Have the holder quantise, if it is shown that the places are right that it has."""

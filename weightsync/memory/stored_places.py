@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -53,24 +52,15 @@ class StoredPlaces:
     @classmethod
     def of(cls, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> StoredPlaces:
         """Return the places of another process in its mapped `memory`: uint8, one dimension."""
-        layout = export.layout
-        dtypes = {meta.name: getattr(torch, meta.dtype) for meta in layout.tensors}
-        live = {each.buffer: memory[each.buffer].view(dtypes[each.tensor]) for each in layout.segments}
-        return cls(layout.segments, live, layout.tensors, export.formats)
+        live = {name: memory[name].view(getattr(torch, dtype)) for name, dtype in export.dtypes.items()}
+        return cls(export.layout.segments, live, export.layout.tensors, export.formats)
 
     def export(self, formats: Mapping[str, Format]) -> StoredExport:
-        """Export the places, for a process that has mapped the live parameters. `formats` are of what comes.
-
-        Raises TransportError if a parameter's elements are read as several dtypes.
-        """
-        metas = {}
-        for meta in self._stored.values():
-            dtypes = {place.dtype for _, place in self.held(meta.name)}
-            if len(dtypes) > 1:
-                raise TransportError(f"{meta.name} is held in {len(dtypes)} dtypes")
-            metas[meta.name] = replace(meta, dtype=_name(dtypes.pop())) if dtypes else meta
-        segments = tuple(segment for held in self._held.values() for segment, _ in held)
-        return StoredExport(RankLayout(tuple(metas.values()), segments), formats)
+        """Export the places to a process that has mapped the live parameters. `formats` are of what comes."""
+        held = [each for its in self._held.values() for each in its]
+        dtypes = {segment.buffer: str(place.dtype).removeprefix("torch.") for segment, place in held}
+        segments = tuple(segment for segment, _ in held)
+        return StoredExport(RankLayout(tuple(self._stored.values()), segments), dtypes, formats)
 
     @property
     def names(self) -> frozenset[str]:
@@ -125,7 +115,3 @@ class StoredPlaces:
         """Return the names of tensors of which live memory holds other bytes than `digests` say."""
         found = self.digests()
         return [name for name, number in self._numbers.items() if found[number] != digests[number]]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from weightsync.plan.formats import Format
 from weightsync.plan.layout_table import LayoutTable, Outline, pack_names, unpack_names
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, Export, LiveExport, StoredExport
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,25 +105,21 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTable:
-    """A `StoredExport` in columns. `formats` has the names of each format's weights, as of `pack_names`."""
+    """A `StoredExport` in columns: the names of each dtype's parameters and of each format's weights."""
 
     layout: LayoutTable
+    dtypes: tuple[tuple[str, bytes], ...]
     formats: tuple[tuple[Format, bytes], ...]
 
     @classmethod
     def of(cls, export: StoredExport) -> StoredTable:
         """Make columns."""
-        names: dict[Format, list[str]] = {}
-        for name, form in export.formats.items():
-            names.setdefault(form, []).append(name)
-        packed = tuple((form, pack_names(its)) for form, its in names.items())
-        return cls(LayoutTable.of(export.layout), packed)
+        return cls(LayoutTable.of(export.layout), _by_value(export.dtypes), _by_value(export.formats))
 
     @collector_paused
     def export(self) -> StoredExport:
         """Return the same with an object for each tensor and place."""
-        formats = {name: form for form, packed in self.formats for name in unpack_names(packed)}
-        return StoredExport(self.layout.rank_layout(), formats)
+        return StoredExport(self.layout.rank_layout(), _by_name(self.dtypes), _by_name(self.formats))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,3 +159,16 @@ def read_handles(
         for trainer, names in wanted.items()
         for name, handle in memory[trainer].handles(names).items()
     }
+
+
+def _by_value(values: Mapping[str, T]) -> tuple[tuple[T, bytes], ...]:
+    """Return each value once, with its names as of `pack_names`."""
+    names: dict[T, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    return tuple((value, pack_names(its)) for value, its in names.items())
+
+
+def _by_name(values: tuple[tuple[T, bytes], ...]) -> dict[str, T]:
+    """Undo `_by_value`."""
+    return {name: value for value, packed in values for name in unpack_names(packed)}

@@ -120,11 +120,13 @@ class StoredExport:
     """Where live parameters hold the tensors of a quantised checkpoint.
 
     Attributes:
-        layout: the stored tensors, in the dtypes of their places, and the places in live parameters.
+        layout: the stored tensors, and their places in live parameters.
+        dtypes: of these parameters, by name.
         formats: of what has to be quantised, by the name of its weight.
     """
 
     layout: RankLayout
+    dtypes: Mapping[str, str]
     formats: Mapping[str, Format]
 
 
