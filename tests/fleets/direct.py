@@ -121,7 +121,7 @@ class Staging(HostStaging):
     engine: Engine
     written: list[int]
     begun: list[int]
-    writes = True
+    writes, quantizes = True, False
     flat = None
     target: Mapping[str, torch.Tensor] = {}
     unreachable = False

@@ -381,13 +381,13 @@ class Imaged(Loop):
         staging = self.holders[holder].staging
         assert isinstance(staging, HostStaging)
         flat = FlatSnapshot({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
-        staging.mapped = SimpleNamespace(flat=flat, writes=False, link=lambda _: None)  # type: ignore[assignment]
+        staging.mapped = SimpleNamespace(flat=flat, writes=False, quantizes=False, link=lambda _: None)  # type: ignore[assignment]
 
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""
         mapped = self.holders[1 + [*self.engines].index(name)].staging.mapped  # type: ignore[union-attr]
         mapped.writes, mapped.wait_written = True, lambda _: None  # type: ignore[misc, method-assign, union-attr]
-        self.engines[name].written = lambda: None  # type: ignore[method-assign]
+        self.engines[name].written = lambda _=None: None  # type: ignore[method-assign]
 
 
 def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_them() -> None:
