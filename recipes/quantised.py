@@ -95,4 +95,4 @@ def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -
         lines.append(said)
     if rules.intersection(MICROSCALING):
         return [*lines, "no engine has been shown to take this format: connect() refuses it"]
-    return [*lines, "each engine rank gets whole tensors by broadcast, and quantises them itself"]
+    return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]

@@ -431,7 +431,7 @@ def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_
         f"{48 * (4 + 128 * 3)} tensors become float8_e4m3fn with a scale for 128 x 128: "
         f"{matrices / 2**30:.1f} GiB, scales {scales / 2**20:.1f} MiB, "
         f"in place of {2 * matrices / 2**30:.1f} GiB",
-        "each engine rank gets whole tensors by broadcast, and quantises them itself",
+        "each engine rank gets whole tensors by broadcast, quantised on its own device",
     ]
 
 
