@@ -18,7 +18,6 @@ hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flo
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,6 @@ import numpy.typing as npt
 import torch
 
 from weightsync.memory.digest_factors import (
-    GOLDEN,
     LANE_NBYTES,
     column_factors,
     lane_factors,
@@ -58,6 +56,8 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     box = box or Box.whole(shape)
     if data.is_cuda:
         return int(box_digests([BoxPart(0, data, tuple(shape), box)], 1)[0])
+    from weightsync.memory.host_kernels import digest
+
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
     word = word_nbytes(itemsize)
@@ -67,9 +67,9 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     if in_lanes(starts, run, word, flat.data_ptr()):
         starts, run = starts * word // LANE_NBYTES, run * word // LANE_NBYTES
         words: _Words = host_bytes(flat).view(np.uint32)
-        return int(digest_kernel()(words, starts, run, lane_factors(word), lane_ones(word)))
+        return digest(words, starts, run, lane_factors(word), lane_ones(word))
     words = host_bytes(flat).view(_WORD_TYPES[word])
-    return int(digest_kernel()(words, starts, run, column_factors(word), 1))
+    return digest(words, starts, run, column_factors(word), 1)
 
 
 def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -> bool:
@@ -88,7 +88,7 @@ def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def warm_up() -> None:
-    """Compile the kernel for every word size. Takes about a second, which no update then waits for."""
+    """Load or compile the kernel for every word size, so that no update waits for it."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
 
@@ -166,41 +166,3 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
         along = (box.offset[axis] + np.arange(box.extent[axis], dtype=np.int64)) * strides[axis]
         starts = (starts[:, None] + along[None, :]).reshape(-1)
     return starts + sum(box.offset[axis] * strides[axis] for axis in range(split, len(shape))), run
-
-
-@functools.cache
-def digest_kernel() -> _Kernel:
-    """Return the kernel, made with Numba. Torch's integer operations took three to six times as long.
-
-    It takes words, the start of each run in the tensor, the words per run, the factors of a row's words, and
-    the number to add to each word. Lanes are words of 4 bytes, with other factors and another number.
-    """
-    from numba import njit
-
-    golden, one = np.uint64(GOLDEN), np.uint64(1)
-    first, second = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-    s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)
-
-    def digest(words: _Words, starts: npt.NDArray[np.int64], run: int, columns: Digests, ones: int) -> int:
-        total, width, offset = np.uint64(0), np.int64(len(columns)), np.uint64(ones)
-        at = 0
-        for start in starts:
-            index, left = start, run
-            while left > 0:
-                column = index % width
-                count = min(width - column, left)
-                factors, part = columns[column : column + count], words[at : at + count]
-                inner = np.uint64(0)
-                for k in range(count):
-                    inner += factors[k] * (np.uint64(part[k]) + offset)
-                z = np.uint64(index // width + 1) * golden
-                z = (z ^ (z >> s30)) * first
-                z = (z ^ (z >> s27)) * second
-                total += inner * ((z ^ (z >> s31)) | one)
-                index += count
-                at += count
-                left -= count
-        return total  # type: ignore[no-any-return]  # numba's uint64
-
-    compiled: _Kernel = njit(nogil=True, cache=False)(digest)
-    return compiled

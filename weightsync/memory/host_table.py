@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +19,16 @@ from weightsync.memory.digest_factors import (
     lane_ones,
     word_nbytes,
 )
-from weightsync.memory.digests import digest_kernel, in_lanes, runs
+from weightsync.memory.digests import in_lanes, runs
 from weightsync.memory.host import num_threads
-from weightsync.memory.nonfinite import word_counter
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
 _Int64 = npt.NDArray[np.int64]
-_Kernel = Callable[[int, int, bool, _Int64, _Int64, Digests, _Int64, Digests, _Int64], None]
 
 _PART_COST = 64
 """The fixed cost of a part, in bytes that take as long."""
 _RANGE_COST = 8 << 20
-_BLOCK_NBYTES = 256 << 10
-"""Bytes that are copied, then digested and searched while they are still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +63,7 @@ class HostTable:
     """
 
     def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
-        """`parts` of one tensor must not overlap. The first table of a process takes some seconds."""
+        """`parts` of one tensor must not overlap. The first table on a machine takes some seconds."""
         self._num_tensors = num_tensors
         self._tensor = np.array([part.tensor for part in parts], np.int64)
         self._shares = np.zeros(len(parts), np.uint64)
@@ -102,7 +96,9 @@ class HostTable:
 
     def run(self, first: int, end: int, count: bool = False) -> None:
         """Copy and digest parts `first` to `end`, and count NaN and Inf in them if asked."""
-        _kernel()(first, end, count, self._rows, self._starts, *_factors(), self._shares, self.counts)
+        from weightsync.memory.host_kernels import copy_and_digest
+
+        copy_and_digest(first, end, count, self._rows, self._starts, *_factors(), self._shares, self.counts)
 
     def run_all(self) -> None:
         """Copy and digest all parts, in several threads if there are several ranges."""
@@ -123,7 +119,7 @@ class HostTable:
 
 _ZERO: _Int64 = np.zeros(1, np.int64)
 _WORDS, _LANES = {1: 1, 2: 2, 4: 3}, {1: 4, 2: 5}
-"""How a part is digested, by the bytes of its words: in words or, if these are aligned, in lanes."""
+"""How `copy_and_digest` digests a part, by the bytes of its words: as words or, where aligned, as lanes."""
 
 
 @functools.cache
@@ -136,86 +132,3 @@ def _factors() -> tuple[Digests, _Int64]:
         lanes = lane_factors(word)
         factors[kind, : len(lanes)], sizes[kind] = lanes, (len(lanes), lane_ones(word))
     return factors, sizes
-
-
-@functools.cache
-def _kernel() -> _Kernel:
-    """Return the kernel, compiled on first use. It calls `digest_kernel` for each part."""
-    from numba import carray, njit, types
-    from numba.extending import intrinsic
-
-    digest, count_words, bytewise, pairwise = digest_kernel(), word_counter(), _WORDS[1], _WORDS[2]
-    memcpy = ctypes.CDLL(None).memcpy
-    memcpy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
-    memcpy.restype = ctypes.c_size_t
-
-    def pointer(dtype: Any) -> Any:  # noqa: ANN401 (numba's types)
-        def of_address(_context: object, address: Any) -> Any:  # noqa: ANN401
-            kind = types.CPointer(dtype)
-
-            def make(context: Any, builder: Any, _: object, args: Any) -> Any:  # noqa: ANN401
-                return builder.inttoptr(args[0], context.get_value_type(kind))
-
-            return kind(address), make
-
-        return intrinsic(of_address)
-
-    at8, at16, at32, at64 = map(pointer, (types.uint8, types.uint16, types.uint32, types.uint64))
-
-    @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
-    def share(
-        address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int
-    ) -> int:
-        # The digest is of the original, not of the copy, so that it reveals a wrong copy.
-        if kind == bytewise:
-            return digest(carray(at8(address), nbytes), first, run, columns, ones)
-        if kind == pairwise:
-            return digest(carray(at16(address), nbytes // 2), first, run, columns, ones)
-        return digest(carray(at32(address), nbytes // 4), first, run, columns, ones)
-
-    @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
-    def nonfinite(address: int, nbytes: int, itemsize: int, mask: int) -> int:
-        if itemsize == 1:
-            return count_words(carray(at8(address), nbytes), np.uint8(mask))
-        if itemsize == 2:
-            return count_words(carray(at16(address), nbytes // 2), np.uint16(mask))
-        if itemsize == 4:
-            return count_words(carray(at32(address), nbytes // 4), np.uint32(mask))
-        return count_words(carray(at64(address), nbytes // 8), np.uint64(mask))
-
-    def work(
-        low: int,
-        high: int,
-        count: bool,
-        rows: _Int64,
-        starts: _Int64,
-        factors: Digests,
-        sizes: _Int64,
-        shares: Digests,
-        counts: _Int64,
-    ) -> None:
-        start = np.zeros(1, np.int64)
-        for i in range(low, high):
-            address, target, nbytes, kind = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
-            first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
-            mask, itemsize = rows[i, 7] if count else 0, rows[i, 8]
-            columns, ones = factors[kind, : sizes[kind, 0]], sizes[kind, 1]
-            is_one = kind != 0 and len(first) == 1
-            length = _BLOCK_NBYTES if is_one and (target != 0 or mask != 0) else nbytes
-            total, found = np.uint64(0), 0
-            for at in range(0, nbytes, max(length, 1)):
-                length = min(length, nbytes - at)
-                if target:
-                    memcpy(target + at, address + at, length)
-                if is_one:
-                    words = length // (nbytes // run)
-                    start[0] = first[0] + at // (nbytes // run)
-                    total += share(address + at, length, kind, start, words, columns, ones)
-                elif kind:
-                    total = share(address, nbytes, kind, first, run, columns, ones)
-                if mask:
-                    found += nonfinite(address + at, length, itemsize, mask)
-            shares[i], counts[i] = total, found
-
-    compiled: _Kernel = njit(nogil=True, cache=False)(work)
-    return compiled

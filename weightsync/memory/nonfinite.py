@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +43,7 @@ class NonfiniteTable:
             for dtype, start, nbytes in parts
         ]
         self._table = np.array(rows, np.int64).reshape(-1, 4)
-        _kernel()
+        self.count(torch.zeros(0, dtype=torch.uint8), np.zeros(0, np.int64), 0, 0)  # compiles the kernel
 
     def __len__(self) -> int:
         return len(self._table)
@@ -54,9 +53,11 @@ class NonfiniteTable:
 
         `memory` is uint8[n] on the host, aligned to 8 bytes; `counts` is int64[len(self)].
         """
+        from weightsync.memory.host_kernels import count_nonfinite
+
         held = host_bytes(memory)
         by1, by2, by4, by8 = (held[: len(held) // size * size].view(f"u{size}") for size in (1, 2, 4, 8))
-        _kernel()(by1, by2, by4, by8, self._table[first:end], counts[first:end])
+        count_nonfinite(by1, by2, by4, by8, self._table[first:end], counts[first:end])
 
 
 def count_nonfinite(data: torch.Tensor) -> int:
@@ -80,52 +81,3 @@ def word_mask(dtype: str) -> int:
     """
     mask = MASKS.get(dtype, 0)
     return mask >> 32 if mask > 0xFFFF_FFFF else mask
-
-
-@functools.cache
-def word_counter() -> Callable[[_Words, int], int]:
-    """Return the function that counts words with all bits of a mask, made with Numba for other kernels."""
-    from numba import njit
-
-    block = 4096
-
-    def in_words(words: _Words, mask: int) -> int:
-        total = 0
-        for at in range(0, len(words), block):
-            part = words[at : at + block]
-            found = False
-            for k in range(len(part)):  # finds whether there are any, at the speed of memory
-                found |= (part[k] & mask) == mask
-            if found:
-                for k in range(len(part)):
-                    total += (part[k] & mask) == mask
-        return total
-
-    compiled: Callable[[_Words, int], int] = njit(nogil=True, cache=False)(in_words)
-    return compiled
-
-
-@functools.cache
-def _kernel() -> _Kernel:
-    """Return the counting kernel, compiled with Numba on the first call."""
-    from numba import njit
-
-    in_words = word_counter()
-
-    def count(by1: _Words, by2: _Words, by4: _Words, by8: _Words, table: Int64, counts: Int64) -> None:
-        for row in range(len(table)):
-            size, mask = table[row, 2], table[row, 3]
-            first, end = table[row, 0] // size, (table[row, 0] + table[row, 1]) // size
-            if size == 1:
-                counts[row] = in_words(by1[first:end], np.uint8(mask))
-            elif size == 2:
-                counts[row] = in_words(by2[first:end], np.uint16(mask))
-            elif size == 4:
-                counts[row] = in_words(by4[first:end], np.uint32(mask))
-            else:
-                counts[row] = in_words(by8[first:end], np.uint64(mask))
-
-    compiled: _Kernel = njit(nogil=True, cache=False)(count)
-    by1, by2, by4, by8 = (np.zeros(0, f"u{size}") for size in (1, 2, 4, 8))
-    compiled(by1, by2, by4, by8, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
-    return compiled
