@@ -191,8 +191,10 @@ class QuantizingTables:
             meta.name: base + start
             for meta, start in zip(self._plan.tensors, self._assembly.offset, strict=True)
         }
-        segments = [[Segment.whole(meta)] for meta in self._plan.tensors]
         taken = {tensor for tensors in self._assembly.complete for tensor in tensors}
+        segments = [
+            [Segment.whole(meta)] if tensor in taken else [] for tensor, meta in enumerate(self._plan.tensors)
+        ]
         slots = [slot.data_ptr() for slot in self._slots]
         return bucket_rows(
             self._plan, segments, address, slots, into=True, only=lambda piece: piece.tensor in taken
