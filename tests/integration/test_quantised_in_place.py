@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.fleets.direct import Staging as DirectStaging
 from tests.fleets.loop import CONFIG, Loop
 from tests.fleets.loop import drive as drive_loop
 from tests.fleets.rank_engine import RankEngine
@@ -37,7 +38,6 @@ from weightsync.protocol.handles import LiveExport
 from weightsync.protocol.messages import Quantized
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalTrainer
-from weightsync.transports import Pending
 
 CPU = torch.device("cpu")
 INT8 = Format(rule="compressed-tensors", values="int8", block=(1, 0))
@@ -157,51 +157,31 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_doubles(monkeypatch)
 
 
-class Staging(HostStaging):
+class Staging(DirectStaging):
     """Staging that quantises buckets into an engine rank's memory."""
 
     live: Mapping[str, torch.Tensor]
     buckets: list[int]
     plan: Plan
     can_quantize = True
-    writes, flat = False, None
+    writes = False
     tables: QuantizingTables | None = None
 
     @property
-    def mapped(self) -> Staging:  # type: ignore[override]
-        return self
-
-    @property
-    def quantizes(self) -> bool:
+    def quantizes(self) -> bool:  # type: ignore[override]
         return self.tables is not None
 
-    def link(self, engine: LiveExport | None) -> None:
+    def link(self, engine: LiveExport | None) -> None:  # type: ignore[override]
         if engine and engine.places and self.can_quantize:
             slots = [slot.tensor for slot in self._slots]
             memory = {name: each.detach().view(-1).view(torch.uint8) for name, each in self.live.items()}
             places = StoredPlaces.of(engine.places, memory)
             self.tables = QuantizingTables(self.plan, slots, places, engine.places.formats)
 
-    def connect(self, trainer: object) -> None:
-        raise AssertionError("trainers publish on the host")
-
-    def slot(self, bucket: int) -> torch.Tensor:
-        return self._slots[bucket % len(self._slots)].tensor
-
-    def load(
-        self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]], timeout_s: float
-    ) -> Sequence[Pending]:
-        for offset, held in parts:
-            self.slot(bucket)[offset : offset + len(held)] = held
-        return ()
-
     def write(self, bucket: int) -> None:
         self.buckets.append(bucket)
         assert self.tables
         self.tables.run(bucket, torch.cuda.current_stream())
-
-    def wait_written(self, timeout_s: float) -> None:
-        """Launches of doubles have ended when they return."""
 
     def quantized(self) -> Quantized:
         assert self.tables
@@ -223,7 +203,7 @@ class Mapped(Fleet):
         if holder == 0:
             return super().stage(holder, plan, index, send_buffer, receives)
         staging = Staging(plan, index, send_buffer, receives)
-        staging.live, staging.buckets = self.hosts[holder - 1].live, self.buckets[holder]
+        staging.live, staging.buckets, staging.begun = self.hosts[holder - 1].live, self.buckets[holder], []
         staging.can_quantize, staging.plan = self.can_quantize, plan
         return staging
 
@@ -239,6 +219,25 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engine ranks export live memory as on a GPU."""
     monkeypatch.setattr(LiveParameters, "can_export", True)
     monkeypatch.setattr(LiveParameters, "export", lambda _: LiveExport("alike", {}))
+
+
+def drive_mapped(
+    work: Callable[[Mapped], Coroutine[object, object, None]],
+    config: SyncConfig = CONFIG,
+    cls: type[Mapped] = Mapped,
+) -> None:
+    """Drive a fleet that is connected and has taken version 1 through the engines' loaders."""
+
+    async def started(loop: Loop) -> None:
+        assert isinstance(loop, Mapped)
+        await loop.controller.connect()
+        loop.train()
+        report = await loop.controller.update(1)
+        assert report.engines == {"e0": 1, "e1": 1}
+        assert loop.buckets == {1: [], 2: []}
+        await work(loop)
+
+    drive_loop(started, config, cls=cls)
 
 
 def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
@@ -365,10 +364,8 @@ def test_a_live_byte_that_changes_meanwhile_keeps_the_engine_from_serving(
 
 @pytest.mark.usefixtures("exports")
 def test_holders_quantise_once_an_update_has_shown_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Mapped)
-        await loop.controller.connect()
-        for version in (1, 2, 3):
+    async def work(loop: Mapped) -> None:
+        for version in (2, 3):
             loop.train()
             report = await loop.controller.update(version)
             assert report.engines == {"e0": version, "e1": version}
@@ -390,15 +387,13 @@ def test_holders_quantise_once_an_update_has_shown_the_places(monkeypatch: pytes
         raise AssertionError("an engine rank prepared to quantise")
 
     monkeypatch.setattr(whole_loads, "QuantizingTables", refuse)
-    drive_loop(work, cls=Mapped)
+    drive_mapped(work)
 
 
 @pytest.mark.usefixtures("exports")
 def test_where_a_holder_has_no_kernel_the_rank_quantises() -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Unable)
-        await loop.controller.connect()
-        for version in (1, 2, 3):
+    async def work(loop: Mapped) -> None:
+        for version in (2, 3):
             loop.train()
             report = await loop.controller.update(version)
             assert report.engines == {"e0": version, "e1": version}
@@ -406,18 +401,14 @@ def test_where_a_holder_has_no_kernel_the_rank_quantises() -> None:
         assert loop.buckets == {1: [], 2: []}
         assert [host.num_loads for host in loop.hosts] == [1, 1]
 
-    drive_loop(work, cls=Unable)
+    drive_mapped(work, cls=Unable)
 
 
 @pytest.mark.usefixtures("exports")
 def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Mapped)
-        await loop.controller.connect()
-        loop.train()
-        await loop.controller.update(1)
+    async def work(loop: Mapped) -> None:
         finish = Staging.quantized
 
         def flipped(staging: Staging) -> Quantized:
@@ -433,16 +424,12 @@ def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
         assert "0.weight_scale was written, and live memory holds other bytes" in report.failures["e0"]
         assert loop.fleet.engines["e0"].record.state is EngineState.STALE
 
-    drive_loop(work, cls=Mapped)
+    drive_mapped(work)
 
 
 @pytest.mark.usefixtures("exports")
 def test_parameters_that_moved_since_connect_are_not_served() -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Mapped)
-        await loop.controller.connect()
-        loop.train()
-        await loop.controller.update(1)
+    async def work(loop: Mapped) -> None:
         host = loop.hosts[0]
         host.move()
         loop.train()
@@ -455,18 +442,15 @@ def test_parameters_that_moved_since_connect_are_not_served() -> None:
         assert report.engines == {"e0": 3, "e1": 3}
         assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
 
-    drive_loop(work, cls=Mapped)
+    drive_mapped(work)
 
 
 @pytest.mark.usefixtures("exports")
 def test_holders_quantise_what_was_staged_and_what_fills_an_engine_again() -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Mapped)
-        await loop.controller.connect()
-        for version in (1, 2):
-            loop.train()
-            report = await loop.controller.update(version)
-            assert report.engines == {"e0": version, "e1": version}
+    async def work(loop: Mapped) -> None:
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 2, "e1": 2}
         plan = loop.controller.plan
         assert plan
         assert loop.buckets == {1: [*range(plan.num_buckets)], 2: [*range(plan.num_buckets)]}
@@ -475,18 +459,14 @@ def test_holders_quantise_what_was_staged_and_what_fills_an_engine_again() -> No
         assert loop.buckets[2] == [*range(plan.num_buckets)] * 2
         assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
 
-    drive_loop(work, replace(CONFIG, stage="host"), cls=Mapped)
+    drive_mapped(work, replace(CONFIG, stage="host"))
 
 
 @pytest.mark.usefixtures("exports")
 def test_an_update_after_one_in_which_a_holder_failed_writes_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def work(loop: Loop) -> None:
-        assert isinstance(loop, Mapped)
-        await loop.controller.connect()
-        loop.train()
-        await loop.controller.update(1)
+    async def work(loop: Mapped) -> None:
         write = Staging.write
 
         def fail(staging: Staging, bucket: int) -> None:
@@ -507,4 +487,4 @@ def test_an_update_after_one_in_which_a_holder_failed_writes_everything(
         assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
         assert [host.num_loads for host in loop.hosts] == [1, 1]
 
-    drive_loop(work, cls=Mapped)
+    drive_mapped(work)
