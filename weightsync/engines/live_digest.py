@@ -77,9 +77,10 @@ class LiveParameters:
 
         `is_found`: no parameter was replaced or moved since the last `find`.
         """
-        if not is_found:
+        if not is_found or not self._found:
             self.find()
-        return LiveDigest(self._kind, hashlib.sha256(self._digests.last(self._found).tobytes()).hexdigest())
+        held, self._found = self._found, ()
+        return LiveDigest(self._kind, hashlib.sha256(self._digests.last(held).tobytes()).hexdigest())
 
     @property
     def can_export(self) -> bool:
