@@ -99,7 +99,7 @@ class Forks:
         client.settimeout(_ORDER_S)
         try:
             order, fds = _receive(client)
-        except (OSError, ValueError):  # it gave up meanwhile
+        except (OSError, ValueError):  # the script ended before it sent its order
             return
         settings = tuple(sorted((k, v) for k, v in order[1].items() if k.startswith("RAY_")))
         theirs = [client.fileno(), *fds]

@@ -240,6 +240,14 @@ def drive_mapped(
     drive_loop(started, config, cls=cls)
 
 
+async def refuse_to_serve(loop: Loop, reason: str) -> None:
+    """Update to version 2, which the first engine must not serve, and the second does."""
+    report = await loop.controller.update(2)
+    assert report.engines == {"e0": 0, "e1": 2}
+    assert reason in report.failures["e0"]
+    assert loop.fleet.engines["e0"].record.state is EngineState.STALE
+
+
 def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
     async def typed(loop: Loop) -> None:
         assert isinstance(loop, Fleet)
@@ -354,10 +362,7 @@ def test_a_live_byte_that_changes_meanwhile_keeps_the_engine_from_serving(
 
         monkeypatch.setattr(StoredPlaces, "digests", flipped)
         loop.train()
-        report = await loop.controller.update(2)
-        assert report.engines == {"e0": 0, "e1": 2}
-        assert "0.weight was written, and live memory holds other bytes" in report.failures["e0"]
-        assert loop.fleet.engines["e0"].record.state is EngineState.STALE
+        await refuse_to_serve(loop, "0.weight was written, and live memory holds other bytes")
 
     drive(work)
 
@@ -419,10 +424,7 @@ def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
 
         monkeypatch.setattr(Staging, "quantized", flipped)
         loop.train()
-        report = await loop.controller.update(2)
-        assert report.engines == {"e0": 0, "e1": 2}
-        assert "0.weight_scale was written, and live memory holds other bytes" in report.failures["e0"]
-        assert loop.fleet.engines["e0"].record.state is EngineState.STALE
+        await refuse_to_serve(loop, "0.weight_scale was written, and live memory holds other bytes")
 
     drive_mapped(work)
 
@@ -433,9 +435,7 @@ def test_parameters_that_moved_since_connect_are_not_served() -> None:
         host = loop.hosts[0]
         host.move()
         loop.train()
-        report = await loop.controller.update(2)
-        assert report.engines == {"e0": 0, "e1": 2}
-        assert "live parameters are in other memory than when connected" in report.failures["e0"]
+        await refuse_to_serve(loop, "live parameters are in other memory than when connected")
         await loop.controller.connect()
         loop.train()
         report = await loop.controller.update(3)

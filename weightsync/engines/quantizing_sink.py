@@ -31,7 +31,7 @@ class QuantizingSink:
         self.quantized: Quantized | None = None
         self._next = 0
         self._memory: torch.Tensor | None = None
-        self._made = Quantized(*np.zeros((2, len(plan.tensors)), np.uint64))
+        self._digests = np.zeros(len(plan.tensors), np.uint64)
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Quantise the tensors that a bucket completes, and write them."""
@@ -56,14 +56,14 @@ class QuantizingSink:
             return
         if not self.quantized and self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
-        self._made = self.quantized or self._tables.result()
-        self._tables.places.require(self._made.stored)
-        self._memory = None
+        made = self.quantized or self._tables.result()
+        self._tables.places.require(made.stored)
+        self._digests, self._memory = made.wholes, None
 
     def digests(self) -> Digests:
         """Return the digests of the whole tensors, after taking `live`. They are zeros if it `is_copied`."""
         self.live = self._parameters.digest(is_found=self.quantized is not None)
-        return self._made.wholes
+        return self._digests
 
     def abandon(self) -> None:
         """End the update early. The next one writes everything again."""

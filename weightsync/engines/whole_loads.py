@@ -37,8 +37,8 @@ class Converts(Protocol):
 class WholeLoads:
     """Loads whole tensors from one holder, for one plan.
 
-    The first load goes through the engine's loader. If it shows that what is stored lies in known places, the
-    holder quantises into them from then on. Where it cannot, the rank does.
+    The first load goes through the engine's loader, and shows whether the places that were traced are right.
+    If they are, the holder quantises into them from then on, or the rank does if the holder cannot.
     """
 
     def __init__(

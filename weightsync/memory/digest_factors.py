@@ -14,6 +14,9 @@ from weightsync.protocol.messages import Digests
 COLUMNS = 4096
 """Words per row."""
 LANE_NBYTES = 4
+WORD_KINDS = {1: 1, 2: 2, 4: 3}
+LANE_KINDS = {1: 4, 2: 5}
+"""How a part in host memory is digested, by the bytes of its words: as words or, where aligned, as lanes."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 over the golden ratio."""
 

@@ -18,7 +18,7 @@ hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +38,6 @@ from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-_Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests, int], int]
-
 _WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 

@@ -15,16 +15,15 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from weightsync.memory.digest_factors import GOLDEN
+from weightsync.memory.digest_factors import GOLDEN, WORD_KINDS
 from weightsync.protocol.messages import Digests
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Int64 = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.unsignedinteger[Any]]
 
-BYTES, PAIRS = 1, 2
-"""Kinds of parts whose words have one byte, and two. Those of others have four; 0 is not digested."""
-BLOCK_NBYTES = 256 << 10
+_BYTES, _PAIRS = WORD_KINDS[1], WORD_KINDS[2]
+_BLOCK_NBYTES = 256 << 10
 """Bytes that are copied, then digested and searched while they are still in the core's own cache."""
 _COUNTED = 4096
 _GOLDEN, _ONE = np.uint64(GOLDEN), np.uint64(1)
@@ -135,9 +134,9 @@ def count_nonfinite(
 @_compiled
 def _share(address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int) -> int:
     # The digest is of the original, not of the copy, so that it reveals a wrong copy.
-    if kind == BYTES:
+    if kind == _BYTES:
         return digest(carray(_at8(address), nbytes), first, run, columns, ones)
-    if kind == PAIRS:
+    if kind == _PAIRS:
         return digest(carray(_at16(address), nbytes // 2), first, run, columns, ones)
     return digest(carray(_at32(address), nbytes // 4), first, run, columns, ones)
 
@@ -170,6 +169,7 @@ def copy_and_digest(
     Args:
         count: whether NaN and Inf are counted.
         rows: address, target, bytes, kind, first and last of `starts`, words per run, mask and itemsize.
+            Kinds are those of `WORD_KINDS` and `LANE_KINDS`, and 0 for parts that are not digested.
         starts: as of `digest`, those of one part after those of the other.
         factors, sizes: for each kind, the factors of a row's words, their number, and `ones` of `digest`.
         shares, counts: where the digest and the count of each part go.
@@ -181,7 +181,7 @@ def copy_and_digest(
         mask, itemsize = rows[i, 7] if count else 0, rows[i, 8]
         columns, ones = factors[kind, : sizes[kind, 0]], sizes[kind, 1]
         is_one = kind != 0 and len(first) == 1
-        length = BLOCK_NBYTES if is_one and (target != 0 or mask != 0) else nbytes
+        length = _BLOCK_NBYTES if is_one and (target != 0 or mask != 0) else nbytes
         total, found = np.uint64(0), 0
         for at in range(0, nbytes, max(length, 1)):
             length = min(length, nbytes - at)

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from weightsync.memory.digest_factors import (
     COLUMNS,
+    LANE_KINDS,
     LANE_NBYTES,
+    WORD_KINDS,
     column_factors,
     lane_factors,
     lane_ones,
@@ -78,9 +80,9 @@ class HostTable:
             if part.box.extent != part.shape:
                 first, run = runs(part.shape, part.box)
             per_element = part.itemsize // word
-            first, run, kind = first * per_element, run * per_element, _WORDS[word]
+            first, run, kind = first * per_element, run * per_element, WORD_KINDS[word]
             if word < LANE_NBYTES and in_lanes(first, run, word, part.address):
-                first, run, kind = first * word // LANE_NBYTES, run * word // LANE_NBYTES, _LANES[word]
+                first, run, kind = first * word // LANE_NBYTES, run * word // LANE_NBYTES, LANE_KINDS[word]
             starts.append(first)
             end = num_starts + len(first)
             held = part.address, part.target, nbytes
@@ -118,17 +120,15 @@ class HostTable:
 
 
 _ZERO: _Int64 = np.zeros(1, np.int64)
-_WORDS, _LANES = {1: 1, 2: 2, 4: 3}, {1: 4, 2: 5}
-"""How `copy_and_digest` digests a part, by the bytes of its words: as words or, where aligned, as lanes."""
 
 
 @functools.cache
 def _factors() -> tuple[Digests, _Int64]:
     """Return each kind's factors, uint64[6, 4096], and its number of factors and its ones, int64[6, 2]."""
     factors, sizes = np.zeros((6, COLUMNS), np.uint64), np.zeros((6, 2), np.int64)
-    for word, kind in _WORDS.items():
+    for word, kind in WORD_KINDS.items():
         factors[kind], sizes[kind] = column_factors(word), (COLUMNS, 1)
-    for word, kind in _LANES.items():
+    for word, kind in LANE_KINDS.items():
         lanes = lane_factors(word)
         factors[kind, : len(lanes)], sizes[kind] = lanes, (len(lanes), lane_ones(word))
     return factors, sizes

@@ -18,7 +18,7 @@ class LaunchGraph:
         self._graph, self._launch = torch.cuda.CUDAGraph(), launch  # which holds the tables
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            # Other threads of this process may use the device meanwhile.
+            # Other threads may use the device while this one records.
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch(stream)

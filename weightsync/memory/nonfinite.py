@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from weightsync.memory.digests import host_bytes
 from weightsync.plan.segment import ITEMSIZE
 
 Int64 = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.unsignedinteger[Any]]
 
 MASKS = MappingProxyType(
     {
@@ -29,8 +27,6 @@ MASKS = MappingProxyType(
         "float8_e5m2": 0x7C,
     }
 )
-
-_Kernel = Callable[[_Words, _Words, _Words, _Words, Int64, Int64], None]
 
 
 class NonfiniteTable:

@@ -57,9 +57,9 @@ class _Parts(NamedTuple):
 class QuantizingTables:
     """The launches of an update: digest what came, quantise it, digest what that makes, write it.
 
-    Pieces that are whole rows of blocks are quantised from their bucket. Tensors of which some are not, and
-    stacks of experts, are put together first, unless they lie in one bucket, one row after the other. What is
-    quantised goes straight to its place, if that is one run of whole rows.
+    A piece that is whole rows of blocks is quantised where it lies in its bucket. Other matrices, and stacks
+    of experts, are first put together from their pieces, unless a bucket has all their rows in order. If the
+    place of a matrix is whole rows, too, the kernel writes there. Otherwise it writes to scratch memory.
 
     Attributes:
         nbytes: of the memory in which tensors are put together and quantised during an update.
