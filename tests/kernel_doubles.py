@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.holder import second_copy
 from weightsync.memory import quantizing_tables
-from weightsync.memory.digests import BoxPart, box_digests
+from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
 from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize_kernels import MatrixDigests
+from weightsync.plan import Box
 from weightsync.plan.copies import Copies
+from weightsync.plan.formats import Format
 
 
 class CopyTable:
@@ -58,24 +63,42 @@ class DigestTable:
         self._totals[0] += torch.from_numpy(digests.view(np.int64))
 
 
+@dataclass
 class QuantizedMatrix:
-    def __init__(self, *args: object) -> None:
-        self.args = args
+    weight: torch.Tensor
+    form: Format
+    values: torch.Tensor
+    scales: torch.Tensor
+    digests: MatrixDigests
 
     @classmethod
-    def of(cls, *args: object) -> QuantizedMatrix:
+    def of(cls, *args: Any) -> QuantizedMatrix:
         return cls(*args)
 
 
 class QuantizeTable:
-    def __init__(self, matrices: Sequence[QuantizedMatrix]) -> None:
-        self._matrices = matrices
+    def __init__(
+        self, matrices: Sequence[QuantizedMatrix], sources: torch.Tensor, stored: torch.Tensor
+    ) -> None:
+        self._matrices, self._sources, self._stored = matrices, sources, stored
 
     def launch(self, _: object) -> None:
-        for matrix in self._matrices:
-            weight, form, values, scales = matrix.args
-            for target, (_, made) in zip((values, scales), quantize(weight, form), strict=True):
-                target.copy_(made)
+        for each in self._matrices:
+            digests, block = each.digests, each.form.block[0]
+            _add_digest(self._sources, digests.source, each.weight, digests.row)
+            made = [data for _, data in quantize(each.weight, each.form)]
+            _add_digest(self._stored, digests.values, made[0], digests.row)
+            _add_digest(self._stored, digests.scales, made[1], digests.row // block)
+            for target, data in zip((each.values, each.scales), made, strict=True):
+                target.copy_(data)
+
+
+def _add_digest(totals: torch.Tensor, number: int | None, rows: torch.Tensor, first: int) -> None:
+    """Add the digest of rows of a matrix, from `first` on, to one of `totals`."""
+    if number is not None:
+        box = Box((first, 0), tuple(rows.shape))
+        digest = tensor_digest(rows, (first + len(rows), rows.shape[1]), box)
+        totals[number] += int(np.uint64(digest).view(np.int64))
 
 
 class LaunchGraph:

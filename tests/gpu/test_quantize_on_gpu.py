@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.quantised import SPECIAL, same_bits
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
 from weightsync.plan.formats import FP4, Format
 
 pytestmark = pytest.mark.gpu
@@ -54,3 +57,40 @@ def test_blocks_of_any_size_and_value(block: tuple[int, int], columns: int, dtyp
         found = dict(quantize(weight.to(dtype).cuda(), form))
         differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
         assert not differ, (seed, differ)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 channels", "int8 channels"])
+@pytest.mark.parametrize("shape", [(1000, 1536), (700, 133), (8192, 264)])
+def test_digests_of_what_is_read_and_made(shape: tuple[int, int], name: str, dtype: torch.dtype) -> None:
+    form = FORMATS[name]
+    block, grid = form.block[0], form.grid(shape)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = [weight, *(data.float() if data.dtype == dtype else data for _, data in quantize(weight, form))]
+    device = weight.cuda()
+    values = torch.zeros(shape, dtype=wanted[1].dtype, device="cuda")
+    scales = torch.zeros(grid, device="cuda")
+    cut = 3 * block
+    parts = [
+        QuantizedMatrix.of(
+            device[first:end],
+            form,
+            values[first:end],
+            scales[first // block : -(-end // block)],
+            MatrixDigests(first, 2, 0, 1),
+        )
+        for first, end in [(0, cut), (cut, shape[0])]
+    ]
+    other = torch.empty_like(values[:block]), torch.empty_like(scales[:1])
+    parts.append(QuantizedMatrix.of(device[:block], form, *other, MatrixDigests(0, 3)))
+    sources, stored = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
+    table = QuantizeTable(parts, sources, stored)
+    for times in (1, 2):  # launches add up
+        table.launch(torch.cuda.current_stream())
+        of_source, of_values, of_scales = (tensor_digest(each, each.shape) for each in wanted)
+        of_block = tensor_digest(weight[:block], (block, shape[1]))
+        wanted_sources, wanted_stored = [0, 0, of_source, of_block], [of_values, of_scales, 0, 0]
+        for found, digests in ((sources, wanted_sources), (stored, wanted_stored)):
+            assert found.cpu().numpy().view(np.uint64).tolist() == [times * each % 2**64 for each in digests]
+    assert same_bits(values.cpu(), wanted[1])
+    assert same_bits(scales.cpu(), wanted[2])

@@ -8,6 +8,7 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
 constexpr int kThreads = 512;
+constexpr int kQuantizers = 256;  // threads of a block that quantises
 constexpr int kUnroll = 4;  // loads in flight per thread; past the end the last one is repeated
 
 struct __align__(16) CopyTile {
@@ -470,20 +471,23 @@ __device__ __forceinline__ float epsilon<float>() {
     return 1.1920928955078125e-7f;
 }
 
-// To float8 (e4m3); beyond its range to the greatest, NaN to NaN.
-__device__ __forceinline__ unsigned char to_fp8(float x) {
+// Two to float8 (e4m3), the first in the lower byte; beyond its range to the greatest, NaN to NaN.
+__device__ __forceinline__ uint32 to_fp8(float first, float second) {
     unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    return static_cast<unsigned char>(pair);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    return pair;
 }
 
 // The arithmetic of each rule, as memory/quantize.py has it. `largest` is the greatest magnitude of a block.
+// A call turns two elements to two bytes, the first to the lower one.
 template <typename Element>
 struct Fp8OfVllm {
     float scale, inverse;
     __device__ explicit Fp8OfVllm(float largest)
         : scale(__fdiv_rn(largest < 1e-4f ? 1e-4f : largest, 448.0f)), inverse(__fdiv_rn(1.0f, scale)) {}
-    __device__ unsigned char operator()(float x) const { return to_fp8(__fmul_rn(x, inverse)); }
+    __device__ uint32 operator()(float first, float second) const {
+        return to_fp8(__fmul_rn(first, inverse), __fmul_rn(second, inverse));
+    }
 };
 
 template <typename Element>
@@ -497,106 +501,239 @@ template <typename Element>
 struct Fp8OfCompressedTensors {
     float scale;
     __device__ explicit Fp8OfCompressedTensors(float largest) : scale(scale_of<Element>(largest, 448.0f)) {}
-    __device__ unsigned char operator()(float x) const {
-        return to_fp8(__fadd_rn(rounded<Element>(__fdiv_rn(x, scale)), 0.0f));
-    }
+    __device__ uint32 operator()(float first, float second) const { return to_fp8(scaled(first), scaled(second)); }
+    __device__ float scaled(float x) const { return __fadd_rn(rounded<Element>(__fdiv_rn(x, scale)), 0.0f); }
 };
 
 template <typename Element>
 struct Int8OfCompressedTensors {
     float scale;
     __device__ explicit Int8OfCompressedTensors(float largest) : scale(scale_of<Element>(largest, 127.5f)) {}
-    __device__ unsigned char operator()(float x) const {
-        const int whole = __float2int_rn(rounded<Element>(__fdiv_rn(x, scale)));
-        return static_cast<unsigned char>(max(-128, min(127, whole)));
+    __device__ uint32 operator()(float first, float second) const { return whole(first) | whole(second) << 8; }
+    __device__ uint32 whole(float x) const {
+        const int nearest = __float2int_rn(rounded<Element>(__fdiv_rn(x, scale)));
+        return max(-128, min(127, nearest)) & 0xff;
     }
 };
 
-template <typename Element, int kCount>
-struct __align__(sizeof(Element) * kCount) Few {
-    Element values[kCount];
+// Elements as bits. Of two magnitudes, the greater has the greater bits; NaN is above all.
+template <typename Element>
+struct Bits {
+    using Word = unsigned short;
+    static __device__ __forceinline__ Element element(uint32 bits) { return {static_cast<Word>(bits)}; }
+    // `most` and `lane` have two elements each.
+    static __device__ __forceinline__ uint32 greatest(uint32 most, uint32 lane) {
+        return __vmaxu2(most, lane & 0x7fff7fffu);
+    }
+    static __device__ __forceinline__ uint32 of_both(uint32 most) { return max(most & 0xffffu, most >> 16); }
+};
+template <>
+struct Bits<float> {
+    using Word = uint32;
+    static __device__ __forceinline__ float element(uint32 bits) { return __uint_as_float(bits); }
+    static __device__ __forceinline__ uint32 greatest(uint32 most, uint32 lane) {
+        return max(most, lane & 0x7fffffffu);
+    }
+    static __device__ __forceinline__ uint32 of_both(uint32 most) { return most; }
 };
 
-// One block of a matrix to 8 bits an element, and its float32 scale. It is read twice: the second time from
-// the cache.
-template <typename Rule, typename Element, int kCount>
-__device__ __forceinline__ void quantize_block(
-    const Element* source, unsigned char* values, float* scale, uint32 rows, uint32 columns, int64 pitch) {
-    __shared__ uint32 largest;
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
-    const uint32 per_row = columns / kCount, count = rows * per_row;
-    const Divider row_of(per_row);
-    uint32 most = 0;
-#pragma unroll 4
-    for (uint32 i = threadIdx.x; i < count; i += kThreads) {
-        const uint32 row = row_of(i);
-        const int64 at = row * pitch + (i - row * per_row) * kCount;
-        const auto few = *reinterpret_cast<const Few<Element, kCount>*>(source + at);
+template <int kNbytes>
+struct Unit;
+template <>
+struct Unit<16> { using Type = uint4; };
+template <>
+struct Unit<8> { using Type = uint2; };
+template <>
+struct Unit<4> { using Type = uint32; };
+template <>
+struct Unit<2> { using Type = unsigned short; };
+template <>
+struct Unit<1> { using Type = unsigned char; };
+
+// Neighbouring elements, which are loaded and stored together. As bits, since the compiler would give each
+// element of 8 or 16 bits a register of its own.
+template <typename Element, int kCount>
+struct Few {
+    static constexpr int kSize = sizeof(Element), kNbytes = kSize * kCount, kLanes = (kNbytes + 3) / 4;
+    using Type = typename Unit<kNbytes>::Type;
+    union {
+        uint32 lanes[kLanes];
+        Type unit;
+    };
+
+    __device__ __forceinline__ explicit Few(const Type& bits) : lanes{} { unit = bits; }
+    __device__ __forceinline__ Few() : lanes{} {}
+    __device__ __forceinline__ uint32 bits(int k) const { return lanes[k * kSize / 4] >> (8 * (k * kSize % 4)); }
+};
+
+// Parts of digests by factors in global memory. It serves work that mostly waits for other memory.
+template <typename Word>
+struct Factors {
+    using In = Digest<Word, false>;
+    const uint64* columns;
+    const uint64* rows;
+
+    // Returns the part of neighbouring elements, the first of which is word `index` of its tensor. Its rows
+    // of words begin with a lane.
+    template <typename Element, int kCount>
+    __device__ __forceinline__ uint64 of_few(uint64 index, const Few<Element, kCount>& few) const {
+        if constexpr (kCount == 1) {
+            return of_word(index, few.lanes[0]);
+        } else {
+            constexpr int kLanes = Few<Element, kCount>::kLanes;
+            const uint64* factors = columns + index % In::kColumns / In::kPerLane;
+            uint64 low = 0, ones = 0;
+            uint32 high = 0;
+            if constexpr (kLanes == 1) {
+                ones = __ldg(factors);
+                In::add(low, high, ones, few.lanes[0]);
+            }
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            most = max(most, __float_as_uint(widened(few.values[k])) & 0x7fffffffu);
+            for (int k = 0; k + 1 < kLanes; k += 2) {
+                const ulonglong2 pair = __ldg(reinterpret_cast<const ulonglong2*>(factors + k));
+                ones += pair.x + pair.y;
+                In::add(low, high, pair.x, few.lanes[k]);
+                In::add(low, high, pair.y, few.lanes[k + 1]);
+            }
+            low += ones * In::kOnes + (static_cast<uint64>(high) << 32);
+            return low * __ldg(rows + index / In::kColumns);
         }
     }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-    if (threadIdx.x % 32 == 0) atomicMax(&largest, most);  // of floats without signs, NaN above all
-    __syncthreads();
-    const Rule rule(__uint_as_float(largest));
-    if (threadIdx.x == 0) *scale = rule.scale;
-#pragma unroll 4
-    for (uint32 i = threadIdx.x; i < count; i += kThreads) {
-        const uint32 row = row_of(i);
-        const int64 at = row * pitch + (i - row * per_row) * kCount;
-        const auto few = *reinterpret_cast<const Few<Element, kCount>*>(source + at);
-        Few<unsigned char, kCount> made;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) made.values[k] = rule(widened(few.values[k]));
-        *reinterpret_cast<Few<unsigned char, kCount>*>(values + at) = made;
+
+    __device__ __forceinline__ uint64 of_word(uint64 index, uint64 word) const {
+        const uint32 column = index % In::kColumns;
+        const uint64 factor = __ldg(columns + column / In::kPerLane)
+                              << (column % In::kPerLane * (8 * sizeof(Word)));
+        return factor * (word + 1) * __ldg(rows + index / In::kColumns);
     }
-}
+};
 
 struct __align__(16) Matrix {
     int64 source, values, scales;  // addresses; all row-major, without gaps
     int64 rows, columns, block_rows, block_columns;
+    int64 row;  // the number of its first row in its tensor
+    int64 of_source, of_values, of_scales;  // numbers of the digests that it adds to; -1: none
     int64 first;  // the number of its first block among those of all matrices
 };
 
-// Quantises block `number` of a matrix, in row-major order of its blocks.
+// Quantises blocks, and adds up this thread's parts of the digests of what it reads and of what it makes.
 template <typename Rule, typename Element>
-__device__ __forceinline__ void quantize_part(const Matrix& matrix, uint32 number) {
-    constexpr int kCount = 16 / sizeof(Element);
-    const int64 columns = matrix.columns, across = (columns - 1) / matrix.block_columns + 1;
-    const int64 row = number / across * matrix.block_rows, column = number % across * matrix.block_columns;
-    const uint32 height = min(matrix.block_rows, matrix.rows - row);
-    const uint32 width = min(matrix.block_columns, columns - column);
-    const int64 first = row * columns + column;
-    const Element* source = reinterpret_cast<const Element*>(matrix.source) + first;
-    unsigned char* values = reinterpret_cast<unsigned char*>(matrix.values) + first;
-    float* scale = reinterpret_cast<float*>(matrix.scales) + number;
-    const int64 bits = matrix.source | (columns | matrix.block_columns) * sizeof(Element);
-    if (bits % 16 == 0 && matrix.values % kCount == 0) {
-        quantize_block<Rule, Element, kCount>(source, values, scale, height, width, columns);
-    } else {
-        quantize_block<Rule, Element, 1>(source, values, scale, height, width, columns);
-    }
-}
+struct Quantizer {
+    static constexpr int kHeld = 8;  // what a thread reads of a block first stays in its registers
+    Factors<typename Bits<Element>::Word> source_factors;
+    Factors<unsigned char> value_factors;
+    Factors<uint32> scale_factors;
+    uint64* totals;  // of what is stored
+    uint64 source_sum, value_sum;
 
-// Thread block b quantises block b of all matrices.
+    template <int kCount>
+    __device__ __forceinline__ void make(
+        const Matrix& matrix, int64 at, const Rule& rule, const Few<Element, kCount>& few) {
+        const auto element = [&](int k) { return k < kCount ? widened(Bits<Element>::element(few.bits(k))) : 0.0f; };
+        Few<unsigned char, kCount> made;
+#pragma unroll
+        for (int k = 0; k < kCount; k += 2) made.lanes[k / 4] |= rule(element(k), element(k + 1)) << (8 * (k % 4));
+        *reinterpret_cast<typename Few<unsigned char, kCount>::Type*>(matrix.values + at) = made.unit;
+        const uint64 index = matrix.row * matrix.columns + at;
+        if (matrix.of_source >= 0) source_sum += source_factors.of_few(index, few);
+        if (matrix.of_values >= 0) value_sum += value_factors.of_few(index, made);
+    }
+
+    // Quantises block `number` of a matrix, in row-major order of its blocks, to 8 bits an element, and its
+    // float32 scale. `largest` is zero; `next` is made so.
+    template <int kCount>
+    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number, uint32* largest, uint32* next) {
+        const int64 columns = matrix.columns, across = (columns - 1) / matrix.block_columns + 1;
+        const int64 row = number / across * matrix.block_rows, column = number % across * matrix.block_columns;
+        const uint32 height = min(matrix.block_rows, matrix.rows - row);
+        const uint32 per_row = min(matrix.block_columns, columns - column) / kCount, count = height * per_row;
+        const Divider row_of(per_row);
+        const auto place = [&](uint32 i) {
+            const uint32 down = row_of(i);
+            return (row + down) * columns + column + (i - down * per_row) * kCount;
+        };
+        const auto load = [&](uint32 i) {
+            using Type = typename Few<Element, kCount>::Type;
+            const Element* source = reinterpret_cast<const Element*>(matrix.source) + place(i);
+            return Few<Element, kCount>(__ldcs(reinterpret_cast<const Type*>(source)));
+        };
+        uint32 most = 0;
+        const auto look = [&](const Few<Element, kCount>& few) {
+#pragma unroll
+            for (int k = 0; k < few.kLanes; ++k) most = Bits<Element>::greatest(most, few.lanes[k]);
+        };
+        const uint32 i = threadIdx.x;
+        Few<Element, kCount> held[kHeld];
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) held[k] = load(min(i + k * kQuantizers, count - 1));
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) look(held[k]);
+        for (uint32 more = i + kHeld * kQuantizers; more < count; more += kQuantizers) look(load(more));
+        most = __reduce_max_sync(0xffffffffu, Bits<Element>::of_both(most));
+        if (i % 32 == 0) atomicMax(largest, most);
+        if (i == 0) *next = 0;
+        __syncthreads();
+        const Rule rule(widened(Bits<Element>::element(*largest)));
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) {
+            if (i + k * kQuantizers < count) make(matrix, place(i + k * kQuantizers), rule, held[k]);
+        }
+        for (uint32 more = i + kHeld * kQuantizers; more < count; more += kQuantizers) {
+            make(matrix, place(more), rule, load(more));
+        }
+        if (i == 0) {
+            reinterpret_cast<float*>(matrix.scales)[number] = rule.scale;
+            if (matrix.of_scales >= 0) {
+                const uint64 index = matrix.row / matrix.block_rows * across + number;
+                atomicAdd(totals + matrix.of_scales, scale_factors.of_word(index, __float_as_uint(rule.scale)));
+            }
+        }
+    }
+};
+
+// Each thread block quantises neighbouring blocks: mostly of one matrix, whose digests it then adds to once.
 template <typename Rule, typename Element>
-__device__ __forceinline__ void quantize_matrices(const Matrix* matrices, int64 num_matrices) {
+__device__ __forceinline__ void quantize_matrices(
+    const Matrix* matrices, int64 num_matrices, int64 num_blocks, Quantizer<Rule, Element>& quantizer,
+    uint64* sources) {
+    constexpr int kCount = 16 / sizeof(Element);
+    __shared__ uint32 largest[3];  // of this block, of the next and, maybe still read, of the last
+    if (threadIdx.x < 3) largest[threadIdx.x] = 0;
+    __syncthreads();
+    int64 number = num_blocks * blockIdx.x / gridDim.x;
+    const int64 end = num_blocks * (blockIdx.x + 1) / gridDim.x;
     int64 low = 0, high = num_matrices;
     while (high - low > 1) {
         const int64 middle = (low + high) / 2;
-        (matrices[middle].first <= blockIdx.x ? low : high) = middle;
+        (matrices[middle].first <= number ? low : high) = middle;
     }
-    quantize_part<Rule, Element>(matrices[low], blockIdx.x - matrices[low].first);
+    for (uint32 turn = 0; number < end; ++low) {
+        const Matrix& matrix = matrices[low];
+        const int64 last = low + 1 < num_matrices ? min(end, matrices[low + 1].first) : end;
+        const int64 bits = matrix.source | (matrix.columns | matrix.block_columns) * sizeof(Element);
+        const bool is_aligned = bits % 16 == 0 && matrix.values % kCount == 0;
+        for (; number < last; ++number, ++turn) {
+            uint32 *now = largest + turn % 3, *next = largest + (turn + 1) % 3;
+            if (is_aligned) {
+                quantizer.template block<kCount>(matrix, number - matrix.first, now, next);
+            } else {
+                quantizer.template block<1>(matrix, number - matrix.first, now, next);
+            }
+        }
+        if (matrix.of_source >= 0) add_warp(sources + matrix.of_source, quantizer.source_sum);
+        if (matrix.of_values >= 0) add_warp(quantizer.totals + matrix.of_values, quantizer.value_sum);
+        quantizer.source_sum = quantizer.value_sum = 0;
+    }
 }
 
-#define QUANTIZE(name, Rule, Element)                                                                       \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                               \
-        name(const Matrix* matrices, int64 num_matrices) {                                                  \
-        quantize_matrices<Rule<Element>, Element>(matrices, num_matrices);                                  \
+#define QUANTIZE(name, Rule, Element)                                                                \
+    extern "C" __global__ void __launch_bounds__(kQuantizers, 3) name(                               \
+        const Matrix* matrices, int64 num_matrices, int64 num_blocks, const uint64* columns,         \
+        const uint64* byte_columns, const uint64* word_columns, const uint64* rows, uint64* sources, \
+        uint64* stored) {                                                                            \
+        Quantizer<Rule<Element>, Element> quantizer{                                                 \
+            {columns, rows}, {byte_columns, rows}, {word_columns, rows}, stored, 0, 0};              \
+        quantize_matrices(matrices, num_matrices, num_blocks, quantizer, sources);                   \
     }
 
 #ifdef KERNEL_vllm_fp8_bfloat16

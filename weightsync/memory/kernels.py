@@ -56,7 +56,7 @@ class CopyTable:
             _TileTable(kernel, table, np.searchsorted(number, bounds).tolist())
             for kernel, table, number in copy_tiles(copies, bounds)
         ]
-        self._num_blocks = num_blocks or _default_num_blocks()
+        self._num_blocks = num_blocks or num_blocks_on_device(_BLOCKS_PER_PROCESSOR)
 
     def launch(self, group: int, stream: torch.cuda.Stream) -> None:
         """Start the copies of group `group` on `stream`, without waiting for them."""
@@ -143,7 +143,7 @@ class DigestTable:
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
         self._is_alone = totals is None
         self._totals = _upload(np.zeros((2, num_tensors), np.int64)) if totals is None else totals
-        self._num_blocks = num_blocks or _default_num_blocks()
+        self._num_blocks = num_blocks or num_blocks_on_device(_BLOCKS_PER_PROCESSOR)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, stream: torch.cuda.Stream) -> None:
@@ -239,6 +239,7 @@ def _upload(table: Int64) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(table)).cuda()
 
 
-def _default_num_blocks() -> int:
+def num_blocks_on_device(per_processor: int) -> int:
+    """Return the thread blocks of the current device if each multiprocessor has `per_processor`."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return _BLOCKS_PER_PROCESSOR * int(properties.multi_processor_count)
+    return per_processor * int(properties.multi_processor_count)

@@ -1,21 +1,28 @@
-"""Quantises matrices on a GPU by one kernel, which reads each element once from memory."""
+"""Quantises matrices on a GPU by one kernel, which reads each element once from memory.
+
+It takes the digests of what it reads and of what it makes meanwhile, from registers.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weightsync.memory import cuda
-from weightsync.memory.kernels import NUM_THREADS
+from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors
+from weightsync.memory.kernels import num_blocks_on_device
 from weightsync.plan.formats import Format
+from weightsync.protocol.messages import Digests
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _VALUES = {"float8_e4m3fn": "fp8", "int8": "int8"}
 _FIRST_WITH_FP8 = (8, 9)
+_NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 3  # kQuantizers in kernels.cu, and what its registers allow
 _MOST_NUMEL = (1 << 16) - 1  # Divider in kernels.cu
 
 
@@ -39,53 +46,132 @@ def quantize_into(weight: torch.Tensor, form: Format, values: torch.Tensor, scal
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixDigests:
+    """The digests to which a matrix adds: numbers among those of what comes and of what is stored.
+
+    Attributes:
+        row: the number of its first row in its tensor, a multiple of the rows of a block.
+        source: of the matrix.
+        values: of its values; None if they are not digested.
+        scales: of its scales.
+    """
+
+    row: int
+    source: int
+    values: int | None = None
+    scales: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix to quantise. It holds addresses, and keeps no memory alive.
 
     Attributes:
         kernel: the kernel that does it.
+        itemsize: bytes per element of the matrix.
         num_blocks: the blocks that have a scale.
-        numbers: addresses of the matrix, the values and the scales, rows and columns, and those of a block.
+        num_words: the elements of its tensor, up to its last one.
+        numbers: addresses of the matrix, the values and the scales, rows and columns, and those of a block;
+            then what `MatrixDigests` has, -1 for none.
     """
 
     kernel: str
+    itemsize: int
     num_blocks: int
+    num_words: int
     numbers: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, form: Format, values: torch.Tensor, scales: torch.Tensor
+        cls,
+        weight: torch.Tensor,
+        form: Format,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        digests: MatrixDigests | None = None,
     ) -> QuantizedMatrix:
         """
         Args:
             weight: [rows, columns], which `can_quantize` accepts.
             values: [rows, columns], contiguous, of a dtype of 8 bits.
             scales: float32, contiguous, of the shape ``form.grid(weight.shape)``.
+            digests: to add to, if any.
         """
         addresses = (each.data_ptr() for each in (weight, values, scales))
         sizes = (*weight.shape, *_block(weight, form))
-        return cls(_kernel(weight.dtype, form), scales.numel(), (*addresses, *sizes))
+        found = (digests.source, digests.values, digests.scales) if digests else (None, None, None)
+        row = digests.row if digests else 0
+        return cls(
+            _kernel(weight.dtype, form),
+            weight.element_size(),
+            scales.numel(),
+            row * weight.shape[1] + weight.numel(),
+            (*addresses, *sizes, row, *(-1 if number is None else number for number in found)),
+        )
 
 
 class QuantizeTable:
     """Matrices to quantise on the current device, by one launch for each kernel."""
 
-    def __init__(self, matrices: Sequence[QuantizedMatrix]) -> None:
+    def __init__(
+        self,
+        matrices: Sequence[QuantizedMatrix],
+        sources: torch.Tensor | None = None,
+        stored: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            sources: digests of what comes, int64, to which launches add. The caller zeroes them.
+            stored: digests of what is made, likewise. Both are None if no matrix has digests.
+        """
         by_kernel: dict[str, list[QuantizedMatrix]] = {}
         for matrix in (each for each in matrices if each.num_blocks):
             by_kernel.setdefault(matrix.kernel, []).append(matrix)
-        self._tables = []
-        for kernel, its in by_kernel.items():
-            cuda.load(kernel)
-            ends = list(itertools.accumulate(matrix.num_blocks for matrix in its))
-            rows = [(*matrix.numbers, end - matrix.num_blocks) for matrix, end in zip(its, ends, strict=True)]
-            self._tables.append((kernel, torch.tensor(rows, dtype=torch.int64).cuda(), ends[-1]))
+        self._tables = [_Table.of(kernel, its) for kernel, its in by_kernel.items()]
+        num_words = max((each.num_words for each in matrices), default=0) if sources is not None else 0
+        self._rows = _uploaded(row_factors(-(-num_words // COLUMNS)))
+        self._totals = sources, stored
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Start the kernels on `stream`."""
-        for kernel, table, num_blocks in self._tables:
-            args = np.uint64(table.data_ptr()), np.int64(len(table))
-            cuda.launch(kernel, stream, num_blocks, NUM_THREADS, args)
+        for table in self._tables:
+            table.launch(stream, (*table.columns, self._rows, *self._totals))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Matrices for one kernel: int64[n, 12], `Matrix` in kernels.cu."""
+
+    kernel: str
+    rows: torch.Tensor
+    num_blocks: int
+    columns: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, kernel: str, matrices: Sequence[QuantizedMatrix]) -> _Table:
+        cuda.load(kernel)
+        ends = list(itertools.accumulate(matrix.num_blocks for matrix in matrices))
+        rows = [(*each.numbers, end - each.num_blocks) for each, end in zip(matrices, ends, strict=True)]
+        device = torch.cuda.current_device()
+        columns = [_columns(device, itemsize) for itemsize in (matrices[0].itemsize, 1, 4)]
+        return cls(kernel, torch.tensor(rows, dtype=torch.int64).cuda(), ends[-1], columns)
+
+    def launch(self, stream: torch.cuda.Stream, memory: Iterable[torch.Tensor | None]) -> None:
+        pointers = (np.uint64(0 if each is None else each.data_ptr()) for each in memory)
+        args = np.uint64(self.rows.data_ptr()), np.int64(len(self.rows)), np.int64(self.num_blocks), *pointers
+        num_blocks = min(self.num_blocks, num_blocks_on_device(_BLOCKS_PER_PROCESSOR))
+        cuda.launch(self.kernel, stream, num_blocks, _NUM_THREADS, args)
+
+
+@functools.cache
+def _columns(device: int, itemsize: int) -> torch.Tensor:
+    """Return the factors of lanes, int64, on a device."""
+    with torch.cuda.device(device):
+        return _uploaded(lane_factors(itemsize))
+
+
+def _uploaded(factors: Digests) -> torch.Tensor:
+    return torch.from_numpy(factors.view(np.int64)).cuda()
 
 
 def _block(weight: torch.Tensor, form: Format) -> tuple[int, int]:

@@ -14,7 +14,12 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.launch_graph import LaunchGraph
-from weightsync.memory.quantize_kernels import QuantizedMatrix, QuantizeTable, can_quantize
+from weightsync.memory.quantize_kernels import (
+    MatrixDigests,
+    QuantizedMatrix,
+    QuantizeTable,
+    can_quantize,
+)
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import byte_strides
@@ -135,7 +140,7 @@ class QuantizingTables:
     def _launches(self, bucket: int, step: _Step) -> Callable[[torch.cuda.Stream], None]:
         wholes = box_table(step.wholes, len(self._wholes[0]), self._wholes)
         stored = box_table(step.stored, len(self._stored[0]), self._stored)
-        quantize = QuantizeTable(step.matrices)
+        quantize = QuantizeTable(step.matrices, self._wholes[0], self._stored[0])
 
         def launch(stream: torch.cuda.Stream) -> None:
             self._take.launch(bucket, stream)
@@ -215,10 +220,10 @@ class QuantizingTables:
         """Store a piece as it comes, or quantise it."""
         meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
         data = _typed(memory, meta, piece.box)
-        step.wholes.append(BoxPart(piece.tensor, data, meta.shape, piece.box))
         if form:
-            self._quantize_in_place(step, meta, form, data, piece.box.offset[0])
+            self._quantize_in_place(step, piece.tensor, data, piece.box.offset[0])
             return
+        step.wholes.append(BoxPart(piece.tensor, data, meta.shape, piece.box))
         step.names.add(meta.name)
         for segment, place in self.places.held(meta.name):
             _require_dtype(meta.name, data, place)
@@ -231,20 +236,21 @@ class QuantizingTables:
         """Store a tensor that lies at the start of `memory`, and quantise it if it has a format."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
         whole = _typed(memory[: meta.nbytes], meta, Box.whole(meta.shape))
-        step.wholes.append(BoxPart.whole(tensor, whole))
         parts = as_loaded(meta.name, whole, self._shapes)
         if form is None:
+            step.wholes.append(BoxPart.whole(tensor, whole))
             for name, part in parts:
                 self._put(step, name, part)
             return
         matrix = whole.view(-1, whole.shape[-1])
         if self._in_rows[tensor]:
-            self._quantize_in_place(step, meta, form, matrix, 0)
+            self._quantize_in_place(step, tensor, matrix, 0)
             return
         _require_kernel(meta, matrix, form)
         values = scratch.take(matrix.shape, getattr(torch, form.values))
         scales = scratch.take(form.grid(matrix.shape), torch.float32)
-        step.matrices.append(QuantizedMatrix.of(matrix, form, values, scales))
+        digests = MatrixDigests(0, tensor)
+        step.matrices.append(QuantizedMatrix.of(matrix, form, values, scales, digests))
         for name, part in parts:
             first = (part.storage_offset() - whole.storage_offset()) // matrix.shape[1]
             end, block = first + len(part), form.block[0]
@@ -281,28 +287,29 @@ class QuantizingTables:
             and scales_place.is_contiguous()
         )
 
-    def _quantize_in_place(
-        self, step: _Step, meta: TensorMeta, form: Format, data: torch.Tensor, first: int
-    ) -> None:
+    def _quantize_in_place(self, step: _Step, tensor: int, data: torch.Tensor, first: int) -> None:
         """Quantise rows of a matrix, from `first` on, to the place of those that this rank holds, if any."""
+        meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+        assert form
         _require_kernel(meta, data, form)
         names, block = _names(meta, form), form.block[0]
         step.names.update(names)
+        box = Box((first, 0), tuple(data.shape))
         if not self.places.held(meta.name):
+            step.wholes.append(BoxPart(tensor, data, meta.shape, box))
             return
         ((values, place),), ((_, scales_place),) = map(self.places.held, names)
-        part = Box((first, 0), tuple(data.shape)).intersect(values.box)
+        part = box.intersect(values.box)
+        for rest in _rows_besides(box, part):
+            step.wholes.append(BoxPart(tensor, data[rest.slices(box)], meta.shape, rest))
         if part is None:
             return
-        (at, _), (num_rows, _) = part.offset, part.extent
-        start = at - values.box.offset[0]
-        scales = Box((at // block, 0), form.grid(part.extent))
+        start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
         into = place[start : start + num_rows]
-        scales_into = scales_place[start // block :][: scales.extent[0]]
-        matrix = data[at - first : at - first + num_rows]
-        step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into))
-        for name, held, box in ((names[0], into, part), (names[1], scales_into, scales)):
-            step.stored.append(BoxPart(self.places.number(name), held, self.places.shape(name), box))
+        scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
+        digests = MatrixDigests(part.offset[0], tensor, *map(self.places.number, names))
+        matrix = data[part.slices(box)]
+        step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into, digests))
 
 
 class _Scratch:
@@ -350,6 +357,15 @@ def _is_rows_of_blocks(box: Box, meta: TensorMeta, form: Format) -> bool:
     end = first + box.extent[0]
     is_cut = not block or first % block or (end % block and end < meta.shape[0])
     return box.extent[1:] == meta.shape[1:] and not is_cut
+
+
+def _rows_besides(box: Box, part: Box | None) -> list[Box]:
+    """Return the rows of `box` before and after those of `part`."""
+    if part is None:
+        return [box]
+    first, column = box.offset
+    bounds = (first, part.offset[0]), (part.offset[0] + part.extent[0], first + box.extent[0])
+    return [Box((start, column), (end - start, box.extent[1])) for start, end in bounds if start < end]
 
 
 def _require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
