@@ -86,11 +86,11 @@ class QuantizeTable:
         for each in self._matrices:
             digests, block = each.digests, each.form.block[0]
             _add_digest(self._sources, digests.source, each.weight, digests.row)
-            made = [data for _, data in quantize(each.weight, each.form)]
-            _add_digest(self._stored, digests.values, made[0], digests.row)
-            _add_digest(self._stored, digests.scales, made[1], digests.row // block)
-            for target, data in zip((each.values, each.scales), made, strict=True):
-                target.copy_(data)
+            targets = each.values, each.scales
+            for target, (_, made) in zip(targets, quantize(each.weight, each.form), strict=True):
+                target.copy_(made)
+            _add_digest(self._stored, digests.values, each.values, digests.row)
+            _add_digest(self._stored, digests.scales, each.scales, digests.row // block)
 
 
 def _add_digest(totals: torch.Tensor, number: int | None, rows: torch.Tensor, first: int) -> None:

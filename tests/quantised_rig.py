@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from weightsync.channel.sink import PieceView
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.memory.digests import tensor_digest
+from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
 from weightsync.memory.quantize import quantize
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stacked_experts import as_loaded
@@ -69,8 +71,8 @@ def formats(form: Format) -> dict[str, Format]:
     return {name: form for name in names if name not in ("embed.weight", "norm.weight")}
 
 
-def plan_of(metas: tuple[TensorMeta, ...]) -> Plan:
-    """Rows of three trainers, cut where no block ends, to one engine rank that takes whole tensors."""
+def rows_of_trainers(metas: tuple[TensorMeta, ...]) -> list[RankLayout]:
+    """Rows of three trainers, cut where no block ends."""
     sources = []
     for rank in range(NUM_TRAINERS):
         segments = []
@@ -80,11 +82,23 @@ def plan_of(metas: tuple[TensorMeta, ...]) -> Plan:
             if box.numel and (rank == 1 or not is_whole):
                 segments.append(Segment(meta.name, box, meta.name, 0, box.strides(meta.itemsize)))
         sources.append(RankLayout(metas, tuple(segments)))
+    return sources
+
+
+def whole_of_trainer(metas: tuple[TensorMeta, ...]) -> RankLayout:
+    """Return the layout of a trainer with all tensors, of which `b` is transposed."""
+    strides = {"b.weight": (2, 2 * SHAPES["b.weight"][0])}
+    return RankLayout(metas, tuple(Segment.whole(meta, strides.get(meta.name)) for meta in metas))
+
+
+def plan_of(metas: tuple[TensorMeta, ...], sources: Sequence[RankLayout]) -> Plan:
+    """Plan for one engine rank that takes whole tensors."""
+    num = len(sources)
     engine = RankLayout(metas, tuple(map(Segment.whole, metas)))
     return make_plan(
         Layout.from_ranks(sources),
         {"e": Layout.from_ranks([engine])},
-        Members(num_holders=4, trainers=(0, 1, 2), engines=(("e", (3,)),)),
+        Members(num_holders=num + 1, trainers=tuple(range(num)), engines=(("e", (num,)),)),
         bucket_bytes=SLOT_NBYTES,
         max_staging_bytes=2 * SLOT_NBYTES,
         slots=2,
@@ -106,12 +120,22 @@ def _axis(meta: TensorMeta) -> int:
 class Rig:
     """The second of two ranks, with later rows of what is stored, later columns of ``down_proj``.
 
-    `b` is transposed. With `sends_stored`, trainers have quantised.
+    `b` is transposed. With `sends_stored`, trainers have quantised. With `in_memory`, one trainer has
+    everything, and it is read there.
     """
 
-    def __init__(self, form: Format, device: str, *, sends_stored: bool = False) -> None:
+    def __init__(
+        self, form: Format, device: str, *, sends_stored: bool = False, in_memory: bool = False
+    ) -> None:
         self.form, self.device, self.sends_stored = form, torch.device(device), sends_stored
-        self.plan = plan_of(tuple(meta_of(name, data) for name, data in self.sent(trained(0)).items()))
+        sent = tuple(meta_of(name, data) for name, data in self.sent(trained(0)).items())
+        whole = whole_of_trainer(sent)
+        self.plan = plan_of(sent, [whole] if in_memory else rows_of_trainers(sent))
+        self.memory = {
+            meta.name: torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+            for meta in sent
+            if in_memory
+        }
         self.slots = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         metas = [meta_of(name, data) for name, data in stored(trained(0), form).items()]
         self.boxes = {meta.name: share(meta, NUM_RANKS - 1, NUM_RANKS, axis=_axis(meta)) for meta in metas}
@@ -127,7 +151,11 @@ class Rig:
         self.places = StoredPlaces(segments, live, metas, formats(form))
         self.parameters = LiveParameters(self.model, self.device)
         formats_left = {} if sends_stored else self.places.formats
-        self.tables = QuantizingTables(self.plan, self.slots, self.places, formats_left)
+        found = SourcePieces.find(self.plan, whole, self.memory)
+        assert (found is not None) == in_memory
+        pieces: PieceMemory = found or SlotPieces(self.plan, self.slots)
+        self.tables = QuantizingTables(self.plan, pieces, self.places, formats_left)
+        self.tables.bind(torch.empty(self.tables.nbytes, dtype=torch.uint8, device=device))
 
     def sent(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what trainers send of their weights."""
@@ -138,12 +166,16 @@ class Rig:
     ) -> None:
         """Have `sink` take all buckets of `tensors`, or the first `num_buckets`."""
         sent = self.sent(tensors)
+        for name, held in self.memory.items():
+            data = sent[name].t() if name == "b.weight" else sent[name]
+            held.copy_(data.contiguous().view(-1).view(torch.uint8))
         for bucket in itertools.islice(self.plan.buckets(), num_buckets):
             slot, views = self.slots[bucket.index % 2], list[PieceView]()
             for piece in bucket.pieces:
                 data = sent[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
                 part = slot[piece.offset : piece.offset + piece.nbytes]
-                part.copy_(data.view(-1).view(torch.uint8))
+                if not self.memory:
+                    part.copy_(data.view(-1).view(torch.uint8))
                 views.append((piece.tensor, piece.box, part.view(data.dtype).view(piece.box.extent)))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.engines.whole_sink import Loader, WholeSink
 from weightsync.errors import StateError, TransportError
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan
@@ -147,7 +148,9 @@ class WholeLoads:
             return
         try:
             formats = {} if self._takes_stored else places.formats
-            self._tables = QuantizingTables(self._plan, self._feed.slots, places, formats)
+            tables = QuantizingTables(self._plan, SlotPieces(self._plan, self._feed.slots), places, formats)
+            tables.bind(torch.empty(tables.nbytes, dtype=torch.uint8, device=self._device))
+            self._tables = tables
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             self._has_kernels = False  # until the next plan
             self._logger.info("a rank quantises tensor by tensor: %s", error)

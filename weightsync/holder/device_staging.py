@@ -19,6 +19,7 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
+from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import device_id, segment_view
@@ -90,6 +91,9 @@ class DeviceStaging:
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
         self._quantizing: QuantizingTables | None = None
+        self._quantizing_source: QuantizingTables | None = None
+        self._scratch: torch.Tensor | None = None
+        self._source_pieces: SourcePieces | None = None
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
@@ -125,6 +129,8 @@ class DeviceStaging:
         self.source = memory = open_all(trainer.buffers, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
+        is_alone = self._plan.members.num_holders == 1
+        self._source_pieces = SourcePieces.find(self._plan, trainer.layout, memory) if is_alone else None
         cast = {
             index
             for index, held in enumerate(segments)
@@ -154,7 +160,8 @@ class DeviceStaging:
         if isinstance(engine, LiveExport):
             memory = open_all(engine.parameters, self._engine)
             self.flat = FlatSnapshot(memory)
-            self._quantizing = self._tables(engine.places, memory) if engine.places else None
+            if engine.places:
+                self._prepare_to_quantize(engine.places, memory)
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             self.target = open_all(engine.buffers, self._engine)
@@ -170,20 +177,34 @@ class DeviceStaging:
         """Whether the holder can quantise into the engine rank's memory."""
         return self._quantizing is not None
 
-    def quantized(self) -> Quantized:
-        """Return what was made of the last version, after `wait_written`."""
-        assert self._quantizing is not None
-        return self._quantizing.result()
+    @property
+    def quantizes_source(self) -> bool:
+        """Whether it can quantise what the trainer's memory holds, too, without slots."""
+        return self._quantizing_source is not None
 
-    def _tables(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> QuantizingTables | None:
-        slots = [buffer.tensor for buffer in self._buffers]
+    def quantized(self, from_source: bool = False) -> Quantized:
+        """Return what was made of the slots or of the trainer's memory, after `wait_written`."""
+        tables = self._quantizing_source if from_source else self._quantizing
+        assert tables is not None
+        return tables.result()
+
+    def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
+        """Prepare to quantise into `memory`, if that can be done here."""
+        if not self._buffers:
+            return
+        pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
+        pieces += [self._source_pieces] if self._source_pieces else []
         try:
             places = StoredPlaces.of(export, memory)
-            tables = QuantizingTables(self._plan, slots, places, export.formats) if slots else None
+            tables = [QuantizingTables(self._plan, each, places, export.formats) for each in pieces]
+            nbytes = max(each.nbytes for each in tables)
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            for each in tables:
+                each.bind(self._scratch)
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             logger.info("the engine rank quantises, not holder %d: %s", self._index, error)
-            return None
-        return tables
+            return
+        self._quantizing, self._quantizing_source = tables[0], tables[1] if len(tables) > 1 else None
 
     @collector_paused
     def second_copy(self) -> SecondCopy | None:
@@ -262,11 +283,16 @@ class DeviceStaging:
         self.slot(bucket)[: len(held)].copy_(held, non_blocking=True)
         self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
-    def write(self, bucket: int) -> None:
+    def write(self, bucket: int, from_source: bool = False) -> None:
         """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it.
 
-        If the holder `quantizes`, buckets come from the first to the last.
+        If the holder `quantizes`, buckets come from the first to the last. With `from_source` it quantises
+        the bucket's part of the trainer's memory instead.
         """
+        if from_source:
+            assert self._quantizing_source is not None
+            self._quantizing_source.run(bucket, self._writing)
+            return
         if self._quantizing:
             self._quantizing.run(bucket, self._writing)
         else:
@@ -289,7 +315,7 @@ class DeviceStaging:
         self._let_go_of_engine()
         for buffer in self._mapped:
             buffer.close()
-        self.source = {}
+        self.source, self._source_pieces = {}, None
         for target in self._targets:
             target.close()
         self._mapped, self._targets = [], []
@@ -302,7 +328,8 @@ class DeviceStaging:
         if self._second_copy:
             self._second_copy.close()
             self._second_copy = None
-        self._unpack, self._quantizing, self.flat, self.target = None, None, None, {}
+        self._unpack, self.flat, self.target = None, None, {}
+        self._quantizing = self._quantizing_source = self._scratch = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

@@ -48,6 +48,11 @@ class BucketConsumer(ABC):
     def taking(self) -> bool:
         """Whether the engine rank takes part and has not been given up."""
 
+    @property
+    def reads_slots(self) -> bool:
+        """Whether buckets that it gets have to be in their slots."""
+        return True
+
     def wait_free(self, bucket: int) -> None:  # noqa: B027 - by default `Staging.fill` waits on the device
         """Wait until the slot that `bucket` goes to may be filled."""
 
@@ -85,7 +90,8 @@ def open_consumer(
         if memory.writes or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, taker, attempt, limit_s, only)
         if memory.quantizes and feed.is_writable():
-            return QuantizingConsumer(memory, taker, attempt, limit_s)
+            from_source = snapshot is None and memory.quantizes_source
+            return QuantizingConsumer(memory, taker, attempt, limit_s, from_source)
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
@@ -200,13 +206,36 @@ class WriteConsumer(BucketConsumer):
 
 
 class QuantizingConsumer(WriteConsumer):
-    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made."""
+    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made.
+
+    With `from_source` it reads the trainer's memory in place of slots.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceStaging,
+        feed: HolderFeed | None,
+        attempt: int,
+        timeout_s: float,
+        from_source: bool,
+    ) -> None:
+        super().__init__(memory, feed, attempt, timeout_s)
+        self._from_source = from_source
+
+    @property
+    def reads_slots(self) -> bool:
+        return not self._from_source
+
+    def offer(self, bucket: int) -> None:
+        if self._feed and self.taking:
+            self._memory.write(bucket, self._from_source)
+            self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int, is_all: bool = True) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
-            self._feed.written(self._attempt, self._memory.quantized())
+            self._feed.written(self._attempt, self._memory.quantized(self._from_source))
 
 
 def run_update(
@@ -236,7 +265,7 @@ def run_update(
         moved_buckets(plan, task),
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.broadcasts_all else 1,
-        start,
+        start if consumer.reads_slots else lambda _: (),
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.launch_graph import LaunchGraph
+from weightsync.memory.piece_memory import PieceMemory, typed
 from weightsync.memory.quantize_kernels import (
     MatrixDigests,
     QuantizedMatrix,
@@ -23,7 +23,7 @@ from weightsync.memory.quantize_kernels import (
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import byte_strides
-from weightsync.plan import Box, Piece, Plan, Segment, TensorMeta
+from weightsync.plan import Box, Piece, Plan, TensorMeta
 from weightsync.plan.assembly import assemble
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 from weightsync.plan.formats import Format
@@ -62,9 +62,9 @@ class _Parts(NamedTuple):
 class QuantizingTables:
     """The launches of an update: digest what came, quantise it, digest what that makes, write it.
 
-    A piece that is whole rows of blocks is quantised where it lies in its bucket. Other matrices, and stacks
-    of experts, are first put together from their pieces, unless a bucket has all their rows in order. If the
-    place of a matrix is whole rows, too, the kernel writes there. Otherwise it writes to scratch memory.
+    A piece that is whole rows of blocks is quantised where it lies. Other matrices, and stacks of experts,
+    are first put together from their pieces, unless all their rows lie in order. If the place of a matrix is
+    whole rows, too, the kernel writes there. Otherwise it writes to scratch memory.
 
     Attributes:
         nbytes: of the memory in which tensors are put together and quantised during an update.
@@ -72,52 +72,53 @@ class QuantizingTables:
     """
 
     def __init__(
-        self, plan: Plan, slots: Sequence[torch.Tensor], places: StoredPlaces, formats: Mapping[str, Format]
+        self, plan: Plan, pieces: PieceMemory, places: StoredPlaces, formats: Mapping[str, Format]
     ) -> None:
         """
         Args:
-            slots: the bucket slots, uint8, on the device of the live parameters.
+            pieces: where they lie, on the device of the live parameters.
             formats: of what is quantised, by the name of its weight. All else is stored as it comes.
 
         Raises:
-            NoKernelError: a tensor is stored in a way that no kernel here writes.
+            NoKernelError: a tensor is stored in a way that no kernel here writes. `bind` finds the rest.
         """
         self.places = places
-        self._plan, self._slots, self._formats = plan, slots, formats
+        self._plan, self._memory, self._formats = plan, pieces, formats
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
         self._parts = [self._parts_of(meta) for meta in plan.tensors]
         self._pieces = [plan.bucket(index).pieces for index in range(plan.num_buckets)]
         self._in_rows = [self._fits_in_rows(tensor) for tensor in range(len(plan.tensors))]
-        pieces = [piece for its in self._pieces for piece in its]
-        parted = {each.tensor for each in pieces if not self._can_pass(each)}
-        self._passing = {each.tensor for each in pieces} - parted
-        self._together = [self._whole_tensors(pieces) for pieces in self._pieces]
-        parted -= {tensor for offsets in self._together for tensor in offsets}
+        every = [piece for its in self._pieces for piece in its]
+        parted = {each.tensor for each in every if not self._can_pass(each)}
+        self._passing = {each.tensor for each in every} - parted
+        self._together = [self._whole_tensors(its) for its in self._pieces]
+        parted -= {tensor for wholes in self._together for tensor in wholes}
         self._assembly = assemble(plan, parted)
+        self._taken = parted
         made = zip(self._together, self._assembly.complete, strict=True)
-        most = max((self._scratch_nbytes([*offsets, *complete]) for offsets, complete in made), default=0)
+        most = max((self._scratch_nbytes([*wholes, *complete]) for wholes, complete in made), default=0)
         self.nbytes = self._assembly.nbytes + most
         self._base = -1
         self._graphs: Sequence[LaunchGraph] = ()
-        device = slots[0].device
+        device = pieces.device
         with torch.cuda.device(device):
             self._wholes, self._stored = (
                 torch.zeros((2, num), dtype=torch.int64, device=device)
                 for num in (len(plan.tensors), len(places.names))
             )
-            self.bind(torch.empty(self.nbytes, dtype=torch.uint8, device=device))
 
     def bind(self, memory: torch.Tensor) -> None:
-        """Prepare launches that use `memory`, uint8[nbytes], unless they use it already."""
+        """Prepare launches that use `memory`, uint8[nbytes], unless they use it already.
+
+        The caller keeps it while they run. Raises NoKernelError, see `QuantizingTables`.
+        """
         if memory.data_ptr() == self._base:
             return
         steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
         if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
             raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
-        table, parent = box_copies([copy for step in steps for copy in step.copies])
-        bounds = np.cumsum([0, *(len(step.copies) for step in steps)])
-        self._write = CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())
-        self._take = CopyTable(*self._copies(memory.data_ptr()))
+        self._write = _copy_table([step.copies for step in steps])
+        self._take = _copy_table([self._copies(bucket, memory) for bucket in range(self._plan.num_buckets)])
         self._graphs = [LaunchGraph(self._launches(bucket, step)) for bucket, step in enumerate(steps)]
         self._base = memory.data_ptr()
 
@@ -166,44 +167,43 @@ class QuantizingTables:
         if form is None or names != (meta.name,):
             return form is None and names == (meta.name,)
         is_elsewhere = not any(self.places.held(name) for name in _names(meta, form))
-        return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
+        if is_elsewhere or not (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form)):
+            return is_elsewhere
+        return self._memory.view(piece).is_contiguous()
 
-    def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, int]:
-        """Return the first byte in a bucket of each tensor that lies there in one piece, row after row."""
+    def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
+        """Return each tensor that a bucket has whole, row after row."""
         held = defaultdict[int, list[Piece]](list)
         for piece in pieces:
             held[piece.tensor].append(piece)
-        return {
-            tensor: min(each.offset for each in its)
-            for tensor, its in held.items()
-            if tensor not in self._passing and _is_run(self._plan.tensors[tensor], its)
+        found = {
+            tensor: self._memory.whole(its) for tensor, its in held.items() if tensor not in self._passing
         }
+        return {tensor: whole for tensor, whole in found.items() if whole is not None}
 
     def _step(self, bucket: int, memory: torch.Tensor) -> _Step:
         step, scratch = _Step(), _Scratch(memory[self._assembly.nbytes :])
-        slot = self._slots[bucket % len(self._slots)]
         for piece in self._pieces[bucket]:
             if piece.tensor in self._passing:
-                self._pass_on(step, piece, slot[piece.offset : piece.offset + piece.nbytes])
-        for tensor, start in self._together[bucket].items():
-            self._store(step, tensor, slot[start:], scratch)
+                self._pass_on(step, piece)
+        for tensor, whole in self._together[bucket].items():
+            self._store(step, tensor, whole, scratch)
         for tensor in self._assembly.complete[bucket]:
-            self._store(step, tensor, memory[self._assembly.offset[tensor] :], scratch)
+            self._store(step, tensor, self._assembled(tensor, memory), scratch)
         return step
 
-    def _copies(self, base: int) -> tuple[Copies, list[int]]:
-        address = {
-            meta.name: base + start
-            for meta, start in zip(self._plan.tensors, self._assembly.offset, strict=True)
-        }
-        taken = {tensor for tensors in self._assembly.complete for tensor in tensors}
-        segments = [
-            [Segment.whole(meta)] if tensor in taken else [] for tensor, meta in enumerate(self._plan.tensors)
+    def _assembled(self, tensor: int, memory: torch.Tensor) -> torch.Tensor:
+        """View a tensor where it is put together."""
+        meta, start = self._plan.tensors[tensor], self._assembly.offset[tensor]
+        return typed(memory[start : start + meta.nbytes], meta, Box.whole(meta.shape))
+
+    def _copies(self, bucket: int, memory: torch.Tensor) -> list[BoxCopy]:
+        """Return the copies of a bucket's pieces to where tensors are put together."""
+        return [
+            _copy(self._memory.view(piece), self._assembled(piece.tensor, memory)[piece.box.slices()])
+            for piece in self._pieces[bucket]
+            if piece.tensor in self._taken
         ]
-        slots = [slot.data_ptr() for slot in self._slots]
-        return bucket_rows(
-            self._plan, segments, address, slots, into=True, only=lambda piece: piece.tensor in taken
-        )
 
     def _scratch_nbytes(self, tensors: Sequence[int]) -> int:
         """Return the bytes of scratch memory that the quantised tensors among `tensors` take."""
@@ -216,10 +216,10 @@ class QuantizingTables:
                 nbytes += _aligned(rows * columns) + _aligned(4 * down * across)
         return nbytes
 
-    def _pass_on(self, step: _Step, piece: Piece, memory: torch.Tensor) -> None:
+    def _pass_on(self, step: _Step, piece: Piece) -> None:
         """Store a piece as it comes, or quantise it."""
         meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
-        data = _typed(memory, meta, piece.box)
+        data = self._memory.view(piece)
         if form:
             self._quantize_in_place(step, piece.tensor, data, piece.box.offset[0])
             return
@@ -232,10 +232,9 @@ class QuantizingTables:
                 number = self.places.number(meta.name)
                 step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
 
-    def _store(self, step: _Step, tensor: int, memory: torch.Tensor, scratch: _Scratch) -> None:
-        """Store a tensor that lies at the start of `memory`, and quantise it if it has a format."""
+    def _store(self, step: _Step, tensor: int, whole: torch.Tensor, scratch: _Scratch) -> None:
+        """Store a whole tensor, and quantise it if it has a format."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
-        whole = _typed(memory[: meta.nbytes], meta, Box.whole(meta.shape))
         parts = as_loaded(meta.name, whole, self._shapes)
         if form is None:
             step.wholes.append(BoxPart.whole(tensor, whole))
@@ -326,22 +325,6 @@ class _Scratch:
         return found
 
 
-def _is_run(meta: TensorMeta, pieces: Sequence[Piece]) -> bool:
-    """Whether pieces of a tensor in one bucket are all of it, where each row follows the one before."""
-    whole = Box.whole(meta.shape)
-    strides, start = whole.strides(meta.itemsize), min(piece.offset for piece in pieces)
-    return sum(piece.nbytes for piece in pieces) == meta.nbytes and all(
-        piece.box.extent[1:] == meta.shape[1:] and piece.offset - start == whole.distance(piece.box, strides)
-        for piece in pieces
-    )
-
-
-def _typed(data: torch.Tensor, meta: TensorMeta, box: Box) -> torch.Tensor:
-    """View bytes, uint8, as a box of a tensor."""
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return data.view(dtype).view(box.extent)
-
-
 def _names(meta: TensorMeta, form: Format) -> tuple[str, str]:
     """Return the names of a matrix's values and scales."""
     return meta.name, _scales_of(meta.name, form)
@@ -391,3 +374,10 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> BoxCopy:
         target.data_ptr(),
         byte_strides(target),
     )
+
+
+def _copy_table(copies: Sequence[Sequence[BoxCopy]]) -> CopyTable:
+    """Return a table of the copies of each bucket."""
+    table, parent = box_copies([copy for its in copies for copy in its])
+    bounds = np.cumsum([0, *map(len, copies)])
+    return CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())
