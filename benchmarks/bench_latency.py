@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
     python -m benchmarks.bench_latency --engine vllm --quantization config.json    quantised, by ours alone
+    python -m benchmarks.bench_latency --way direct --apart    from trainers on other GPUs of the host
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
 
 One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
@@ -91,10 +92,13 @@ Way = Callable[[], "Layers | Round"]
 
 def main() -> None:
     """Parse arguments, measure part by part, print and write the result."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
     if args.part:
         _run_part(json.loads(args.part))
         return
+    if args.apart and args.way != ["direct"]:
+        parser.error("--apart: the engines' own ways share a GPU with trainers; give --way direct")
     where = environment()
     rows: list[dict[str, object]] = []
     notes: list[str] = []
@@ -122,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tp", type=int, nargs="+", default=[1], help="ranks of the engine, and of the trainers"
     )
     parser.add_argument("--way", nargs="+", default=list(_WAYS), choices=_WAYS)
+    parser.add_argument("--apart", action="store_true", help="trainers on other GPUs; only with --way direct")
     parser.add_argument("--bucket-mib", type=int, default=1024, help="of the engines' own buckets")
     parser.add_argument(
         "--gpu-memory", type=float, default=0.5, help="share of a GPU that the engine may take"
@@ -140,23 +145,23 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
     engines = args.engine or (["torch"] if args.cpu else ["sglang", "vllm"])
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
-    common |= {"rounds": args.rounds, "each_rounds": args.each_rounds}
+    common |= {"rounds": args.rounds, "each_rounds": args.each_rounds, "apart": args.apart}
     common["quantization"] = quantization_config(args.quantization) if args.quantization else None
     for engine, model, tp in itertools.product(engines, args.model, args.tp):
         if importlib.util.find_spec(engine) is None:
             notes.append(f"{engine}: not installed, left out")
-        elif num_gpus < tp and not args.cpu:
+        elif num_gpus < tp * (1 + args.apart) and not args.cpu:
             notes.append(f"{engine} {model}, {tp} ranks: {num_gpus} GPUs here, left out")
         else:
             yield {"engine": engine, "model": model, "tp": tp, **common}
 
 
 def _run_part(spec: Mapping[str, Any]) -> None:
-    start_ray(0 if spec["cpu"] else spec["tp"])
+    start_ray(0 if spec["cpu"] else spec["tp"] * (1 + spec["apart"]))
     try:
         where = spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"], spec["quantization"]
-        with start(*where, cpu=spec["cpu"], config=config(256, 2)) as rig:
-            named = {"engine": spec["engine"], "model": spec["model"], "tp": spec["tp"]}
+        with start(*where, cpu=spec["cpu"], apart=spec["apart"], config=config(256, 2)) as rig:
+            named = {key: spec[key] for key in ("engine", "model", "tp", "apart")}
             pings = ray.get(rig.trainers[0].ping.remote(rig.engine, _NUM_PINGS))
             ways = _ways(rig, spec)
             if not rig.has_own_way:

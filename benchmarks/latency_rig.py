@@ -147,12 +147,13 @@ def start(
     *,
     cpu: bool,
     config: SyncConfig,
+    apart: bool = False,
     nodes: tuple[str, str] | None = None,
 ) -> Iterator[Rig]:
     """Start an engine with dummy weights, and a trainer rank on each GPU.
 
-    `quantization`: the ``quantization_config`` of a vLLM. `nodes`: Ray's for the trainers and, on the next
-    GPUs, for the engine.
+    `quantization`: the ``quantization_config`` of a vLLM. With `apart` the engine is on the next GPUs; so it
+    is with `nodes`, which are Ray's for the trainers and for the engine.
     """
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
@@ -174,7 +175,7 @@ def start(
         options = {"tensor_parallel_size": num_ranks, **options}
         if quantization:
             options |= {"dtype": "bfloat16", "hf_overrides": {FIELD: quantization}}
-        first = num_ranks if nodes else 0
+        first = num_ranks if apart or nodes else 0
         visible = "" if cpu else ",".join(str(first + rank) for rank in range(num_ranks))
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV, node=its)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])
