@@ -27,10 +27,10 @@ from weightsync.protocol.messages import (
     AttachReport,
     Digests,
     FeedTicket,
+    HolderDigests,
     Loaded,
     LoadReport,
     PublishReport,
-    Quantized,
 )
 from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
 
@@ -93,7 +93,7 @@ class DictEngine:
             self.on_write(name)
             self.tensors[name][box.slices()].copy_(data)
 
-    def written(self, quantized: Quantized | None = None) -> None:
+    def written(self, by_holder: HolderDigests | None = None) -> None:
         """Do nothing: what did not come, as of frozen tensors, is there."""
 
     def finish(self) -> None:

@@ -32,7 +32,7 @@ from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, Segment
 from weightsync.plan.formats import Format
 from weightsync.protocol.handles import LiveExport
-from weightsync.protocol.messages import Quantized
+from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import LocalEngine
 
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ class Staging(DirectStaging):
         assert self.tables
         self.tables.run(bucket, torch.cuda.current_stream())
 
-    def quantized(self, from_source: bool = False) -> Quantized:
+    def quantized(self, from_source: bool = False) -> HolderDigests:
         assert self.tables
         return self.tables.result()
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Published, PublishReport
+from weightsync.protocol.messages import FeedTicket, HolderDigests, Published, PublishReport
 from weightsync.report import Link
 from weightsync.testing import LocalEngine, LocalTrainer
 
@@ -45,6 +46,29 @@ def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
         assert loop.controller.links() == [
             Link("trainer 0", f"engine {name} rank 0", "same host", nbytes) for name in ("e0", "e1")
         ]
+
+    drive(work)
+
+
+def test_what_a_holder_digests_reaches_its_engine_rank() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        staging, engine = loop.holders[1].staging, loop.engines["e0"]
+        assert isinstance(staging, Staging)
+        start_direct_copy, got = staging.start_direct_copy, list[HolderDigests | None]()
+
+        def digested(frozen: bool) -> SimpleNamespace:
+            start_direct_copy(frozen)
+            return SimpleNamespace(result=engine.digests)
+
+        staging.start_direct_copy = digested  # type: ignore[method-assign, assignment]
+        engine.written = got.append  # type: ignore[method-assign, assignment]
+        loop.train()
+        await loop.controller.update(1)
+        (made,) = got
+        assert made
+        assert made.wholes.tolist() == engine.digests().tolist()
+        assert made.stored.tolist() == []
 
     drive(work)
 

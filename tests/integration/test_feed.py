@@ -32,7 +32,7 @@ from weightsync.errors import (
 )
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
-from weightsync.protocol.messages import Quantized
+from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import DictEngine
 
 
@@ -106,12 +106,12 @@ def test_the_holder_learns_that_it_may_quantise_and_loses_no_message(holder: Hol
 
 def test_digests_of_many_tensors_reach_the_engine_rank(holder: HolderFeed, plan: Plan) -> None:
     class Quantizing(Sink):
-        def written(self, quantized: Quantized | None = None) -> None:
-            came.append(quantized)
+        def written(self, by_holder: HolderDigests | None = None) -> None:
+            came.append(by_holder)
 
-    came: list[Quantized | None] = []
+    came: list[HolderDigests | None] = []
     engine = _connected(holder, plan)
-    made = Quantized(*np.arange(400_000, dtype=np.uint64).reshape(2, -1))
+    made = HolderDigests(*np.arange(400_000, dtype=np.uint64).reshape(2, -1))
     holder.written(1, made)
     engine.receive(1, Quantizing(plan), patient(10))
     (got,) = came

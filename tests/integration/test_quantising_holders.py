@@ -25,7 +25,7 @@ from weightsync.memory.piece_memory import SourcePieces
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.protocol.messages import Quantized
+from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 from weightsync.transports import Pending
 
@@ -62,7 +62,7 @@ class Near(Staging):
         else:
             super().write(bucket)
 
-    def quantized(self, from_source: bool = False) -> Quantized:
+    def quantized(self, from_source: bool = False) -> HolderDigests:
         assert self.from_source
         return self.from_source.result() if from_source else super().quantized()
 
@@ -138,7 +138,7 @@ def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
     async def work(loop: Mapped) -> None:
         finish = Staging.quantized
 
-        def flipped(staging: Staging, from_source: bool = False) -> Quantized:
+        def flipped(staging: Staging, from_source: bool = False) -> HolderDigests:
             made = finish(staging, from_source)
             if staging.live is loop.hosts[0].live:
                 staging.live["0_weight_scale"].data[2] *= 2

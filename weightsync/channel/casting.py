@@ -11,7 +11,7 @@ from weightsync.channel.sink import PieceView, Sink
 from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.messages import Digests, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests
 
 
 class Casting:
@@ -90,9 +90,9 @@ class CastingSink:
         """Cast a bucket's pieces, and pass them on."""
         self._sink.take(bucket, self._casting.cast(pieces))
 
-    def written(self, quantized: Quantized | None) -> None:
+    def written(self, by_holder: HolderDigests | None) -> None:
         """Pass it on: only frozen tensors are left out, since no holder writes the rank's memory."""
-        self._sink.written(quantized)
+        self._sink.written(by_holder)
 
     def finish(self) -> None:
         """Finish the other sink."""

@@ -58,7 +58,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import BufferHandle, Handle
-from weightsync.protocol.messages import Digests, FeedTicket, Quantized
+from weightsync.protocol.messages import Digests, FeedTicket, HolderDigests
 from weightsync.protocol.timing import PhaseClock, Span
 
 logger = logging.getLogger("weightsync.channel.engine_end")
@@ -127,9 +127,9 @@ class HolderFeed:
         """Tell the engine rank, which waits for `written`, that more buckets follow."""
         self._send(GoingOn(attempt))
 
-    def written(self, attempt: int, quantized: Quantized | None = None) -> None:
-        """Tell the engine rank that all further buckets are in its memory, `quantized` or as they came."""
-        made = (quantized.wholes.tobytes(), quantized.stored.tobytes()) if quantized else (b"", b"")
+    def written(self, attempt: int, by_holder: HolderDigests | None = None) -> None:
+        """Tell the engine rank that all further buckets are in its memory, and what it digested of them."""
+        made = (by_holder.wholes.tobytes(), by_holder.stored.tobytes()) if by_holder else (b"", b"")
         self._send(Written(attempt, *made))
 
     def is_writable(self) -> bool:
@@ -342,7 +342,7 @@ class EngineFeed:
         for expected in range(max(self._num_buckets, 1)):  # without buckets the holder writes all
             ready = self._wait_ready(attempt, expected, timeout_s)
             if isinstance(ready, Written):
-                sink.written(_quantized(ready))
+                sink.written(_digests(ready))
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
             dropped = self._inject("refill" if ready.whole else "move", expected, views)
@@ -417,7 +417,7 @@ class EngineFeed:
                 raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
 
 
-def _quantized(written: Written) -> Quantized | None:
+def _digests(written: Written) -> HolderDigests | None:
     if not written.wholes:
         return None
-    return Quantized(np.frombuffer(written.wholes, np.uint64), np.frombuffer(written.stored, np.uint64))
+    return HolderDigests(np.frombuffer(written.wholes, np.uint64), np.frombuffer(written.stored, np.uint64))

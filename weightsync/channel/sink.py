@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weightsync.plan import Box
-from weightsync.protocol.messages import Digests, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,11 @@ class Sink(Protocol):
         have ended by then, also on a device.
         """
 
-    def written(self, quantized: Quantized | None) -> None:
+    def written(self, by_holder: HolderDigests | None) -> None:
         """Called instead of `take` for all further pieces: they are in memory.
 
-        The holder has written them into exported memory, `quantized` or as they are, or they are of frozen
-        tensors and have not changed.
+        The holder has written them into exported memory, quantised or as they are, or they are of frozen
+        tensors and have not changed. `by_holder`: the digests that it took of them, if any.
         """
 
     def finish(self) -> None:

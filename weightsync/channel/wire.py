@@ -50,7 +50,7 @@ class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged.
 
-    If the holder quantised them, `wholes` and `stored` are the bytes of `Quantized`.
+    If the holder digested them, `wholes` and `stored` are the bytes of `HolderDigests`.
     """
 
     attempt: int

@@ -9,7 +9,7 @@ import torch
 from weightsync.channel.sink import PieceView
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.messages import Digests, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests
 
 
 class DeviceSink:
@@ -56,9 +56,9 @@ class DeviceSink:
         torch.cuda.current_stream().synchronize()  # the kernel has a stream of its own
         self._writer.take(bucket, pieces)
 
-    def written(self, quantized: Quantized | None = None) -> None:
+    def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that all further buckets are in memory."""
-        self._writer.written(quantized)
+        self._writer.written(by_holder)
 
     def finish(self) -> None:
         """Check that every bucket came, as `LiveWriter.finish`."""

@@ -13,13 +13,14 @@ from weightsync.engines.host_writer import HostTables
 from weightsync.errors import StateError, TransportError
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import export_tensors
-from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
+from weightsync.memory.digests import segment_parts
+from weightsync.memory.kernels import CopyTable, DigestTable
 from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Export
-from weightsync.protocol.messages import Digests, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests
 
 logger = logging.getLogger("weightsync.engines.live_writer")
 
@@ -51,6 +52,8 @@ class LiveWriter:
         segments = by_tensor(plan, layout)
         self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
+        self._by_holder: Digests | None = None
+        self._trusts_holder: bool | None = None
         self._missing = Missing(plan)
         for bucket in plan.buckets() if plan.slots else ():
             for piece in bucket.pieces:
@@ -68,7 +71,7 @@ class LiveWriter:
 
         Raises StateError if a buffer has moved: then the engine would not serve the memory written here.
         """
-        self._next = 0
+        self._next, self._by_holder = 0, None
         if live is None:
             return
         for name, address in self._address.items():
@@ -86,9 +89,10 @@ class LiveWriter:
             self._device.copies()
             return None
 
-    def written(self, quantized: Quantized | None = None) -> None:
-        """Note that all further buckets are in memory."""
+    def written(self, by_holder: HolderDigests | None = None) -> None:
+        """Note that all further buckets are in memory, and what the holder digested there."""
         self._next = self._plan.num_buckets
+        self._by_holder = by_holder.wholes if by_holder else None
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy one bucket into the live parameters."""
@@ -107,10 +111,21 @@ class LiveWriter:
             self._missing.require_none()
 
     def digests(self) -> Digests:
-        """Return the digests of live memory."""
+        """Return the digests of live memory.
+
+        They are the holder's, if it took them. The first time this rank takes them too: if the two differ,
+        the holder reads other memory, and its digests are not used.
+        """
+        if self._by_holder is not None and self._trusts_holder:
+            return self._by_holder
         tables = self._device or self._host
         assert tables
-        return tables.digests()
+        found = tables.digests()
+        if self._by_holder is not None and self._trusts_holder is None:
+            self._trusts_holder = bool((found == self._by_holder).all())
+            if not self._trusts_holder:
+                logger.warning("a holder's digests of live memory are not used: this rank has others")
+        return found
 
 
 def can_export(live: Mapping[str, torch.Tensor]) -> bool:
@@ -135,18 +150,7 @@ class _DeviceTables:
         starts = [slot.data_ptr() for slot in slots]
         self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
         self._copies: CopyTable | None = None
-        parts = [
-            DigestPart(
-                tensor=tensor,
-                address=address[segment.buffer] + segment.byte_offset,
-                strides=segment.strides,
-                box=segment.box,
-                shape=plan.tensors[tensor].shape,
-                itemsize=plan.tensors[tensor].itemsize,
-            )
-            for tensor, held in enumerate(segments)
-            for segment in held
-        ]
+        parts = segment_parts(plan, segments, address)
         self._table = DigestTable(parts, len(plan.tensors))
 
     def copies(self) -> CopyTable:

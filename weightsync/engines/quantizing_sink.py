@@ -12,7 +12,7 @@ from weightsync.engines.live_digest import LiveParameters
 from weightsync.errors import TransportError
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, LiveDigest, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests, LiveDigest
 
 
 class QuantizingSink:
@@ -28,7 +28,7 @@ class QuantizingSink:
         self._tables, self._plan, self._parameters = tables, plan, parameters
         self.live: LiveDigest | None = None
         self.is_copied = False
-        self.quantized: Quantized | None = None
+        self.quantized: HolderDigests | None = None
         self._next = 0
         self._memory: torch.Tensor | None = None
         self._digests = np.zeros(len(plan.tensors), np.uint64)
@@ -45,10 +45,10 @@ class QuantizingSink:
         stream.synchronize()
         self._next += 1
 
-    def written(self, quantized: Quantized | None = None) -> None:
+    def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that the holder quantised, or that the live parameters are copies of an equal engine's."""
         assert self._next == 0, "a holder wrote what buckets had begun to fill"
-        self.quantized, self.is_copied = quantized, quantized is None
+        self.quantized, self.is_copied = by_holder, by_holder is None
 
     def finish(self) -> None:
         """Compare what lives with what was stored."""

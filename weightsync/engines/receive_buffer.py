@@ -13,7 +13,7 @@ from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.plan.copies import Copies, box_copies
-from weightsync.protocol.messages import Digests, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests
 
 _NAME = "received"
 
@@ -93,9 +93,9 @@ class SlotSink:
         """Copy one bucket to the receive buffer."""
         self._writer.take(bucket, pieces)
 
-    def written(self, quantized: Quantized | None = None) -> None:
+    def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that holders have written all further buckets to the receive buffer."""
-        self._writer.written(quantized)
+        self._writer.written(by_holder)
 
     def finish(self) -> None:
         """Check that every bucket came, and copy them to the slot."""

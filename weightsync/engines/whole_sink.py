@@ -15,7 +15,7 @@ from weightsync.memory.digests import tensor_digests
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Plan
-from weightsync.protocol.messages import Digests, LiveDigest, Quantized
+from weightsync.protocol.messages import Digests, HolderDigests, LiveDigest
 
 _BATCH_NBYTES = 64 << 20
 
@@ -59,7 +59,7 @@ class WholeSink:
         self._plan, self._make_loader, self._device = plan, make_loader, device
         self._loader: Loader | None = None
         self._parameters, self._places = parameters, places
-        self.quantized: Quantized | None = None
+        self.quantized: HolderDigests | None = None
         self.live: LiveDigest | None = None
         self.is_copied = False
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
@@ -94,11 +94,11 @@ class WholeSink:
             self.live = self._parameters.digest(is_found=self.quantized is not None)
         return self._digests
 
-    def written(self, quantized: Quantized | None = None) -> None:
+    def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that the holder quantised, or that the live parameters are copies of an equal engine's."""
         assert self._parameters is not None, "a holder wrote into a rank that exported nothing"
         assert self._loader is None, "a holder wrote what tensors had begun to fill"
-        self.quantized, self.is_copied = quantized, quantized is None
+        self.quantized, self.is_copied = by_holder, by_holder is None
 
     def abandon(self) -> None:
         """End the update early, as `Loader.abandon` does."""

@@ -11,6 +11,7 @@ import torch
 
 from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
+from weightsync.holder.live_digests import LiveDigests
 from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
@@ -28,7 +29,7 @@ from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport, StoredExport
-from weightsync.protocol.messages import Quantized
+from weightsync.protocol.messages import HolderDigests
 from weightsync.transports import Pending
 
 logger = logging.getLogger("weightsync.holder.device_staging")
@@ -182,7 +183,7 @@ class DeviceStaging:
         """Whether it can quantise what the trainer's memory holds, too, without slots."""
         return self._quantizing_source is not None
 
-    def quantized(self, from_source: bool = False) -> Quantized:
+    def quantized(self, from_source: bool = False) -> HolderDigests:
         """Return what was made of the slots or of the trainer's memory, after `wait_written`."""
         tables = self._quantizing_source if from_source else self._quantizing
         assert tables is not None
@@ -224,12 +225,15 @@ class DeviceStaging:
         """
         self._let_go_of_trainers()
         if any(map(len, reads)):
-            self._direct_copy = DirectCopy(reads, memory, self._address())
+            self._direct_copy = DirectCopy(self._plan, self._segments, reads, memory, self._address())
 
-    def start_direct_copy(self, frozen: bool = True) -> None:
-        """Start the direct copies into the engine rank's memory, with those of frozen tensors or without."""
-        if self._direct_copy:
-            self._direct_copy.begin(self._writing, frozen)
+    def start_direct_copy(self, frozen: bool = True) -> LiveDigests | None:
+        """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.
+
+        Returns the digests of all that the rank then holds, complete after `wait_written`. None if they do
+        not follow from these copies alone.
+        """
+        return self._direct_copy.begin(self._writing, frozen) if self._direct_copy else None
 
     @contextmanager
     def queue(self) -> Iterator[None]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from weightsync.errors import TransportError
+from weightsync.holder.live_digests import LiveDigests
 from weightsync.memory.device import PeerMemory
-from weightsync.memory.kernels import CopyTable
-from weightsync.plan import Reads
+from weightsync.memory.kernels import CopyTable, num_blocks_on_device
+from weightsync.plan import Plan, Reads, Segment
 from weightsync.plan.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
 
@@ -18,6 +22,17 @@ NUM_BLOCKS = 264
 
 Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all others: `benchmarks.bench_pull`.
 """
+GROUP_NBYTES, _MOST_GROUPS = 1 << 30, 16
+"""Copies whose digests follow them are cut into groups of 1 GiB or, above 16 GiB, of a 16th."""
+
+
+class _Group(NamedTuple):
+    """Copies that are started together: group `nth` of reads number `part`."""
+
+    part: int
+    nth: int
+    first: int
+    end: int
 
 
 class DirectCopy:
@@ -25,12 +40,15 @@ class DirectCopy:
 
     def __init__(
         self,
+        plan: Plan,
+        segments: Sequence[Sequence[Segment]],
         reads: Sequence[Reads],
         memory: Mapping[tuple[int, str], DeviceHandle],
         address: Mapping[str, int],
     ) -> None:
         """
         Args:
+            segments: the engine rank's, for each tensor of the plan.
             reads: those of tensors that change and, if they are kept apart, those of frozen ones.
             memory: the trainers' buffers, by rank and name.
             address: where the engine rank's buffers start, on the current device.
@@ -44,25 +62,76 @@ class DirectCopy:
             for key, handle in memory.items():
                 self._memory.append(PeerMemory(handle))
                 start[key] = self._memory[-1].address
+            self._groups = [group for number, part in enumerate(reads) for group in _groups(number, part)]
+            self._digests: LiveDigests | None = None
+            if _write_all(plan, segments, reads):
+                last = _last_groups(reads, self._groups)
+                self._digests = LiveDigests(plan, segments, address, last, len(self._groups))
+            num_blocks = num_blocks_on_device(1) if self._digests else NUM_BLOCKS
             self._kernels = [
-                CopyTable(part.copies(start, address), (0, len(part)), NUM_BLOCKS) if len(part) else None
-                for part in reads
+                CopyTable(part.copies(start, address), _bounds(number, self._groups), num_blocks)
+                for number, part in enumerate(reads)
             ]
             _touch(list(start.values()))
         except BaseException:
             self.close()
             raise
 
-    def begin(self, stream: torch.cuda.Stream, frozen: bool) -> None:
-        """Start the copies on `stream`, those of frozen tensors if `frozen`, without waiting for them."""
-        for kernel in self._kernels if frozen else self._kernels[:1]:
-            if kernel:
-                kernel.launch(0, stream)
+    def begin(self, stream: torch.cuda.Stream, frozen: bool) -> LiveDigests | None:
+        """Start the copies on `stream`, those of frozen tensors if `frozen`, without waiting for them.
+
+        Returns the digests of all that the rank then holds, for which `stream` waits too. None if the rank
+        holds what is not copied directly.
+        """
+        if self._digests:
+            self._digests.begin()
+        for number, group in enumerate(self._groups):
+            if frozen or group.part == 0:
+                self._kernels[group.part].launch(group.nth, stream)
+            if self._digests:
+                self._digests.follow(number, stream)
+        if self._digests:
+            self._digests.end(stream)
+        return self._digests
 
     def close(self) -> None:
         """Unmap the trainers' memory. No copy may be running."""
         while self._memory:
             self._memory.pop().close()
+
+
+def _groups(number: int, reads: Reads) -> list[_Group]:
+    """Cut reads, in their order, into groups of about equal bytes. There is one at least."""
+    done = np.cumsum(reads.rows * reads.row_nbytes)
+    total = int(done[-1]) if len(done) else 0
+    num = min(_MOST_GROUPS, total // GROUP_NBYTES + 1)
+    ends = np.searchsorted(done, [total * each // num for each in range(1, num)], side="right").tolist()
+    bounds = [0, *ends, len(reads)]
+    return [_Group(number, nth, *each) for nth, each in enumerate(itertools.pairwise(bounds))]
+
+
+def _bounds(number: int, groups: Sequence[_Group]) -> list[int]:
+    """Return where the groups of reads `number` begin, and their end."""
+    return [0, *(group.end for group in groups if group.part == number)]
+
+
+def _last_groups(reads: Sequence[Reads], groups: Sequence[_Group]) -> dict[str, int]:
+    """Return the number of the last group that writes each buffer."""
+    return {
+        reads[group.part].dst_names[buffer]: number
+        for number, group in enumerate(groups)
+        for buffer in np.unique(reads[group.part].dst_buffer[group.first : group.end]).tolist()
+    }
+
+
+def _write_all(plan: Plan, segments: Sequence[Sequence[Segment]], reads: Sequence[Reads]) -> bool:
+    """Whether the reads are all that the engine rank holds."""
+    held = sum(
+        segment.box.numel * meta.itemsize
+        for meta, its in zip(plan.tensors, segments, strict=True)
+        for segment in its
+    )
+    return sum(part.nbytes for part in reads) == held
 
 
 def try_mapping(memory: Mapping[str, DeviceHandle]) -> str:

@@ -15,11 +15,12 @@ from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Snapshot, UpdateTask
+from weightsync.protocol.messages import HolderDigests, Snapshot, UpdateTask
 from weightsync.transports import Pending
 
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
+    from weightsync.holder.live_digests import LiveDigests
 
 logger = logging.getLogger("weightsync.holder.update")
 
@@ -61,8 +62,11 @@ class BucketConsumer(ABC):
         """Deliver a bucket that is complete in its slot."""
 
     @abstractmethod
-    def finish(self, num_buckets: int, is_all: bool = True) -> None:
-        """Wait until the engine rank has all `num_buckets`. If they are not all, it has the others."""
+    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
+        """Wait until the engine rank has all `num_buckets`. If they are not all, it has the others.
+
+        `live`: the digests of its memory, if they are taken here.
+        """
 
     @abstractmethod
     def cancel(self, cause: str) -> None:
@@ -126,7 +130,7 @@ class FeedConsumer(BucketConsumer):
         if self._feed:
             self._feed.offer(self._attempt, bucket, self._whole)
 
-    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
         self._wait_read(num_buckets)
         if self._feed and not is_all:
             self._feed.written(self._attempt)
@@ -190,11 +194,11 @@ class WriteConsumer(BucketConsumer):
         if self._feed and self.taking:
             self._feed.go_on(self._attempt)
 
-    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
         """Wait until everything is written, then tell the engine rank."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
-            self._feed.written(self._attempt)
+            self._feed.written(self._attempt, HolderDigests.of_live(live.result()) if live else None)
 
     def cancel(self, cause: str) -> None:
         if self._feed:
@@ -231,7 +235,7 @@ class QuantizingConsumer(WriteConsumer):
             self._memory.write(bucket, self._from_source)
             self._feed.go_on(self._attempt)
 
-    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
@@ -252,12 +256,12 @@ def run_update(
     `start` queues a bucket's broadcasts; `consumer` gets each bucket that arrived. A `FeedConsumer` needs all
     buckets, a `WriteConsumer` can do with some. Errors pass unchanged.
     """
-    writes = task.copies_directly and consumer.taking
+    writes, live = task.copies_directly and consumer.taking, None
     if writes or task.exchanges:
         inject("move", bucket=0, num_buckets=1)
     if writes:
         assert staging.mapped
-        staging.mapped.start_direct_copy(task.frozen)
+        live = staging.mapped.start_direct_copy(task.frozen)
     if task.exchanges:
         assert exchange
         exchange.move(lambda: task.copies_directly and consumer.taking)
@@ -269,7 +273,7 @@ def run_update(
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )
-    consumer.finish(_num_buckets(plan, task), is_all=task.frozen)
+    consumer.finish(_num_buckets(plan, task), is_all=task.frozen, live=live)
 
 
 def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:

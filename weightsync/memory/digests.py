@@ -18,7 +18,7 @@ hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,7 @@ from weightsync.memory.digest_factors import (
 )
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.tensors import byte_strides
-from weightsync.plan import Box
+from weightsync.plan import Box, Plan, Segment
 from weightsync.protocol.messages import Digests
 
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -131,6 +131,27 @@ def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
 def box_table(parts: Sequence[BoxPart], num_tensors: int, totals: torch.Tensor | None = None) -> DigestTable:
     """Return a table of parts on the current device, for as long as they stay where they are."""
     return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors, totals=totals)
+
+
+def segment_parts(
+    plan: Plan, segments: Sequence[Sequence[Segment]], address: Mapping[str, int]
+) -> list[DigestPart]:
+    """Return the parts of a rank's segments, given for each tensor of the plan.
+
+    `address` has the first byte of each buffer.
+    """
+    return [
+        DigestPart(
+            tensor=tensor,
+            address=address[segment.buffer] + segment.byte_offset,
+            strides=segment.strides,
+            box=segment.box,
+            shape=plan.tensors[tensor].shape,
+            itemsize=plan.tensors[tensor].itemsize,
+        )
+        for tensor, held in enumerate(segments)
+        for segment in held
+    ]
 
 
 def digest_table(tensors: Sequence[torch.Tensor]) -> DigestTable:

@@ -27,7 +27,7 @@ from weightsync.plan import Box, Piece, Plan, TensorMeta
 from weightsync.plan.assembly import assemble
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 from weightsync.plan.formats import Format
-from weightsync.protocol.messages import Quantized
+from weightsync.protocol.messages import HolderDigests
 
 _ALIGN = 256
 
@@ -133,10 +133,10 @@ class QuantizingTables:
                 self._stored.zero_()
         self._graphs[bucket].launch(stream)
 
-    def result(self) -> Quantized:
+    def result(self) -> HolderDigests:
         """Return what an update made, after all its launches have ended."""
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
-        return Quantized(wholes, stored)
+        return HolderDigests(wholes, stored)
 
     def _launches(self, bucket: int, step: _Step) -> Callable[[torch.cuda.Stream], None]:
         wholes = box_table(step.wholes, len(self._wholes[0]), self._wholes)

@@ -286,16 +286,23 @@ class PublishReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
-    """What was made of one version's tensors, and written into live parameters.
+class HolderDigests:
+    """Digests that a holder took of what it wrote into an engine rank's memory.
 
     Attributes:
-        wholes: digests of the tensors that came: uint64[num_tensors].
-        stored: digests of what a quantised checkpoint would store of them: uint64[num_stored].
+        wholes: of the plan's tensors: uint64[num_tensors]. If the holder quantised, of these as they came,
+            else of the parts that the rank holds, as they are in its memory.
+        stored: of what a quantised checkpoint would store of them: uint64[num_stored]. Empty if the
+            holder did not quantise.
     """
 
     wholes: Digests
     stored: Digests
+
+    @classmethod
+    def of_live(cls, digests: Digests) -> HolderDigests:
+        """Return digests of memory in which nothing was quantised."""
+        return cls(digests, digests[:0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.protocol.messages import combine
+from weightsync.protocol.messages import HolderDigests, combine
 
 SHAPES = {"column": (6, 8), "row": (10, 4), "norm": (5,), "experts": (4, 3, 2)}
 AXIS = {"column": 1, "row": 0, "norm": None, "experts": 0}
@@ -265,6 +265,36 @@ def test_a_hole_on_either_side_never_becomes_a_plan(side: str, problem: str) -> 
             bucket_bytes=512,
             max_staging_bytes=1 << 20,
         )
+
+
+def test_a_holders_digests_are_used_once_this_rank_has_taken_the_same() -> None:
+    plan, (layout,) = build(1, 1, 1)
+    live = {buffer.name: torch.ones(buffer.shape) for buffer in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [])
+    own = writer.digests()
+    writer.written(HolderDigests.of_live(own.copy()))
+    np.testing.assert_array_equal(writer.digests(), own)
+    made = np.arange(len(plan.tensors), dtype=np.uint64)
+    writer.begin(live)
+    writer.written(HolderDigests.of_live(made))
+    assert writer.digests() is made
+    writer.begin(live)
+    writer.written()
+    np.testing.assert_array_equal(writer.digests(), own)
+
+
+def test_a_holder_that_digests_other_memory_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    plan, (layout,) = build(1, 1, 1)
+    live = {buffer.name: torch.ones(buffer.shape) for buffer in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [])
+    own = writer.digests()
+    for other in (own + np.uint64(1), own):
+        writer.written(HolderDigests.of_live(other))
+        np.testing.assert_array_equal(writer.digests(), own)
+    live["norm"][0] = 5.0
+    writer.written(HolderDigests.of_live(own))
+    assert (writer.digests() != own).sum() == 1
+    assert caplog.messages == ["a holder's digests of live memory are not used: this rank has others"]
 
 
 def test_memory_that_moved_is_not_written() -> None:

@@ -1,12 +1,16 @@
-"""A holder maps, reads and unmaps memory before the plan is made, and says why that fails."""
+"""A holder maps memory before the plan is made, and says why that fails; it copies in groups."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weightsync.errors import TransportError
 from weightsync.holder import direct_copy
 from weightsync.holder.holder import Holder
+from weightsync.plan import Reads
 from weightsync.protocol.handles import DeviceHandle
 
 GPU = "cuda:GPU-1"
@@ -71,3 +75,36 @@ def test_a_holder_says_its_name_and_one_in_host_memory_maps_nothing(device: Devi
     on_host = Holder("holder 4", "127.0.0.1")
     assert on_host.try_mapping({"trainer 0": handle(b"good")}) == "holder 4 has its buckets in host memory"
     assert device.calls == ["map", "read", "unmap"]
+
+
+def reads_of(nbytes: list[int], buffers: list[int]) -> Reads:
+    rows = np.ones(len(nbytes), np.int64)
+    table = np.stack([rows, rows, rows, np.array(nbytes, np.int64), rows, rows], axis=1)
+    zeros = np.zeros(len(nbytes), np.int64)
+    return Reads.from_table(zeros, ("w",), zeros, tuple("abc"), np.array(buffers, np.int64), table)
+
+
+@given(
+    parts=st.lists(
+        st.lists(st.tuples(st.integers(1, 3 << 30), st.integers(0, 2)), min_size=0, max_size=40),
+        min_size=1,
+        max_size=2,
+    )
+)
+def test_groups_are_all_reads_in_order_and_none_after_the_last_writes_a_buffer(
+    parts: list[list[tuple[int, int]]],
+) -> None:
+    reads = [reads_of([n for n, _ in part], [b for _, b in part]) for part in parts]
+    groups = [group for number, part in enumerate(reads) for group in direct_copy._groups(number, part)]
+    for number, part in enumerate(reads):
+        its = [group for group in groups if group.part == number]
+        assert [group.nth for group in its] == [*range(len(its))]
+        assert 1 <= len(its) <= 16
+        bounds = direct_copy._bounds(number, groups)
+        assert bounds == sorted(bounds)
+        assert (bounds[0], bounds[-1]) == (0, len(part))
+    last = direct_copy._last_groups(reads, groups)
+    for number, group in enumerate(groups):
+        written = {"abc"[b] for _, b in parts[group.part][group.first : group.end]}
+        assert all(last[name] >= number for name in written)
+        assert all(name in written for name, found in last.items() if found == number)
