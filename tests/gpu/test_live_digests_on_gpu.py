@@ -39,7 +39,7 @@ def test_digests_follow_the_copies(monkeypatch: pytest.MonkeyPatch, group_nbytes
     reads = Reshard(layout, "e", layout).reads(0, [0])
     memory = {(0, name): handle for name, handle in export_tensors(source).items()}
     address = {name: each.data_ptr() for name, each in target.items()}
-    copy = DirectCopy(plan, by_tensor(plan, rank), [reads], memory, address)
+    copy = DirectCopy(plan, by_tensor(plan, rank), [reads], memory, address, digests=True)
     stream = torch.cuda.Stream()
     for version in (1, 2, 3):
         for each in source.values():
@@ -52,7 +52,7 @@ def test_digests_follow_the_copies(monkeypatch: pytest.MonkeyPatch, group_nbytes
         np.testing.assert_array_equal(live.result(), np.array(wanted, np.uint64), str(version))
         assert all(target[name].equal(each) for name, each in source.items())
     copy.close()
-    part = DirectCopy(plan, by_tensor(plan, rank), [reads.take(np.arange(3))], memory, address)
+    part = DirectCopy(plan, by_tensor(plan, rank), [reads.take(np.arange(3))], memory, address, digests=True)
     assert part.begin(stream, frozen=True) is None, "the rank holds more than is copied"
     stream.synchronize()
     part.close()

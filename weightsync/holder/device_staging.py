@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.errors import ConfigError, DeadlineError, TransportError
-from weightsync.holder.direct_copy import DirectCopy
+from weightsync.holder.direct_copy import DirectCopy, come_by_a_link
 from weightsync.holder.live_digests import LiveDigests
 from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.second_copy import SecondCopy
@@ -225,7 +225,14 @@ class DeviceStaging:
         """
         self._let_go_of_trainers()
         if any(map(len, reads)):
-            self._direct_copy = DirectCopy(self._plan, self._segments, reads, memory, self._address())
+            self._direct_copy = DirectCopy(
+                self._plan,
+                self._segments,
+                reads,
+                memory,
+                self._address(),
+                digests=come_by_a_link(reads, memory),
+            )
 
     def start_direct_copy(self, frozen: bool = True) -> LiveDigests | None:
         """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.

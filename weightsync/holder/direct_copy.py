@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.holder.live_digests import LiveDigests
 from weightsync.memory.device import PeerMemory
-from weightsync.memory.kernels import CopyTable, num_blocks_on_device
+from weightsync.memory.kernels import CopyTable
+from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, Reads, Segment
 from weightsync.plan.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
@@ -22,6 +24,8 @@ NUM_BLOCKS = 264
 
 Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all others: `benchmarks.bench_pull`.
 """
+_NUM_BLOCKS_BESIDE = 96
+"""The same for copies that come by a link. They take no longer, and leave multiprocessors to digests."""
 GROUP_NBYTES, _MOST_GROUPS = 1 << 30, 16
 """Copies whose digests follow them are cut into groups of 1 GiB or, above 16 GiB, of a 16th."""
 
@@ -45,6 +49,8 @@ class DirectCopy:
         reads: Sequence[Reads],
         memory: Mapping[tuple[int, str], DeviceHandle],
         address: Mapping[str, int],
+        *,
+        digests: bool,
     ) -> None:
         """
         Args:
@@ -52,6 +58,7 @@ class DirectCopy:
             reads: those of tensors that change and, if they are kept apart, those of frozen ones.
             memory: the trainers' buffers, by rank and name.
             address: where the engine rank's buffers start, on the current device.
+            digests: digest meanwhile what the rank then holds, if all of that is copied directly.
 
         Raises:
             TransportError: a trainer's memory cannot be mapped.
@@ -64,10 +71,10 @@ class DirectCopy:
                 start[key] = self._memory[-1].address
             self._groups = [group for number, part in enumerate(reads) for group in _groups(number, part)]
             self._digests: LiveDigests | None = None
-            if _write_all(plan, segments, reads):
+            if digests and _write_all(plan, segments, reads):
                 last = _last_groups(reads, self._groups)
                 self._digests = LiveDigests(plan, segments, address, last, len(self._groups))
-            num_blocks = num_blocks_on_device(1) if self._digests else NUM_BLOCKS
+            num_blocks = _NUM_BLOCKS_BESIDE if self._digests else NUM_BLOCKS
             self._kernels = [
                 CopyTable(part.copies(start, address), _bounds(number, self._groups), num_blocks)
                 for number, part in enumerate(reads)
@@ -80,8 +87,7 @@ class DirectCopy:
     def begin(self, stream: torch.cuda.Stream, frozen: bool) -> LiveDigests | None:
         """Start the copies on `stream`, those of frozen tensors if `frozen`, without waiting for them.
 
-        Returns the digests of all that the rank then holds, for which `stream` waits too. None if the rank
-        holds what is not copied directly.
+        Returns the digests of all that the rank then holds, for which `stream` waits too, if there are any.
         """
         if self._digests:
             self._digests.begin()
@@ -98,6 +104,18 @@ class DirectCopy:
         """Unmap the trainers' memory. No copy may be running."""
         while self._memory:
             self._memory.pop().close()
+
+
+def come_by_a_link(reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> bool:
+    """Whether at least half of the bytes are read from other devices than the current one.
+
+    Then its memory has time for digests. Trainers on this device digest at the same time, in processes of
+    their own, with which kernels of this one take turns.
+    """
+    own = device_id(torch.device("cuda", torch.cuda.current_device()))
+    near = {trainer for (trainer, _), handle in memory.items() if handle.device == own}
+    total = sum((Counter(part.by_trainer()) for part in reads), Counter())
+    return 2 * sum(total[trainer] for trainer in near) <= total.total()
 
 
 def _groups(number: int, reads: Reads) -> list[_Group]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weightsync.memory.digests import segment_parts
-from weightsync.memory.kernels import DigestTable, num_blocks_on_device
+from weightsync.memory.kernels import DigestTable
 from weightsync.plan import Plan, Segment
 from weightsync.protocol.messages import Digests
 
@@ -40,10 +40,8 @@ class LiveDigests:
         for tensor, held in enumerate(segments):
             for segment in held:
                 groups[last[segment.buffer]][tensor].append(segment)
-        # As many copies' blocks find room beside them on each multiprocessor.
-        num_blocks = num_blocks_on_device(1)
         self._tables = [
-            DigestTable(segment_parts(plan, its, address), len(plan.tensors), num_blocks, self._totals)
+            DigestTable(segment_parts(plan, its, address), len(plan.tensors), totals=self._totals)
             for its in groups
         ]
 

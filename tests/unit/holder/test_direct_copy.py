@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +111,15 @@ def test_groups_are_all_reads_in_order_and_none_after_the_last_writes_a_buffer(
         written = {"abc"[b] for _, b in parts[group.part][group.first : group.end]}
         assert all(last[name] >= number for name in written)
         assert all(name in written for name, found in last.items() if found == number)
+
+
+@pytest.mark.parametrize(("near", "by_a_link"), [([], True), ([1], True), ([0], False), ([0, 1], False)])
+def test_digests_run_beside_copies_that_mostly_come_by_a_link(
+    monkeypatch: pytest.MonkeyPatch, near: list[int], *, by_a_link: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(direct_copy, "device_id", lambda _: GPU)
+    reads = replace(reads_of([300, 100], [0, 1]), trainer=np.array([0, 1], np.int32))
+    devices = {trainer: GPU if trainer in near else "cuda:GPU-2" for trainer in (0, 1)}
+    memory = {(trainer, "w"): DeviceHandle(device, 7, b"", 0, 64) for trainer, device in devices.items()}
+    assert direct_copy.come_by_a_link([reads, Reads.none()], memory) == by_a_link
