@@ -49,12 +49,10 @@ def _require_places(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's
     if module.moe_config.moe_parallel_config.enable_eplb:
         remedy = f"leave it out: vLLM moves experts and not {found}, their adapter"
         raise ConfigError("options.enable_eplb", True, remedy)
-    first = module.ep_rank * count
-    if routed.expert_map is not None:
-        held = routed.expert_map.tolist()
-        if [held.index(number) for number in range(count)] != [*range(first, first + count)]:
-            remedy = f"leave it out, or place experts in order, as many on each rank, for {found}"
-            raise ConfigError("options.enable_expert_parallel", True, remedy)
+    first, places = module.ep_rank * count, routed.expert_map
+    if places is not None and places[first : first + count].tolist() != [*range(count)]:
+        remedy = f"leave it out, or place experts in order, as many on each rank, for {found}"
+        raise ConfigError("options.enable_expert_parallel", True, remedy)
 
 
 def _require_all(
@@ -67,7 +65,8 @@ def _require_all(
 
     `names` has vLLM's of each expert's projections, in one order.
     """
-    if unknown := next((name for name in found if name not in names), None):
+    known = frozenset(names)
+    if unknown := next((name for name in found if name not in known), None):
         raise ConfigError("target_modules", unknown, f"leave it out: vLLM has slots for {names[0]} and so on")
     if missing := next((name for name in names if name not in loras), None):
         remedy = "adapt it, too: vLLM takes all projections of a layer's experts, or none"
