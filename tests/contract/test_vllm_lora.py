@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 from tests.contract.conftest import Rig
 from tests.patience import patient
 from weightsync.engines.loader_trace import trace
-from weightsync.engines.vllm.api import loader_names, require_updatable
+from weightsync.engines.vllm.api import require_updatable
+from weightsync.engines.vllm.wrapped import unwrapped
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import named_tensors, segment_view
 from weightsync.plan import TensorMeta
@@ -32,6 +35,13 @@ CHECKPOINT = {
     "attn.o_proj.weight": (HIDDEN, 8),
     "norm.weight": (HIDDEN,),
 }
+CHECKPOINT_OF_LAYERS = (
+    "embed_tokens.weight",
+    "attn.qkv_proj.weight",
+    "attn.qkv_proj.bias",
+    "attn.o_proj.weight",
+    "norm.weight",
+)
 QKV = {"q_proj": (0, 8), "k_proj": (8, 4), "v_proj": (12, 4)}
 
 
@@ -81,11 +91,13 @@ class Model(nn.Module):
 
 def test_wrapped_layers_are_written_live_under_their_own_names() -> None:
     model = Model()
-    known_as = loader_names(model)
     metas = [TensorMeta(name, "float32", shape) for name, shape in CHECKPOINT.items()]
-    traced = trace(
-        model, metas, (), load=lambda weights: model.load_weights((known_as(n), t) for n, t in weights)
-    )
+
+    def load(weights: Weights) -> None:
+        with unwrapped(model):
+            model.load_weights(weights)
+
+    traced = trace(model, metas, (), load=load)
     assert set(traced.live) == {
         "embed_tokens.base_layer.weight",
         "attn.qkv_proj.base_layer.weight",
@@ -96,17 +108,33 @@ def test_wrapped_layers_are_written_live_under_their_own_names() -> None:
     assert {segment.tensor for segment in traced.layout.segments} == set(CHECKPOINT)
 
 
-def test_names_of_a_model_without_adapters_stay() -> None:
-    model = nn.Sequential(Layer(2, 2))
-    assert loader_names(model)("0.weight") == "0.weight"
+def test_the_layers_are_back_after_a_load_that_failed() -> None:
+    model = Model()
+    before = {name: id(module) for name, module in model.named_modules()}
+    with unwrapped(model):
+        assert [name for name, _ in model.named_parameters()] == [*CHECKPOINT_OF_LAYERS]
+    with pytest.raises(KeyError, match="unknown"), unwrapped(model):
+        model.load_weights([("unknown", torch.zeros(1))])
+    assert {name: id(module) for name, module in model.named_modules()} == before
 
 
-def test_adapters_of_experts_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("device", "quantization", "remedy"),
+    [
+        ("cpu", None, "vLLM's kernel for adapters of 0 is not for CPUs"),
+        ("meta", "fp8", "no update of the quantised 0 is proven"),
+        ("meta", None, ""),
+    ],
+)
+def test_experts_with_slots_are_refused_where_no_update_is_proven(
+    device: str, quantization: str | None, remedy: str
+) -> None:
     class Config:
         speculative_config = None
+        model_config = SimpleNamespace(quantization=quantization)
 
-    model = nn.Sequential(FusedMoEWithLoRA(Layer(2, 2)))
-    with pytest.raises(ConfigError, match=r"enable_lora: True .*adapters of experts.* kernels of 0"):
+    model = nn.Sequential(FusedMoEWithLoRA(Layer(2, 2))).to(device)
+    with pytest.raises(ConfigError, match=remedy) if remedy else nullcontext():
         require_updatable(Config(), model)
 
 
@@ -146,13 +174,14 @@ def assert_live(llm, model) -> None:
         materialize_layer(module, info)
         for parameter in module.parameters(recurse=False):
             parameter.weight_loader = _get_original_loader(parameter)
-    served.lm_head.weight = served.model.embed_tokens.base_layer.weight
     tensors, tied = named_tensors(model)
+    if tied:
+        served.lm_head.weight = served.model.embed_tokens.base_layer.weight
     metas = [TensorMeta(name, "float32", tuple(each.shape)) for name, each in tensors.items()]
-    known_as = loader_names(served)
 
     def load(weights: Weights) -> None:
-        served.load_weights((known_as(name), tensor.detach()) for name, tensor in weights)
+        with unwrapped(served):
+            served.load_weights((name, tensor.detach()) for name, tensor in weights)
 
     traced = trace(served, metas, tied, load=load)
     assert "model.layers.0.self_attn.qkv_proj.base_layer.weight" in traced.live

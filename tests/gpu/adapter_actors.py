@@ -16,18 +16,35 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+FILE_NUMBER = 7
+"""vLLM's of adapters from files. Those of slots that are written here are larger."""
 
 
 class AdapterTrainer(TrainerShard):
     """One rank, with a base in bfloat16."""
 
-    def start(self, path: str, rank: int, autocast: bool = False) -> None:
-        """Load the base, and add an adapter of `rank`, with `autocast` in float32."""
+    def start(
+        self,
+        path: str,
+        rank: int,
+        autocast: bool = False,
+        targets: Sequence[str] = TARGETS,
+        parameters: Sequence[str] = (),
+    ) -> None:
+        """Load the base, and add an adapter of `rank`, with `autocast` in float32.
+
+        `parameters` are those that PEFT adapts itself, such as stacked experts.
+        """
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
         base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS))
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=list(targets),
+            target_parameters=[*parameters] or None,
+        )
         self.model = get_peft_model(base, config, autocast_adapter_dtype=autocast)
 
     @torch.no_grad()
@@ -46,8 +63,8 @@ class AdapterTrainer(TrainerShard):
 class VllmAdapters(EngineActor):
     """A vLLM with CUDA graphs and adapter slots, started with dummy weights."""
 
-    def __init__(self, path: str, name: str, num_ranks: int, rank: int) -> None:
-        slots = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank}
+    def __init__(self, path: str, name: str, num_ranks: int, rank: int, **more: object) -> None:
+        slots = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank, **more}
         super().__init__(
             "vllm", path, name, {"tensor_parallel_size": num_ranks, **vllm_probe.OPTIONS, **slots}
         )
@@ -65,7 +82,7 @@ class VllmAdapters(EngineActor):
             from vllm import SamplingParams
             from vllm.lora.request import LoRARequest
 
-            lora = LoRARequest(folder, 1 << 20, folder, load_inplace=True)
+            lora = LoRARequest(folder, FILE_NUMBER, folder, load_inplace=True)
             llm.add_lora(lora)
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
             for number, prompt in enumerate(prompts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import cached_property
 from weightsync.plan import TensorMeta
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,15 @@ class AdapterSpec:
         """A and B of each module of the base model that it adapts, in a checkpoint's names.
 
         ``<module>.lora_A.weight`` has the shape (rank, inputs), ``<module>.lora_B.weight`` (outputs, rank).
+        Experts have one module each, such as ``….mlp.experts.0.gate_proj``, also if the trainer stacks them.
         """
         rows = json.loads(zlib.decompress(self.packed))
         return tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in rows)
+
+    @property
+    def first_of_experts(self) -> str:
+        """The name of the first tensor that is of an expert, "" if none is."""
+        return next((meta.name for meta in self.tensors if _OF_EXPERT.search(meta.name)), "")
 
     def __getstate__(self) -> dict[str, object]:
         return {"name": self.name, "packed": self.packed}

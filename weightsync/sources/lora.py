@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.addresses import AddressGuard, local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
-from weightsync.plan import RankLayout
+from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec
 from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import segment_of
 from weightsync.sources.peft_modules import adapted_modules, base_name
+from weightsync.sources.stacked_lora import StackedExperts
 from weightsync.sources.tensors import TensorSource
 
 _KINDS = {LORA_A: "lora_A", LORA_B: "lora_B"}
@@ -27,14 +28,47 @@ class _Trained:
     """A or B of one of PEFT's modules.
 
     Attributes:
+        name: its own in a checkpoint, or that of all experts' together.
         module: PEFT's.
         parameter: what the trainer optimises.
-        is_b: whether it is B, which the module's scaling multiplies.
+        suffix: `LORA_A` or `LORA_B`.
+        experts: those that it is of, if they are stacked.
     """
 
+    name: str
     module: Any
     parameter: torch.Tensor
-    is_b: bool
+    suffix: str
+    experts: StackedExperts | None
+
+    @property
+    def is_b(self) -> bool:
+        """Whether it is B, which the module's scaling multiplies."""
+        return self.suffix == LORA_B
+
+    def metas(self) -> Iterator[TensorMeta]:
+        """Yield the tensors that it is for engines, with its dtype."""
+        whole = meta_of(self.name, self.parameter)
+        if self.experts:
+            yield from self.experts.metas(whole, self.suffix)
+        else:
+            yield whole
+
+    def live(self) -> torch.Tensor:
+        """Return a view of this rank's part, as it is copied."""
+        local = local_tensor(self.parameter)
+        return self.experts.by_expert(local, self.suffix) if self.experts else local
+
+    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
+        """Yield which boxes are where in `held`, a copy of `live` without gaps."""
+        segment = segment_of(self.name, self.parameter)
+        if self.experts:
+            whole = dataclasses.replace(
+                meta_of(self.name, self.parameter), dtype=meta_of(self.name, held).dtype
+            )
+            yield from self.experts.segments(whole, segment, self.suffix)
+        else:
+            yield dataclasses.replace(segment, strides=byte_strides(held))
 
 
 class LoraSource(TensorSource):
@@ -57,7 +91,7 @@ class LoraSource(TensorSource):
 
     def spec(self, name: str) -> AdapterSpec:
         """Return the adapter's tensors, for engines that call it `name`. Raises ConfigError as `layout`."""
-        return AdapterSpec.of(name, [meta_of(key, its.parameter) for key, its in self._look_up().items()])
+        return AdapterSpec.of(name, [meta for its in self._look_up().values() for meta in its.metas()])
 
     def cast(self, dtype: str) -> None:
         """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
@@ -69,31 +103,34 @@ class LoraSource(TensorSource):
         return all(local_tensor(its.parameter).is_cuda for its in self._look_up().values())
 
     def _look_up(self) -> Mapping[str, _Trained]:
-        """Find the adapter's parameters, by the names of the spec.
+        """Find the adapter's parameters, by their names.
 
         Raises ConfigError if there are none, or if the adapter does more than A and B.
         """
         self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
         found: dict[str, _Trained] = {}
         for path, module in adapted_modules(self.model, self._adapter).items():
+            experts = StackedExperts.of(base_name(path), module)
             for suffix, kind in _KINDS.items():
-                name, live = base_name(path) + suffix, getattr(module, kind)[self._adapter].weight
-                found[name] = _Trained(module, live, suffix == LORA_B)
+                name = (experts.name if experts else base_name(path)) + suffix
+                live = getattr(module, kind)[self._adapter].weight
+                found[name] = _Trained(name, module, live, suffix, experts)
                 if is_partitioned(live):
                     remedy = f"{name} is partitioned by ZeRO-3: give plain modules or FSDP2"
                     raise ConfigError("self.model", type(self.model).__name__, remedy)
         return found
 
     def _weights(self) -> LocalWeights:
-        segments, metas = [], []
+        segments: list[Segment] = []
+        metas: list[TensorMeta] = []
         self._held, self._adapter_copies, self._guarded = {}, None, None
         for name, its in self._look_up().items():
-            local = local_tensor(its.parameter)
-            dtype = getattr(torch, self._dtype) if self._dtype else local.dtype
-            held = self._held[name] = torch.empty(local.shape, dtype=dtype, device=local.device)
-            metas.append(dataclasses.replace(meta_of(name, its.parameter), dtype=meta_of(name, held).dtype))
-            segment = segment_of(name, its.parameter)
-            segments.append(dataclasses.replace(segment, strides=byte_strides(held)))
+            live = its.live()
+            dtype = getattr(torch, self._dtype) if self._dtype else live.dtype
+            held = self._held[name] = torch.empty(live.shape, dtype=dtype, device=live.device)
+            kind = meta_of(name, held).dtype
+            metas += (dataclasses.replace(meta, dtype=kind) for meta in its.metas())
+            segments += its.segments(held)
         return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
@@ -126,7 +163,7 @@ class LoraSource(TensorSource):
             where = "is new" if name in now else "is gone"
             raise StateError(f"{name} of adapter {self._adapter} {where}: register the adapter again")
         for name, its in now.items():
-            held, live = self._held[name], local_tensor(its.parameter)
+            held, live = self._held[name], its.live()
             if held.shape != live.shape:
                 was = f"{tuple(held.shape)} before, and is {tuple(live.shape)}"
                 raise StateError(f"{name} of adapter {self._adapter} was {was}: register it again")
@@ -139,14 +176,13 @@ class _Copies:
     def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
         """`held` has the memory of each parameter in `found`."""
         self._adapter, self._held = adapter, [*held.values()]
-        self._lives = [local_tensor(found[name].parameter) for name in held]
+        self._found = [found[name] for name in held]
         self._addresses = self._find()
-        self._rows_of_b = [number for number, name in enumerate(held) if found[name].is_b]
-        self._modules_of_b = [found[name].module for name in held if found[name].is_b]
-        self._casts = any(
-            live.dtype != held[name].dtype for name, live in zip(held, self._lives, strict=True)
-        )
-        self._devices = {live.device for live in self._lives if live.is_cuda}
+        self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
+        self._modules_of_b = [its.module for its in self._found if its.is_b]
+        pairs = zip(self._held, self._found, strict=True)
+        self._casts = any(its.parameter.dtype != copied.dtype for copied, its in pairs)
+        self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
         """Whether what is copied is still allocated. The model may use other memory by now."""
@@ -157,7 +193,7 @@ class _Copies:
         """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
         for device in self._devices:
             torch.cuda.synchronize(device)
-        values = list(self._lives)
+        values = [its.live() for its in self._found]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
         if self._casts:  # B is rounded once, after its product
             products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
@@ -168,7 +204,7 @@ class _Copies:
             torch._foreach_mul_([self._held[number] for number in self._rows_of_b], factors)
 
     def _find(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._lives))
+        return [local_tensor(its.parameter).data_ptr() for its in self._found]
 
 
 class _Unmoved:

@@ -73,6 +73,8 @@ class MergedLoraSource(ModuleSource):
         tied = {name for pair in weights.layout.tied for name in pair}
         for path, module in adapted_modules(self.model, self._adapter).items():
             name = path + _WEIGHT
+            if parameter := getattr(module, "parameter_name", ""):
+                raise ConfigError("merge", self._adapter, f"leave {path}, whose {parameter} it adapts, out")
             if getattr(module, "fan_in_fan_out", False):
                 raise ConfigError("merge", self._adapter, f"{path} is transposed (fan_in_fan_out)")
             if name in tied:

@@ -33,6 +33,16 @@ class UnquantizedFusedMoEMethod(nn.Module):
     def process_weights_after_loading(self) -> None: ...
 
 
+class FusedMoEModularMethod(nn.Module):
+    """Where LoRA wraps experts. The hook does nothing."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.old_quant_method = UnquantizedFusedMoEMethod(backend)
+
+    def process_weights_after_loading(self) -> None: ...
+
+
 class Attention(nn.Module):
     def process_weights_after_loading(self) -> None: ...
 
@@ -73,6 +83,7 @@ def runner(*layers: nn.Module, quantization: str | None = None, eplb: bool = Fal
         Layer(None),
         LinearWithLoRA(Layer(UnquantizedLinearMethod())),
         Layer(UnquantizedFusedMoEMethod("TRITON")),
+        Layer(FusedMoEModularMethod("TRITON")),
         Attention(),
         EncoderAttention(),
         nn.SiLU(),
@@ -87,6 +98,7 @@ def test_plain_layers_are_written_live(layer: nn.Module) -> None:
     [
         (Layer(Fp8LinearMethod()), "1: Fp8LinearMethod may repack"),
         (Layer(UnquantizedFusedMoEMethod("FLASHINFER_CUTLASS")), "1: backend FLASHINFER_CUTLASS"),
+        (Layer(FusedMoEModularMethod("AITER")), "1: backend AITER"),
         (MLAAttention(), "1: MLAAttention processes"),
         (nn.Linear(2, 2), "1.weight does not lie on cuda:0"),
     ],

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.unit.sources.test_lora import Model, adapted, published
+from tests.unit.sources.test_stacked_lora import stacked
 from weightsync.errors import ConfigError
 from weightsync.sources import make_source
 from weightsync.sources.merged_lora import MergedLoraSource
@@ -86,6 +87,11 @@ def tied() -> nn.Module:
         (adapted, {"merge": "defualt"}, "adapter: 'defualt' is not valid; did you mean 'default'"),
         (Model, {"merge": "default"}, "adapter: 'default' is not valid; the model has none"),
         (lambda: adapted(use_dora=True), {"merge": "default"}, "leave DoRA's magnitude .* out"),
+        (
+            lambda: stacked()[0],
+            {"merge": "default"},
+            "leave base_model.model.experts.*, whose .*_proj it adapts, out",
+        ),
         (tied, {"merge": "default"}, "leave base_model.model.head out: its weight is tied"),
         (adapted, {"merge": "default", "names": {"a": "b"}}, "names: .* leave it out: .* with merge"),
         (adapted, {"merge": "default", "offloads": True}, "offloads: .* with merge"),

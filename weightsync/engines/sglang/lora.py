@@ -60,13 +60,16 @@ class SlotOptions:
         slots = arguments.get("max_loras_per_batch", _SLOTS_BY_DEFAULT)
         return cls(bool(arguments.get("enable_lora")), bool(arguments.get("enable_memory_saver")), slots)
 
-    def require(self, num_adapters: int) -> None:
-        """Raise ConfigError if there are no slots for one more than `num_adapters`."""
+    def require(self, spec: AdapterSpec, num_adapters: int) -> None:
+        """Raise ConfigError if there are no slots for an adapter beside `num_adapters` others."""
         if not self.enabled:
             raise ConfigError("options.enable_lora", False, "start the engine with true to give it adapters")
         if self.sleeps:
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_memory_saver", True, remedy)
+        if name := spec.first_of_experts:
+            remedy = f"leave {name} out, or serve it with vLLM: SGLang's slots of experts are not written"
+            raise ConfigError("adapter", spec.name, remedy)
         least = 2 * (num_adapters + 1) + 1
         if self.num_slots < least:
             remedy = (

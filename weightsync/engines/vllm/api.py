@@ -21,6 +21,7 @@ from weightsync.engines.checks import require_gpus
 from weightsync.engines.kernel_state import KernelState, VolatileBuffers
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.vllm.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan.formats import Format, Quantization
 
@@ -153,11 +154,8 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
     A draft model is not looked at.
     """
     for name, module in model.named_modules():
-        if "MoE" in type(module).__name__ and _is_lora(module):
-            remedy = (
-                f"leave it out: adapters of experts replace the kernels of {name}, so no update is proven"
-            )
-            raise ConfigError("enable_lora", True, remedy)
+        if "MoE" in type(module).__name__ and is_lora(module):
+            _require_experts(name, module, config)
         if _has_drawn_scales(module) and config.load_config.load_format == "dummy":
             remedy = (
                 f"use auto: the scales of {name} were drawn at random for the start, and no update sets them"
@@ -167,6 +165,17 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
         if hasattr(kernel, "dnnl_handler"):
             remedy = f"oneDNN would use freed scales in {name} after a reload: serve this format on a GPU"
             raise ConfigError("quantization", config.model_config.quantization, remedy)
+
+
+def _require_experts(name: str, module: torch.nn.Module, config: VllmConfig) -> None:
+    """Raise ConfigError if experts that adapters may have could not be updated, or not be run."""
+    if any(each.device.type == "cpu" for each in module.parameters()):
+        remedy = f"serve it on a GPU, or leave it out: vLLM's kernel for adapters of {name} is not for CPUs"
+        raise ConfigError("enable_lora", True, remedy)
+    quantization = config.model_config.quantization
+    if quantization is not None:
+        remedy = f"leave enable_lora out: with it, no update of the quantised {name} is proven"
+        raise ConfigError("quantization", quantization, remedy)
 
 
 def _has_drawn_scales(module: torch.nn.Module) -> bool:
@@ -293,33 +302,6 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function from a checkpoint's names to a loader's, if LoRA wraps layers.
-
-    A wrapped layer's parameters are called ``….base_layer.weight``. Wrappers of newer versions accept the
-    checkpoint's names; for others the name must contain it.
-    """
-    wrapped = {
-        path
-        for path, module in model.named_modules()
-        if _is_lora(module) and not hasattr(type(module), "load_weights")
-    }
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-
-    def known_as(name: str) -> str:
-        path, _, leaf = name.rpartition(".")
-        parent, _, last = path.rpartition(".")
-        holders = [last, *(whole for whole, parts in packed.items() if last in parts)]
-        inside = any(_join(parent, holder) in wrapped for holder in holders)
-        return f"{path}.base_layer.{leaf}" if inside else name
-
-    return known_as
-
-
-def _is_lora(module: torch.nn.Module) -> bool:
-    return type(module).__name__.endswith("WithLoRA")
-
-
 class Reload:
     """One layerwise reload: vLLM loads each module separately and copies it into live parameters."""
 
@@ -390,7 +372,6 @@ class LoadAccount:
         """Start counting in a running reload. `load` defaults to the model's ``load_weights``."""
         self._model = model
         self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
-        self._known_as = loader_names(model)
         self._expected = _WHOLE.get(model)
         self._count = None if self._expected else FillCount(_to_fill(model))
         self._came: set[_Came] = set()
@@ -399,8 +380,8 @@ class LoadAccount:
         """Give tensors to the loader, by a checkpoint's names."""
         named = list(weights)
         self._came.update((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        with self._count or contextlib.nullcontext():
-            self._load((self._known_as(name), tensor) for name, tensor in named)
+        with self._count or contextlib.nullcontext(), unwrapped(self._model):
+            self._load(named)
 
     def require_all(self) -> None:
         """Raise RuntimeError, with names, if a tensor that the loader fills is not full.
@@ -490,7 +471,7 @@ def _without_failed_to_load() -> Iterator[None]:
 def _pack_again(model: torch.nn.Module) -> None:
     """Pack weights for the CPU that a reload does not: experts, and a tied head."""
     for module in model.modules():
-        if _is_lora(module):
+        if is_lora(module):
             continue  # it has the attributes of the layer that it wraps
         method: Any = getattr(module, "quant_method", None)
         if hasattr(module, "w13_weight"):

@@ -16,12 +16,15 @@ import torch
 from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
 from weightsync.engines.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
+from weightsync.engines.vllm.expert_slots import is_of_experts, require_experts
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import AdapterSpec
 
 _STACK_DIMS = 4
-"""Slots, 1, rows and columns."""
+"""Slots, 1, rows and columns; of experts, slots, experts, rows and columns."""
+_OF_LAYERS = ("lora_a_stacked", "lora_b_stacked")
+_OF_EXPERTS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +104,27 @@ class LoraSlots:
     ) -> None:
         """Have vLLM load an adapter of `value(i)` for tensor i into a slot, by its own loader."""
         tensors = {f"base_model.model.{meta.name}": value(i) for i, meta in enumerate(spec.tensors)}
-        manager.add_adapter(lora_model(manager, number, spec.rank, tensors))
+        model = lora_model(manager, number, spec.rank, tensors)
+        require_experts(manager, model.loras)
+        manager.add_adapter(model)
         manager.activate_adapter(number)
 
 
 def _stacks(manager: Any, number: int) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - vLLM's
-    """Yield each layer's matrices in the slot of adapter `number`, by names of ours."""
+    """Yield each layer's matrices in the slot of adapter `number`, by names of ours.
+
+    Of experts, only those of layers that the adapter has: they are many.
+    """
     at = manager.lora_index_to_id.index(number)
+    adapted_layers = manager.get_adapter(number).loras
     for path, module in manager.modules.items():
-        for kind in ("lora_a_stacked", "lora_b_stacked"):
-            for part, stack in enumerate(getattr(module, kind, ())):
-                if stack.dim() == _STACK_DIMS:  # those of experts have more
-                    yield f"{path}.{kind}.{part}", stack[at, 0]
+        if not is_of_experts(module):
+            for kind in _OF_LAYERS:
+                for part, stack in enumerate(getattr(module, kind, ())):
+                    if stack.dim() == _STACK_DIMS:
+                        yield f"{path}.{kind}.{part}", stack[at, 0]
+        elif path in adapted_layers:
+            for kind in _OF_EXPERTS:
+                for part, stack in enumerate(getattr(module, kind)):
+                    for expert, matrix in enumerate(stack[at]):
+                        yield f"{path}.{kind}.{part}.{expert}", matrix

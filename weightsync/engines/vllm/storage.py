@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # These keep parameters as their loaders write them. For mixture-of-experts layers it depends on the backend.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
+_MODULAR = "FusedMoEModularMethod"
+"""Runs the kernel of another method, which has processed the weights."""
 
 
 def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
@@ -40,7 +42,9 @@ def why_not_live(model: torch.nn.Module, device: torch.device) -> str:
 
 
 def _why_not_plain(module: torch.nn.Module) -> str:
-    method = getattr(module, "quant_method", None)
+    method: Any = getattr(module, "quant_method", None)
+    if type(method).__name__ == _MODULAR:
+        method = method.old_quant_method
     kind = type(method).__name__
     if method is not None and kind == _EXPERTS_METHOD:
         backend: str = method.unquantized_backend.name
@@ -48,7 +52,7 @@ def _why_not_plain(module: torch.nn.Module) -> str:
     if method is not None and kind not in _PLAIN_METHODS:
         return f"{kind} may repack weights"
     # Attention has the hook for quantized caches, experts' methods were checked above; others derive tensors.
-    known = ("Attention", _EXPERTS_METHOD)
+    known = ("Attention", _EXPERTS_METHOD, _MODULAR)
     hooked = hasattr(module, "process_weights_after_loading")
     if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
         return f"{type(module).__name__} processes its weights after loading"

@@ -19,7 +19,6 @@ from weightsync.engines.stored_loader import StoredLoader, find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
-    loader_names,
     quantization_of,
     require_stored,
     require_updatable,
@@ -27,6 +26,7 @@ from weightsync.engines.vllm.api import (
 from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
+from weightsync.engines.vllm.wrapped import unwrapped
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import TensorMeta
@@ -86,8 +86,8 @@ class _Host:
         return draft_of(self._runner, self._device, treatment)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        known_as = loader_names(self.model())
-        self.model().load_weights((known_as(name), tensor) for name, tensor in weights)  # type: ignore[operator]
+        with unwrapped(self.model()):
+            self.model().load_weights(weights)  # type: ignore[operator]
 
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._runner, self._device)

@@ -1,0 +1,80 @@
+"""Which adapters of experts vLLM's slots take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.errors import ConfigError
+
+
+def is_of_experts(module: object) -> bool:
+    """Whether a layer of vLLM with slots has experts."""
+    return hasattr(module, "w13_lora_a_stacked")
+
+
+def require_experts(manager: Any, loras: Mapping[str, Any]) -> None:  # noqa: ANN401 - vLLM's
+    """Raise ConfigError if vLLM would stop at an adapter of experts, or put it in wrong places.
+
+    Args:
+        manager: its ``LoRAModelManager``.
+        loras: A and B of each module, by vLLM's names.
+    """
+    for path, module in manager.modules.items():
+        if not is_of_experts(module):
+            continue
+        names = manager.packed_modules.get(path, ())
+        found = [name for name in loras if name.startswith(f"{path}.")]
+        if found:
+            _require_slots(found[0], module)
+            _require_places(found[0], module)
+            _require_all(names, found, loras, len(module.w13_lora_a_stacked) + 1)
+
+
+def _require_slots(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Raise ConfigError if the layer's slots have no place for each expert's projections."""
+    if getattr(module, "enable_moe_shared_loras", False):
+        remedy = f"leave it out: {found} is of one expert"
+        raise ConfigError("options.enable_moe_shared_loras", True, remedy)
+    if type(module).__name__ == "FusedMoE3DWithLoRA":
+        remedy = f"give true: {found} is of one expert, and vLLM's slots for this model are of all together"
+        raise ConfigError("options.enable_mixed_moe_lora_format", False, remedy)
+
+
+def _require_places(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Raise ConfigError if a rank holds other experts than vLLM's loader of adapters takes it to hold."""
+    if not module.use_ep:
+        return
+    routed, count = module.base_layer.routed_experts, module.local_num_experts
+    if module.moe_config.moe_parallel_config.enable_eplb:
+        remedy = f"leave it out: vLLM moves experts and not {found}, their adapter"
+        raise ConfigError("options.enable_eplb", True, remedy)
+    first, places = module.ep_rank * count, routed.expert_map
+    if places is not None and places[first : first + count].tolist() != [*range(count)]:
+        remedy = f"leave it out, or place experts in order, as many on each rank, for {found}"
+        raise ConfigError("options.enable_expert_parallel", True, remedy)
+
+
+def _require_all(
+    names: Sequence[str],
+    found: Sequence[str],
+    loras: Mapping[str, Any],
+    num_projections: int,
+) -> None:
+    """Raise ConfigError if an expert of a layer has no adapter, or one of another rank.
+
+    `names` has vLLM's of each expert's projections, in one order.
+    """
+    known = frozenset(names)
+    if unknown := next((name for name in found if name not in known), None):
+        raise ConfigError("target_modules", unknown, f"leave it out: vLLM has slots for {names[0]} and so on")
+    if missing := next((name for name in names if name not in loras), None):
+        remedy = "adapt it, too: vLLM takes all projections of a layer's experts, or none"
+        raise ConfigError("target_modules", missing, remedy)
+    for number in range(num_projections):
+        first, *others = names[number::num_projections]
+        rank = loras[first].lora_a.shape[0]
+        for name in others:
+            if (other := loras[name].lora_a.shape[0]) != rank:
+                remedy = f"give {name} rank {rank}, as {first} has: vLLM has one for a projection"
+                raise ConfigError("rank_pattern", other, remedy)

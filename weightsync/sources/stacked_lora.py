@@ -1,0 +1,128 @@
+"""PEFT's adapters of experts that a model stacks in one parameter, one by one as checkpoints name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.plan import Box, Segment, TensorMeta
+from weightsync.protocol.adapters import LORA_A, LORA_B
+
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The projections in each of the parameters in which transformers stacks experts."""
+_OUTER = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A parameter with the weights of all experts, [experts, outputs, inputs], that PEFT adapts.
+
+    A has the rows of one expert after another, [experts * rank, inputs]. The columns of B begin with the
+    first one of each expert, [outputs, rank * experts]. Projections that the parameter has one below the
+    other have the same A, and rows of B.
+
+    Attributes:
+        path: the experts' in a checkpoint, such as ``model.layers.0.mlp.experts``.
+        parameter: its name.
+        count: how many experts it has.
+    """
+
+    path: str
+    parameter: str
+    count: int
+
+    @classmethod
+    def of(cls, path: str, module: Any) -> StackedExperts | None:  # noqa: ANN401 - PEFT's
+        """Return what one of PEFT's modules adapts, if it is a parameter. `path` is its name in PEFT's model.
+
+        Raises ConfigError for other parameters than those of experts, and for transposed ones.
+        """
+        parameter = getattr(module, "parameter_name", None)
+        if parameter is None:
+            return None
+        while path.endswith(_OUTER):  # parameters of one module are wrapped one around the other
+            path = path.removesuffix(_OUTER)
+        name = f"{path}.{parameter}"
+        if parameter not in _PROJECTIONS or len(module.get_param().shape) != 3:
+            known = " and ".join(_PROJECTIONS)
+            raise ConfigError("target_parameters", name, f"leave it out: {known} of stacked experts are read")
+        # Where it is false, PEFT takes the inputs for the outputs.
+        if not getattr(module, "_did_swap_in_out_features", False):
+            remedy = "leave it out: its experts are read as [experts, outputs, inputs], by PEFT 0.19 or newer"
+            raise ConfigError("target_parameters", name, remedy)
+        return cls(path, parameter, module.num_experts)
+
+    @property
+    def name(self) -> str:
+        """Its name in a checkpoint of the model."""
+        return f"{self.path}.{self.parameter}"
+
+    def metas(self, whole: TensorMeta, suffix: str) -> Iterator[TensorMeta]:
+        """Yield each expert's part of A or B, which is `whole`."""
+        rows, columns = whole.shape
+        projections = _PROJECTIONS[self.parameter]
+        if suffix == LORA_A:
+            shape = rows // self.count, columns
+        else:
+            shape = rows // len(projections), columns // self.count
+        for expert in range(self.count):
+            for projection in projections:
+                yield replace(whole, name=self._name_of(expert, projection, suffix), shape=shape)
+
+    def by_expert(self, local: torch.Tensor, suffix: str) -> torch.Tensor:
+        """Return a view of a rank's rows of A or B, with those of one expert after another."""
+        if suffix == LORA_A:
+            return local
+        rows, columns = local.shape
+        return local.view(rows, columns // self.count, self.count).permute(2, 0, 1)
+
+    def segments(self, whole: TensorMeta, held: Segment, suffix: str) -> Iterator[Segment]:
+        """Yield the boxes of the experts' A or B that a rank has in a copy of `by_expert`, without gaps.
+
+        `held` says which box of `whole` the rank has. Raises ConfigError if a box of B has some columns only.
+        """
+        (top, left), (rows, columns) = held.box.offset, held.box.extent
+        if suffix == LORA_A:
+            yield from self._segments_of_a(whole, held)
+            return
+        if columns != whole.shape[1]:
+            remedy = f"shard {whole.name} by rows: its columns belong to experts in turns"
+            raise ConfigError("self.model", f"columns {left} to {left + columns}", remedy)
+        projections, rank = _PROJECTIONS[self.parameter], columns // self.count
+        size, step = whole.shape[0] // len(projections), rank * whole.itemsize
+        for number, projection in enumerate(projections):
+            first, end = _common(number * size, size, top, rows)
+            for expert in range(self.count if first < end else 0):
+                yield Segment(
+                    self._name_of(expert, projection, LORA_B),
+                    Box((first - number * size, 0), (end - first, rank)),
+                    held.buffer,
+                    (expert * rows + first - top) * step,
+                    (step, whole.itemsize),
+                )
+
+    def _segments_of_a(self, whole: TensorMeta, held: Segment) -> Iterator[Segment]:
+        (top, left), (rows, columns) = held.box.offset, held.box.extent
+        rank, step = whole.shape[0] // self.count, columns * whole.itemsize
+        for expert in range(self.count):
+            first, end = _common(expert * rank, rank, top, rows)
+            for projection in _PROJECTIONS[self.parameter] if first < end else ():
+                yield Segment(
+                    self._name_of(expert, projection, LORA_A),
+                    Box((first - expert * rank, left), (end - first, columns)),
+                    held.buffer,
+                    (first - top) * step,
+                    (step, whole.itemsize),
+                )
+
+    def _name_of(self, expert: int, projection: str, suffix: str) -> str:
+        return f"{self.path}.{expert}.{projection}{suffix}"
+
+
+def _common(start: int, size: int, top: int, rows: int) -> tuple[int, int]:
+    """Return the first and the last row, exclusive, that two ranges have in common."""
+    return max(start, top), min(start + size, top + rows)
