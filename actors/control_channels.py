@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import ray
 import zmq
-import zmq.asyncio
 from ray.actor import ActorHandle
 
 from weightsync.channel.control import (
@@ -36,9 +35,12 @@ from weightsync.protocol.handshake import Doorman, keep_alive
 from weightsync.protocol.ports import listen
 
 if TYPE_CHECKING:
-    Socket = zmq.asyncio.Socket
+    Socket = zmq.Socket[bytes]
 
 logger = logging.getLogger("weightsync.control")
+
+_AT_ONCE, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: flags of Python's `enum` cost as much as sending."""
 
 
 class _Dials(Protocol):
@@ -91,8 +93,8 @@ class ControlChannel:
     `stuck`; `ControlChannels.replace` keeps the process from carrying it out.
     """
 
-    def __init__(self, name: str, socket: Socket, channels: ControlChannels) -> None:
-        self.name, self._socket, self.channels = name, socket, channels
+    def __init__(self, name: str, listener: _Listener, channels: ControlChannels) -> None:
+        self.name, self._listener, self.channels = name, listener, channels
         self._peer = b""
         self._ticket = 0
         self._method = ""
@@ -122,9 +124,7 @@ class ControlChannel:
         if len(ask) > MAX_FRAME_NBYTES:
             return None
         self._ticket += 1
-        frames = [self._peer, ask]
-        sent = asyncio.ensure_future(self._socket.send_multipart(frames))  # zmq tries at once
-        if sent.done() and sent.exception():
+        if not self._listener.send(self._peer, ask):
             return None  # the connection is lost, as `end` will say
         self._method, self._waiting = method, asyncio.get_running_loop().create_future()
         return self._waiting
@@ -221,7 +221,6 @@ class ControlChannels:
     def _listening(self) -> _Listener:
         if self._listener is None:
             self._listener = _Listener(self._ports)
-            self._run(self._listener.receive())
         return self._listener
 
     async def _have_dialled(self, trainer: Notifier, offer: ControlOffer) -> None:
@@ -259,13 +258,15 @@ class _Listener:
         listening = listen(host, ports, "the driver cannot listen for control channels")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorman = Doorman(self._context)
-        self._socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a call to a process that hung up fails at once
         keep_alive(self._socket)
         self._endpoint = self._doorman.bind(self._socket, listening, host, MAX_FRAME_NBYTES)
         self._channels: list[ControlChannel] = []
         self._by_peer: dict[bytes, ControlChannel] = {}
         self._notices: list[ReadableNotices] = []
+        self._loop, self._will_receive = asyncio.get_running_loop(), False
+        self._loop.add_reader(self._socket.fileno(), self._receive)
 
     def add_notices(self) -> tuple[ReadableNotices, ControlOffer]:
         """Return the notices of one more trainer, and what it needs to dial."""
@@ -274,14 +275,30 @@ class _Listener:
 
     def add(self, name: str, channels: ControlChannels) -> tuple[ControlChannel, ControlOffer]:
         """Return a new channel, and what the process needs to dial."""
-        channel = ControlChannel(name, self._socket, channels)
+        channel = ControlChannel(name, self, channels)
         self._channels.append(channel)
         return channel, ControlOffer(self._endpoint, self._doorman.secret, len(self._channels) - 1)
 
-    async def receive(self) -> None:
-        """Hand replies to their channels, forever. Strange ones are logged."""
-        while True:
-            peer, *frames = await self._socket.recv_multipart()
+    def send(self, peer: bytes, data: bytes) -> bool:
+        """Send one message. Returns False if `peer` has hung up."""
+        try:
+            self._socket.send(peer, _MORE_FOLLOWS)
+            self._socket.send(data, _AT_ONCE)
+        except zmq.ZMQError:
+            return False
+        if not self._will_receive:  # sending may have used up the signal that a reply has come
+            self._will_receive = True
+            self._loop.call_soon(self._receive)
+        return True
+
+    def _receive(self) -> None:
+        """Hand all replies that have come to their channels. Strange ones are logged."""
+        self._will_receive = False
+        while not self._socket.closed:
+            try:
+                peer, *frames = self._socket.recv_multipart(_AT_ONCE)
+            except zmq.Again:
+                return
             try:
                 self._received(peer, b"".join(frames))
             except (WireError, LookupError) as error:
@@ -298,6 +315,7 @@ class _Listener:
             self._by_peer[peer].answered(reply)
 
     def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
         self._doorman.close()
         with suppress(zmq.ZMQError):

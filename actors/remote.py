@@ -89,13 +89,15 @@ class Remote:
         """Whether the actor has this method."""
         return hasattr(self.handle, self._prefix + method)
 
-    async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
-        """Call the actor, by its control channel where that can.
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """Call the actor, by its control channel where that can, which then needs no task.
 
-        Raises as `answer`, and ConfigError if the actor has no such method.
+        The answer raises as `answer`, and ConfigError if the actor has no such method.
         """
-        if self.channel and (called := self.channel.call(method, args)) is not None:
-            return await called
+        called = self.channel.call(method, args) if self.channel else None
+        return self._call_by_ray(method, *args) if called is None else called
+
+    async def _call_by_ray(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
         if self.channel and self.channel.stuck and method in CALLS:
             await self.channel.channels.replace(cast("Callee", self))
         try:
@@ -133,7 +135,10 @@ class _Holder(Remote):
         super().__init__(name, handle, "")
         self._becoming = becoming
 
-    async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        return self._call_later(method, *args) if self._becoming else super().call(method, *args)
+
+    async def _call_later(self, method: str, *args: object) -> Any:  # noqa: ANN401
         if self._becoming:
             await asyncio.shield(self._becoming)  # this call may be given up, and another follow
             self._becoming = None

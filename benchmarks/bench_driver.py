@@ -16,10 +16,12 @@ reported with the rows that it had, and the others go on.
 ``connect``, ``update`` and ``snapshots`` (holders copy what engines already serve) each have a row:
 
 - ``s`` and ``CPU s`` are the driver's. The time in which peers make and pickle their answers, and compute the
-  plan's digest, is taken off both. What is left includes the pickling of every argument (by Ray's pickler,
-  with a copy of its buffers, as into the object store) and the unpickling of every answer, together
-  ``pickling s``. Garbage is not collected while a peer answers. No time passes between a call and its answer.
-- ``MiB out`` and ``MiB in`` are pickled arguments and answers, without what Ray adds to a call. The plan
+  plan's digest, is taken off both. What is left includes the packing of every argument and the unpacking of
+  every answer, together ``pickling s``: by Ray's pickler with a copy of its buffers, as into the object
+  store, or for the calls that go over control channels as they do there. What Ray, or a socket, needs for a
+  call is not included. Garbage is not collected while a peer answers. No time passes between a call and its
+  answer.
+- ``MiB out`` and ``MiB in`` are packed arguments and answers, without what Ray adds to a call. The plan
   and what engine ranks read from other hosts, which peers get by reference, are pickled once (``share``)
   and count once for each host.
 - ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
@@ -97,7 +99,7 @@ class Measured:
         return {
             "s": self.seconds.wall,
             "CPU s": self.seconds.cpu,
-            "pickling s": sum(cost.pickling.wall for cost in costs),
+            "pickling s": sum(cost.pickling_s for cost in costs),
             "MiB out": sum(cost.nbytes_out for cost in costs) / 2**20,
             "MiB in": sum(cost.nbytes_in for cost in costs) / 2**20,
             "calls": sum(cost.calls for cost in costs),
@@ -252,10 +254,10 @@ def emit_rows(fleet: Mapping[str, object], phase: str, rounds: Sequence[Measured
     emit({"table": _WHOLE, **fleet, "phase": phase, **medians, "peak MiB": peak})
     for method, cost in rounds[-1].ledger.costs.items():
         mib = (cost.nbytes_out + cost.nbytes_in) / 2**20
-        if mib >= 1 or cost.pickling.wall >= 0.01:
+        if mib >= 1 or cost.pickling_s >= 0.01:
             row = {"phase": phase, "method": method, "calls": cost.calls}
             row |= {"MiB out": cost.nbytes_out / 2**20, "MiB in": cost.nbytes_in / 2**20}
-            emit({"table": _BY_METHOD, **fleet, **row, "pickling s": cost.pickling.wall})
+            emit({"table": _BY_METHOD, **fleet, **row, "pickling s": cost.pickling_s})
 
 
 class Idle(EngineCalls):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import pickle
 import time
@@ -10,7 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from ray import cloudpickle
+
+from weightsync.channel.control import CALLS, Answer, Ask, decode_reply, pack, unpack
 
 __all__ = ["Cost", "Instant", "Ledger", "Message", "Stored", "Wire"]
 
@@ -39,6 +43,41 @@ class Message:
     @property
     def nbytes(self) -> int:
         return len(self.body) + sum(map(len, self.buffers))
+
+
+@dataclass(slots=True)  # not frozen: making them counts as the driver's time
+class Reply:
+    """A method's answer as it travels on a control channel."""
+
+    method: str
+    body: bytes
+
+    @classmethod
+    def of(cls, method: str, value: object) -> Reply:
+        return cls(method, msgspec.msgpack.encode(Answer(1, pack(value))))
+
+    def load(self) -> object:
+        reply = decode_reply(self.body)
+        assert isinstance(reply, Answer)
+        return unpack(reply.value, CALLS[self.method].answer)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body)
+
+
+def asked(method: str, args: Sequence[object]) -> int:
+    """Pack a call of `method` as it travels, and return its bytes: on a control channel, or through Ray."""
+    if method in CALLS:
+        return len(msgspec.msgpack.encode(Ask(1, method, pack(args))))
+    return Message.of(list(args), cloudpickle.dumps).nbytes
+
+
+def answered(method: str, value: object) -> Message | Reply:
+    """Return an answer as it travels. `value` may be a `Message`, which is answered through Ray."""
+    if method in CALLS:
+        return Reply.of(method, value)
+    return value.again() if isinstance(value, Message) else Message.of(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +127,7 @@ class Cost:
     calls: int = 0
     nbytes_out: int = 0
     nbytes_in: int = 0
-    pickling: Instant = field(default_factory=Instant)
+    pickling_s: float = 0.0
 
 
 class Ledger:
@@ -121,39 +160,44 @@ class Ledger:
     def share(self, value: object) -> Stored:
         """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
         self.shared.setdefault(type(value), value)
-        cost, started = self.costs["share"], Instant.now()
+        cost, started = self.costs["share"], time.perf_counter()
         stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
         cost.calls += 1
-        cost.pickling += Instant.now() - started
+        cost.pickling_s += time.perf_counter() - started
         return stored
 
     def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
-        """Pickle `args`, have the peer on `host` answer, and return the answer unpickled."""
+        """Pack `args`, have the peer on `host` answer, and return the answer unpacked."""
         self.first.setdefault(method, args)
         stored = [each for each in args if isinstance(each, Stored)]
-        cost, started = self.costs[method], Instant.now()
-        sent_along = [each for each in args if not isinstance(each, Stored)]
-        cost.nbytes_out += Message.of(sent_along, cloudpickle.dumps).nbytes
-        cost.nbytes_out += sum(each.bring(host) for each in stored)
-        sent = Instant.now()
+        cost, started = self.costs[method], time.perf_counter()
+        sent_along = [each for each in args if not isinstance(each, Stored)] if stored else args
+        cost.nbytes_out += asked(method, sent_along)
+        for each in stored:
+            cost.nbytes_out += each.bring(host)
+        sent, sent_cpu = time.perf_counter(), time.process_time()
         collects = gc.isenabled()
         gc.disable()  # objects that a peer makes are freed before the driver goes on
         value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
-        message = value.again() if isinstance(value, Message) else Message.of(value)
+        message = answered(method, value)
         del value
         if collects:
             gc.enable()
-        arrived = Instant.now()
+        arrived, arrived_cpu = time.perf_counter(), time.process_time()
         loaded = message.load()
         cost.nbytes_in += message.nbytes
         cost.calls += 1
-        cost.pickling += Instant.now() - arrived + (sent - started)
-        self.peers += arrived - sent
+        self.peers.wall += arrived - sent
+        self.peers.cpu += arrived_cpu - sent_cpu
+        cost.pickling_s += time.perf_counter() - arrived + (sent - started)
         return loaded
 
 
 class Wire:
-    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted.
+    """A peer as the driver calls it: each method's arguments and answer are packed, and counted.
+
+    Methods of `CALLS` are packed as on a control channel, and return a future as its calls do. Others are
+    packed by Ray's pickler.
 
     A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
     keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
@@ -167,7 +211,15 @@ class Wire:
         if method.startswith("_"):
             raise AttributeError(method)
 
-        async def call(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
+        def answer(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
             return self.ledger.call(method, getattr(self._peer, method), args, self._host)
 
-        return call
+        def by_channel(*args: object) -> Awaitable[Any]:
+            answered = asyncio.get_running_loop().create_future()
+            answered.set_result(answer(*args))
+            return answered
+
+        async def by_ray(*args: object) -> Any:  # noqa: ANN401
+            return answer(*args)
+
+        return by_channel if method in CALLS else by_ray

@@ -66,7 +66,7 @@ class Model:
         share: each trainer rank's digests; equal on all ranks.
         held: each engine's digests, by rank.
         published: what a trainer rank answers to `publish`, pickled.
-        loaded: what an engine answers to `load`, pickled. Its fingerprints are those of the trainers' sum.
+        loaded: what an engine answers to `load`. Its fingerprints are those of the trainers' sum.
     """
 
     def __init__(self, num_tensors: int, num_trainers: int, num_shards: int) -> None:
@@ -83,7 +83,7 @@ class Model:
         total: Digests = share * np.uint64(num_trainers)
         self.held = np.repeat(total[None], TENSOR_PARALLEL, axis=0)
         spans = [[_span("load"), _span("verify")]] * TENSOR_PARALLEL
-        self.loaded = Message.of(LoadReport(fingerprint(self.held), spans))
+        self.loaded = LoadReport(fingerprint(self.held), spans)
 
     def plan_digest(self, plan: Plan) -> str:
         """Return the digest of `plan`, computed once instead of by each peer."""
@@ -206,7 +206,7 @@ class EngineRanks:
 
     def pause(self, mode: str, timeout_s: float) -> None: ...
 
-    def load(self, attempt: int, timeout_s: float) -> Message:
+    def load(self, attempt: int, timeout_s: float) -> LoadReport:
         return self._model.loaded
 
     def digests(self) -> Digests:

@@ -359,6 +359,26 @@ def test_a_reply_to_another_call_leaves_the_one_that_waits() -> None:
     run(test)
 
 
+def test_a_reply_that_comes_while_another_process_is_called_is_taken() -> None:
+    """The socket signals once for all that has come, and sending may take that signal."""
+    may_end = threading.Event()
+
+    def wait(version: int) -> None:
+        assert may_end.wait(patient(10))
+
+    async def test(channels: ControlChannels) -> None:
+        quick = await opened(channels, Process({"resume": lambda version: None}))
+        slow = await opened(channels, Process({"resume": wait}))
+        for version in range(2000):
+            may_end.clear()
+            asked = [asyncio.ensure_future(each.call("resume", version)) for each in (quick, slow)]
+            await asked[0]
+            may_end.set()
+            await asked[1]
+
+    run(test)
+
+
 def test_an_actor_that_ray_cannot_reach_is_not_taken_for_dead() -> None:
     async def unreachable() -> None:
         raise ActorUnavailableError("the connection timed out", None)

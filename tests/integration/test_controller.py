@@ -203,10 +203,12 @@ def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next
             def abort(self, cause: str) -> None:
                 raise PeerLostError("holder 2", "killed")
 
-        whole = loop.fleet.holders[2]
+        whole, told = loop.fleet.holders[2], list[str]()
         loop.fleet.holders[2] = LocalPeer(Gone())
+        loop.holders[1].abort = told.append  # type: ignore[method-assign]
         with pytest.raises(PeerLostError, match="holder 2"):
             await loop.controller.update(2)
+        assert [cause for cause in told if "holder 2" in cause] == told != []
         assert not loop.controller.connected
         loop.fleet.holders[2] = whole
         await loop.controller.connect()

@@ -9,6 +9,7 @@ show the driver's secret.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -114,13 +115,13 @@ def decode_reply(data: bytes) -> Hello | Answer | Raised | Readable:
 
 def pack(value: object) -> msgspec.Raw:
     """Encode arguments, or an answer."""
-    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=_encoded))
+    return msgspec.Raw(_encoder.encode(value))
 
 
 def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance of `kind`
     """Decode a value of type `kind`. Raises WireError for anything else."""
     try:
-        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
+        return _decoder(kind).decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a value of ours: {error}") from error
 
@@ -193,3 +194,11 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 - what MessagePa
         shape, data = msgspec.convert(value, tuple[tuple[int, ...], bytes])
         return np.frombuffer(data, "<u8").reshape(shape)
     raise ValueError(f"not a {kind.__name__}")  # msgspec makes a ValidationError of it
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:  # noqa: ANN401 - a type of `CALLS`
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded)

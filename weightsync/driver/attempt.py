@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from weightsync.driver.gather import GRACE_S, Outcome
@@ -26,14 +26,16 @@ class Attempt(Generic[T]):
 
     def __init__(
         self,
-        moves: Mapping[str, Coroutine[object, object, Moved]],
+        moves: Mapping[str, Awaitable[Moved]],
         loads: Mapping[str, Coroutine[object, object, T]],
         feeds: Mapping[str, Sequence[str]],
         timeout_s: float,
     ) -> None:
         """Start all calls. `loads` is by engine; `feeds` names each engine's holders in `moves`."""
         self._timeout_s, self._begun = timeout_s, time.monotonic()
-        self._moves = {name: asyncio.create_task(call) for name, call in moves.items()}
+        self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
+        first_error = asyncio.wait(self._moves.values(), return_when=asyncio.FIRST_EXCEPTION)
+        self._broken = asyncio.create_task(first_error)  # ends as well once all moves have
         self._loads = {
             name: asyncio.create_task(self._load(name, call, [self._moves[each] for each in feeds[name]]))
             for name, call in loads.items()
@@ -52,19 +54,26 @@ class Attempt(Generic[T]):
             Outcome.of(self._loads, lambda name: DeadlineError("move", (f"engine {name}",), took_s)),
         )
 
+    async def lost_holder(self) -> PeerLostError | None:
+        """Wait until a holder is lost. Returns its error, or None if every move ended otherwise."""
+        await asyncio.wait([self._broken])
+        while True:
+            ended = [move for move in self._moves.values() if move.done() and not move.cancelled()]
+            lost = [error for move in ended if isinstance(error := move.exception(), PeerLostError)]
+            left = [move for move in self._moves.values() if not move.done()]
+            if lost or not left:
+                return next(iter(lost), None)
+            await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
+
     async def _wait(self) -> None:
         moves, loads = self._moves.values(), self._loads.values()
-        ending = [
-            asyncio.create_task(asyncio.wait(moves, return_when=asyncio.FIRST_EXCEPTION)),
-            asyncio.create_task(asyncio.wait(loads)),
-        ]
+        loaded = asyncio.create_task(asyncio.wait(loads))
         try:
             # Engines may use up their time one after another; the holders come on top.
             limit_s = (len(loads) + 1) * self._timeout_s + GRACE_S
-            await asyncio.wait(ending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._broken, loaded], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in ending:
-                each.cancel()
+            loaded.cancel()
         # Holders that still move wait for the one that failed, and end by their own deadline. If none failed,
         # every load has ended, so a holder that still moves has been left by the others.
         broke = any(task.done() and not task.cancelled() and task.exception() for task in moves)
@@ -76,7 +85,7 @@ class Attempt(Generic[T]):
             await asyncio.wait(waiting, timeout=self._timeout_s + GRACE_S)
 
     async def _load(
-        self, name: str, call: Coroutine[object, object, T], moves: Sequence[asyncio.Task[Moved]]
+        self, name: str, call: Coroutine[object, object, T], moves: Sequence[asyncio.Future[Moved]]
     ) -> T:
         load, moving = asyncio.create_task(call), asyncio.create_task(asyncio.wait(moves))
         try:

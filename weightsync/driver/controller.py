@@ -35,15 +35,13 @@ from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     ConfigError,
     MovedError,
-    PeerLostError,
     StateError,
     VerifyError,
     WeightSyncError,
 )
 from weightsync.plan import Plan
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.messages import LoadReport, Moved, Refilled, UpdateTask
-from weightsync.protocol.peers import HolderPeer
+from weightsync.protocol.messages import LoadReport, Refilled
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
 
@@ -411,13 +409,6 @@ class Controller:
         members = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for member in members.values() for holder in member.holders}
 
-        async def move(index: int, holder: HolderPeer, task: UpdateTask) -> Moved:
-            try:
-                return await holder.move(attempt, index in fed, task, timeout_s)
-            except PeerLostError as error:
-                await self._abort(str(error))
-                raise
-
         assert self._connection is not None
         holders = {name: member.holders for name, member in members.items()}
         tasks = self._connection.router.tasks(holders, self._sends_frozen)
@@ -426,10 +417,17 @@ class Controller:
         self._num_buckets = (
             num_buckets if any_task.broadcasts_all else sum(b < num_buckets for b in any_task.cast)
         )
-        moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in tasks.items()}
+        peers = self._fleet.holders
+        moves = {f"holder {i}": peers[i].move(attempt, i in fed, t, timeout_s) for i, t in tasks.items()}
         loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
-        moved, outcome = await Attempt(moves, loads, feeds, timeout_s).run()
+        moving = Attempt(moves, loads, feeds, timeout_s)
+        aborting = asyncio.create_task(self._abort_if_lost(moving))
+        try:
+            moved, outcome = await moving.run()
+            await aborting
+        finally:
+            aborting.cancel()
         loaded = outcome.answers
         self.engine_group.blame("move", outcome.failures)
         if moved.failures:
@@ -465,10 +463,11 @@ class Controller:
             self._config.timeout_s,
         )
 
-    async def _abort(self, cause: str) -> None:
-        """Stop all holders' broadcasts: some may wait for a holder that is lost."""
-        calls = {name: holder.abort(cause) for name, holder in self._fleet.named_holders().items()}
-        await gather_named(calls, "abort", self._config.timeout_s)
+    async def _abort_if_lost(self, attempt: Attempt[LoadReport]) -> None:
+        """Stop all holders' broadcasts if one is lost: others may wait for it."""
+        if lost := await attempt.lost_holder():
+            calls = {name: each.abort(str(lost)) for name, each in self._fleet.named_holders().items()}
+            await gather_named(calls, "abort", self._config.timeout_s)
 
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
         connection = self.connection()

@@ -24,7 +24,7 @@ class Outcome(Generic[T]):
     failures: dict[str, WeightSyncError]
 
     @classmethod
-    def of(cls, tasks: Mapping[str, asyncio.Task[T]], late: Callable[[str], WeightSyncError]) -> Outcome[T]:
+    def of(cls, tasks: Mapping[str, asyncio.Future[T]], late: Callable[[str], WeightSyncError]) -> Outcome[T]:
         """Collect the outcome of `tasks`. `late` makes the error of one that has not ended, or was cancelled.
 
         Errors other than WeightSyncError are bugs and propagate.
@@ -79,13 +79,13 @@ async def gather_named(
     try:
         pending, lost = await _wait(tasks.values(), timeout_s, together)
     except asyncio.CancelledError:
-        for task in tasks.values():
-            task.cancel()
+        for each in tasks.values():
+            each.cancel()
         # Collect their exceptions, so that asyncio does not log them as never retrieved.
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         raise
-    for task in pending:
-        task.cancel()
+    for left in pending:
+        left.cancel()
 
     def late(name: str) -> WeightSyncError:
         given_up = TransportError(f"{phase} of {name} is given up: {lost}") if lost else None
@@ -95,14 +95,14 @@ async def gather_named(
 
 
 async def _wait(
-    tasks: Iterable[asyncio.Task[T]], timeout_s: float, together: bool
-) -> tuple[set[asyncio.Task[T]], PeerLostError | None]:
+    tasks: Iterable[asyncio.Future[T]], timeout_s: float, together: bool
+) -> tuple[set[asyncio.Future[T]], PeerLostError | None]:
     """Wait up to `timeout_s` or, if `together`, until a peer is lost.
 
     Returns the tasks that are pending, and the error of the lost peer.
     """
     when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
-    pending: set[asyncio.Task[T]] = set(tasks)
+    pending: set[asyncio.Future[T]] = set(tasks)
     deadline = time.monotonic() + timeout_s
     while pending and (left_s := deadline - time.monotonic()) > 0:
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=when)

@@ -120,7 +120,8 @@ class Trainers:
     def _counted(self, version: int, answers: Mapping[str, PublishReport]) -> Mapping[str, int]:
         counts: Counter[str] = Counter()
         for each in answers.values():
-            counts.update(each.nonfinite)
+            if each.nonfinite:
+                counts.update(each.nonfinite)
         if counts:
             error = NonfiniteError(version, sorted(counts.items()))
             if self._config.nonfinite == "refuse":

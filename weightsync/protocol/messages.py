@@ -284,6 +284,16 @@ class PublishReport(msgspec.Struct, frozen=True):
     nonfinite: Mapping[str, int]
     spans: Sequence[Span]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
+        words = np.stack([self.fingerprint, self.frozen]).tobytes()
+        return _publish_report, (words, self.nonfinite, self.spans)
+
+
+def _publish_report(words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span]) -> PublishReport:
+    fingerprint, frozen = np.frombuffer(words, np.uint64).reshape(2, -1)
+    return PublishReport(fingerprint, frozen, nonfinite, spans)
+
 
 @dataclass(frozen=True, slots=True)
 class HolderDigests:
