@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
+from typer.testing import CliRunner
 
 from tests.actors.local_cluster import starting_workers
 from tests.patience import patient
+from weightsync.recipes import cli
 
 PORTS = "29700-29799"
 
@@ -52,14 +53,11 @@ def main() -> None:
 
 
 def examine(address: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-    """Run the command. Returns its exit code and what it found."""
-    command = [sys.executable, "-m", "weightsync.recipes.cli", "doctor", "--cluster", "--json"]
-    options = ["--address", address, "--ports", PORTS, "--timeout", f"{timeout_s:g}"]
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=patient(80), check=False
-    )
-    sys.stdout.write(done.stdout + done.stderr)
-    return done.returncode, json.loads(done.stdout)
+    """Run the command in this process. Returns its exit code and what it found."""
+    command = ["doctor", "--cluster", "--json", "--address", address, "--ports", PORTS]
+    done = CliRunner().invoke(cli.app, [*command, "--timeout", f"{timeout_s:g}"])
+    sys.stdout.write(done.output)
+    return done.exit_code, json.loads(done.stdout)
 
 
 def stop(node: Any) -> psutil.Process:

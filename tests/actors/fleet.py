@@ -19,6 +19,7 @@ import torch
 from ray import ObjectRef
 from torch import nn
 
+from tests.actors import zygote
 from tests.patience import patient
 from weightsync.actors.checkpoint_shard import CheckpointShard
 from weightsync.actors.engine import EngineActor
@@ -176,7 +177,9 @@ class HeldShard(CheckpointShard):
 
 
 def spawn(cls: type, *args: object) -> Any:
-    return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(*args)
+    """Start an actor. One that is given "vllm" is forked from a process that has imported it."""
+    imports = {"runtime_env": {"env_vars": {zygote.IMPORTS: "vllm"}}} if "vllm" in args else {}
+    return ray.remote(cls).options(num_cpus=0, max_restarts=0, **imports).remote(*args)
 
 
 def until(true: Callable[[], bool], timeout_s: float) -> bool:

@@ -5,7 +5,8 @@ the fork saves. Ray starts a shell script in place of Python. The script is the 
 arguments, environment and output to the zygote, and ends with the process that the zygote forks.
 
 Ray is imported in a fork of the zygote, which forks the workers of one job: Ray reads the job's number from
-its environment on import, and a worker with another number ends at once.
+its environment on import, and a worker with another number ends at once. Workers that are to have a vLLM
+say so in their environment, and have another fork, which has imported it, too.
 
 python -m tests.actors.zygote SOCKET        # serves until its standard input ends
 python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the script runs
@@ -25,8 +26,10 @@ from collections.abc import Mapping, Sequence
 Order = tuple[Sequence[str], Mapping[str, str], str]
 """Arguments of a worker, its environment and its folder."""
 
-_NUM_FORKS = 3
-"""How many clusters and jobs have a zygote at a time."""
+IMPORTS = "WEIGHTSYNC_TEST_IMPORTS"
+"""A variable of workers that are forked from a process that has imported vLLM: "vllm"."""
+_NUM_FORKS = 8
+"""How many jobs have a zygote at a time, and those with vLLM another one."""
 _NUM_FDS = 2
 _ORDER_S = 120.0
 """How long a fork waits for its order. The script itself waits for as long as the worker lives."""
@@ -87,7 +90,7 @@ def serve(path: str) -> None:
 
 
 class Forks:
-    """Forks of the zygote that have imported Ray: one for each set of Ray's variables, read on import."""
+    """Forks of the zygote that have imported Ray, one for each set of variables: Ray's and `IMPORTS`."""
 
     def __init__(self, inherited: Sequence[selectors.BaseSelector | socket.socket]) -> None:
         """`inherited`: what forks close."""
@@ -101,7 +104,7 @@ class Forks:
             order, fds = _receive(client)
         except (OSError, ValueError):  # the script ended before it sent its order
             return
-        settings = tuple(sorted((k, v) for k, v in order[1].items() if k.startswith("RAY_")))
+        settings = tuple(sorted((k, v) for k, v in order[1].items() if k.startswith("RAY_") or k == IMPORTS))
         theirs = [client.fileno(), *fds]
         fork = self._forks.pop(settings, None) or self._make(order[1], theirs)
         if len(self._forks) == _NUM_FORKS:
@@ -197,6 +200,10 @@ def _import_ray() -> None:
     from tests.warm import keep_from_collection
     from weightsync.actors import checkpoint_shard, engine, trainer_shard, weight_holder  # noqa: F401
 
+    if os.environ.get(IMPORTS) == "vllm":
+        from tests.vllm_imports import import_vllm
+
+        import_vllm()
     keep_from_collection()
 
 

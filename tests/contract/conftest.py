@@ -19,6 +19,7 @@ from tests.contract import sglang_hooks
 from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
+from tests.vllm_imports import import_vllm
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Components
 from weightsync.engines import Engine, HasComponents, make_engine
@@ -103,6 +104,8 @@ class Rig:
             self.models = [save_qwen3(folder / str(seed), "moe" if moe else "tied", seed) for seed in (1, 2)]
         else:
             self.models = [*models] or [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
+        if kind == "vllm":
+            import_vllm()
         options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {}) | more
         self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
         if isinstance(self.engine, HasComponents):

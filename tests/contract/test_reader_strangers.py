@@ -80,7 +80,7 @@ def by_zeromq(**options: str) -> Callable[[Offer], None]:
     def send(offer: Offer) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
-            stranger.setsockopt(zmq.SNDTIMEO, 1000)
+            stranger.setsockopt(zmq.SNDTIMEO, 100)
             for name, value in options.items():
                 stranger.setsockopt_string(getattr(zmq, name), value)
             refused = (

@@ -43,7 +43,7 @@ WAYS = [
 NETWORK = WAYS[1:]
 PROTOCOLS = ["zeromq"] if NO_MOONCAKE else ["zeromq", "tcp"]
 SERVED = [*PROTOCOLS, "unmapped"]
-NBYTES = (64 << 20) + 13
+NBYTES = (16 << 20) + 13
 SHORT_S = patient(0.5)
 """What a read waits for a peer that is stopped; those that are not come within it."""
 

@@ -67,7 +67,7 @@ def wrong_secret(address: str, strangers: contextlib.ExitStack) -> None:
     for secret in ("", "wrong"):
         stranger = strangers.enter_context(context.socket(zmq.DEALER))
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.SNDTIMEO, 1000)
+        stranger.setsockopt(zmq.SNDTIMEO, 100)
         if secret:
             show_secret(stranger, secret)
         stranger.connect(f"tcp://{address.rpartition('@')[2]}")

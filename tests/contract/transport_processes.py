@@ -1,24 +1,21 @@
 """Ranks of one transport, each a process of its own that can be stopped and killed: `Fleet`.
 
-Run as a program it is one rank: it reads orders from stdin, one JSON list a line (a function of `Rank`
-and its arguments), and writes one JSON line or more for each.
+A process gets orders, each a method of `Rank` and its arguments, and answers each once or more.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.transports import Broadcast, Transport, transport_class
@@ -30,8 +27,8 @@ READY_S = patient(120)
 class Rank:
     """What one process does on order."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, say: Callable[[object], None]) -> None:
+        self._name, self._say = name, say
         self._device = "cuda" if name == "nccl" else "cpu"
         self._transport: Transport | None = None
 
@@ -53,7 +50,7 @@ class Rank:
             torch.cuda.synchronize()
         for left in reversed(range(times)):
             if left == 0:
-                say("begun")
+                self._say("begun")
             self._transport.start([Broadcast(data, root)]).wait()
         return int(data.sum(dtype=torch.int64))
 
@@ -66,7 +63,7 @@ class Rank:
             pending.pop(0).wait()
             pending.append(self._transport.start([Broadcast(data[turn % 2], turn % 2)]))
             if turn == 10:
-                say("begun")
+                self._say("begun")
         return 0
 
     def shuffle(self, case: str, rows: int, max_message_bytes: int, rank: int) -> dict[str, object]:
@@ -79,7 +76,7 @@ class Rank:
         from tests.shuffle_cases import shuffle_on
 
         assert self._transport is not None
-        shuffle_on(case, rows, max_message_bytes, rank, self._transport, lambda: say("begun"))
+        shuffle_on(case, rows, max_message_bytes, rank, self._transport, lambda: self._say("begun"))
 
     def close(self) -> float:
         started = time.monotonic()
@@ -93,50 +90,47 @@ class Rank:
         return len({line.split()[-1] for line in lines if "libnccl" in line})
 
 
-def say(answer: object) -> None:
-    print(json.dumps(answer), flush=True)  # noqa: T201
-
-
-def main(name: str) -> None:
-    rank = Rank(name)
-    say("ready")
-    for line in sys.stdin:
-        order, *args = json.loads(line)
+def serve(pipe: Connection, name: str, devices: str) -> None:
+    """Be a rank that sees `devices`, until the other end of `pipe` is closed."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    rank = Rank(name, pipe.send)
+    pipe.send("ready")
+    while True:
+        try:
+            order, *args = pipe.recv()
+        except EOFError:
+            return
         started = time.monotonic()
         try:
-            say({"value": getattr(rank, order)(*args)})
+            pipe.send({"value": getattr(rank, order)(*args)})
         except TransportError as error:
-            say({"error": str(error), "seconds": time.monotonic() - started})
+            pipe.send({"error": str(error), "seconds": time.monotonic() - started})
 
 
 class Process:
-    """One rank's process, and the lines that it says."""
+    """One rank's process, and what it says."""
 
     def __init__(self, name: str, device: int) -> None:
-        path = os.pathsep.join(filter(None, sys.path))
-        env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": str(device)}
+        devices = str(device)
         # By the name of the device where one already restricts what this process sees.
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if name == "nccl" else visible
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, name],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self._said: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+            devices = visible.split(",")[device] if name == "nccl" else visible
+        context = forking() if name == "gloo" else multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, devices))
+        self._process.start()
+        theirs.close()
 
     def order(self, *order: object) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._pipe.send(order)
 
     def hear(self, timeout_s: float = READY_S) -> object:
         """The next thing that it says; "ended" when it is gone."""
-        line = self._said.get(timeout=timeout_s)
-        return json.loads(line) if line else "ended"
+        assert self._pipe.poll(timeout_s), f"nothing said within {timeout_s:g} s"
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            return "ended"
 
     def value(self, timeout_s: float = READY_S) -> object:
         answer = self.hear(timeout_s)
@@ -151,21 +145,13 @@ class Process:
         return str(answer.get("error", ""))
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        assert self._process.pid
+        os.kill(self._process.pid, number)
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe
-            pipe.close()
-
-    def _listen(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            if line.startswith(('"', "{")):  # not what a library prints
-                self._said.put(line)
-        self._said.put("")
+        self._process.join()
+        self._pipe.close()
 
 
 class Fleet:
@@ -267,7 +253,3 @@ def _survive(fleet: Fleet, rank: int, num_ranks: int, timeout_s: float) -> None:
     fleet.lose(rank)
     fleet.open(timeout_s)
     fleet.broadcast()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

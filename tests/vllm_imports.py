@@ -1,0 +1,31 @@
+"""vLLM imported for several engines: those of one process, or of its forks.
+
+Each engine would look through all that a process has imported, for kernels and for garbage. In a process of
+tests that takes seconds of a core.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+from weightsync.engines.vllm.api import set_environment
+
+
+@functools.cache
+def import_vllm() -> None:
+    """Import what engines need, look for kernels once, and keep what is there now out of collections."""
+    set_environment()
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.llm_engine
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        look = current_platform.register_triton_kernel_overrides
+        current_platform.register_triton_kernel_overrides = functools.cache(look)
+    gc.collect()
+    gc.freeze()
+    # Engines keep themselves out of collections, and bring back everything when they end.
+    gc.freeze = gc.unfreeze = lambda: None
