@@ -69,9 +69,11 @@ class DirectCopy:
             for key, handle in memory.items():
                 self._memory.append(PeerMemory(handle))
                 start[key] = self._memory[-1].address
-            self._groups = [group for number, part in enumerate(reads) for group in _groups(number, part)]
+            digests = digests and _write_all(plan, segments, reads)
+            most = _MOST_GROUPS if digests else 1
+            self._groups = [each for number, part in enumerate(reads) for each in _groups(number, part, most)]
             self._digests: LiveDigests | None = None
-            if digests and _write_all(plan, segments, reads):
+            if digests:
                 last = _last_groups(reads, self._groups)
                 self._digests = LiveDigests(plan, segments, address, last, len(self._groups))
             num_blocks = _NUM_BLOCKS_BESIDE if self._digests else NUM_BLOCKS
@@ -118,11 +120,11 @@ def come_by_a_link(reads: Sequence[Reads], memory: Mapping[tuple[int, str], Devi
     return 2 * sum(total[trainer] for trainer in near) <= total.total()
 
 
-def _groups(number: int, reads: Reads) -> list[_Group]:
-    """Cut reads, in their order, into groups of about equal bytes. There is one at least."""
+def _groups(number: int, reads: Reads, most: int) -> list[_Group]:
+    """Cut reads, in their order, into groups of about equal bytes: one at least, and `most` at most."""
     done = np.cumsum(reads.rows * reads.row_nbytes)
     total = int(done[-1]) if len(done) else 0
-    num = min(_MOST_GROUPS, total // GROUP_NBYTES + 1)
+    num = min(most, total // GROUP_NBYTES + 1)
     ends = np.searchsorted(done, [total * each // num for each in range(1, num)], side="right").tolist()
     bounds = [0, *ends, len(reads)]
     return [_Group(number, nth, *each) for nth, each in enumerate(itertools.pairwise(bounds))]

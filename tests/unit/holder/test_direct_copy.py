@@ -88,21 +88,23 @@ def reads_of(nbytes: list[int], buffers: list[int]) -> Reads:
 
 
 @given(
+    most=st.sampled_from([1, 16]),
     parts=st.lists(
         st.lists(st.tuples(st.integers(1, 3 << 30), st.integers(0, 2)), min_size=0, max_size=40),
         min_size=1,
         max_size=2,
-    )
+    ),
 )
 def test_groups_are_all_reads_in_order_and_none_after_the_last_writes_a_buffer(
+    most: int,
     parts: list[list[tuple[int, int]]],
 ) -> None:
     reads = [reads_of([n for n, _ in part], [b for _, b in part]) for part in parts]
-    groups = [group for number, part in enumerate(reads) for group in direct_copy._groups(number, part)]
+    groups = [group for number, part in enumerate(reads) for group in direct_copy._groups(number, part, most)]
     for number, part in enumerate(reads):
         its = [group for group in groups if group.part == number]
         assert [group.nth for group in its] == [*range(len(its))]
-        assert 1 <= len(its) <= 16
+        assert 1 <= len(its) <= most
         bounds = direct_copy._bounds(number, groups)
         assert bounds == sorted(bounds)
         assert (bounds[0], bounds[-1]) == (0, len(part))
