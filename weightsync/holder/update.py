@@ -94,8 +94,8 @@ def open_consumer(
         if memory.writes or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, taker, attempt, limit_s, only)
         if memory.quantizes and feed.is_writable():
-            from_source = snapshot is None and memory.quantizes_source
-            return QuantizingConsumer(memory, taker, attempt, limit_s, from_source)
+            is_trainers = snapshot is None and memory.quantizes_source
+            return (SourceConsumer if is_trainers else QuantizingConsumer)(memory, taker, attempt, limit_s)
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
@@ -210,21 +210,9 @@ class WriteConsumer(BucketConsumer):
 
 
 class QuantizingConsumer(WriteConsumer):
-    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made.
+    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made."""
 
-    With `from_source` it reads the trainer's memory in place of slots.
-    """
-
-    def __init__(
-        self,
-        memory: DeviceStaging,
-        feed: HolderFeed | None,
-        attempt: int,
-        timeout_s: float,
-        from_source: bool,
-    ) -> None:
-        super().__init__(memory, feed, attempt, timeout_s)
-        self._from_source = from_source
+    _from_source = False
 
     @property
     def reads_slots(self) -> bool:
@@ -240,6 +228,12 @@ class QuantizingConsumer(WriteConsumer):
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
             self._feed.written(self._attempt, self._memory.quantized(self._from_source))
+
+
+class SourceConsumer(QuantizingConsumer):
+    """Quantises what the trainer's memory holds, in place of buckets in slots."""
+
+    _from_source = True
 
 
 def run_update(
