@@ -24,7 +24,7 @@ from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import device_id, segment_view
-from weightsync.plan import Piece, Plan, Reads, Segment, Step
+from weightsync.plan import Piece, Plan, RankLayout, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
@@ -94,7 +94,7 @@ class DeviceStaging:
         self._quantizing: QuantizingTables | None = None
         self._quantizing_source: QuantizingTables | None = None
         self._scratch: torch.Tensor | None = None
-        self._source_pieces: SourcePieces | None = None
+        self._source_layout: RankLayout | None = None
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
@@ -130,8 +130,7 @@ class DeviceStaging:
         self.source = memory = open_all(trainer.buffers, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
-        is_alone = self._plan.members.num_holders == 1
-        self._source_pieces = SourcePieces.find(self._plan, trainer.layout, memory) if is_alone else None
+        self._source_layout = trainer.layout
         cast = {
             index
             for index, held in enumerate(segments)
@@ -194,7 +193,9 @@ class DeviceStaging:
         if not self._buffers:
             return
         pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
-        pieces += [self._source_pieces] if self._source_pieces else []
+        if self._source_layout and self._plan.members.num_holders == 1:  # else others need its buckets
+            found = SourcePieces.find(self._plan, self._source_layout, self.source)
+            pieces += [found] if found else []
         try:
             places = StoredPlaces.of(export, memory)
             tables = [QuantizingTables(self._plan, each, places, export.formats) for each in pieces]
@@ -326,7 +327,7 @@ class DeviceStaging:
         self._let_go_of_engine()
         for buffer in self._mapped:
             buffer.close()
-        self.source, self._source_pieces = {}, None
+        self.source, self._source_layout = {}, None
         for target in self._targets:
             target.close()
         self._mapped, self._targets = [], []

@@ -27,7 +27,7 @@ Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all ot
 _NUM_BLOCKS_BESIDE = 96
 """The same for copies that come by a link. They take no longer, and leave multiprocessors to digests."""
 GROUP_NBYTES, _MOST_GROUPS = 1 << 30, 16
-"""Copies whose digests follow them are cut into groups of 1 GiB or, above 16 GiB, of a 16th."""
+"""Where digests follow copies, a group of these has 1 GiB or, above 16 GiB, a 16th of the bytes."""
 
 
 class _Group(NamedTuple):

@@ -1,6 +1,6 @@
-"""Quantises matrices on a GPU by one kernel, which reads each element once from memory.
+"""Quantises matrices on a GPU by one kernel, and digests what it reads and what it makes meanwhile.
 
-It takes the digests of what it reads and of what it makes meanwhile, from registers.
+It reads each element once, and of blocks of more than 32 KiB the rest twice.
 """
 
 from __future__ import annotations
