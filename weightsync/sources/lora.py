@@ -56,7 +56,10 @@ class _Trained:
 
     def live(self) -> torch.Tensor:
         """Return a view of this rank's part, as it is copied."""
-        local = local_tensor(self.parameter)
+        return self.cut(local_tensor(self.parameter))
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a view of `local`, the parameter's part on this rank, as it is copied."""
         return self.experts.by_expert(local, self.suffix) if self.experts else local
 
     def segments(self, held: torch.Tensor) -> Iterator[Segment]:
@@ -177,6 +180,7 @@ class _Copies:
         """`held` has the memory of each parameter in `found`."""
         self._adapter, self._held = adapter, [*held.values()]
         self._found = [found[name] for name in held]
+        self._locals = [local_tensor(its.parameter) for its in self._found]
         self._addresses = self._find()
         self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
         self._modules_of_b = [its.module for its in self._found if its.is_b]
@@ -193,7 +197,7 @@ class _Copies:
         """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
         for device in self._devices:
             torch.cuda.synchronize(device)
-        values = [its.live() for its in self._found]
+        values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
         if self._casts:  # B is rounded once, after its product
             products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
@@ -204,7 +208,7 @@ class _Copies:
             torch._foreach_mul_([self._held[number] for number in self._rows_of_b], factors)
 
     def _find(self) -> list[int]:
-        return [local_tensor(its.parameter).data_ptr() for its in self._found]
+        return list(map(torch.Tensor.data_ptr, self._locals))
 
 
 class _Unmoved:
