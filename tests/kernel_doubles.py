@@ -84,20 +84,23 @@ class QuantizeTable:
 
     def launch(self, _: object) -> None:
         for each in self._matrices:
-            digests, block = each.digests, each.form.block[0]
-            _add_digest(self._sources, digests.source, each.weight, digests.row)
+            its, block = each.digests, each.form.block
+            column = its.column // (block[1] or its.width)
+            width = each.form.grid((1, its.width))[1]
+            _add_digest(self._sources, its.source, each.weight, (its.row, its.column), its.width)
             targets = each.values, each.scales
             for target, (_, made) in zip(targets, quantize(each.weight, each.form), strict=True):
                 target.copy_(made)
-            _add_digest(self._stored, digests.values, each.values, digests.row)
-            _add_digest(self._stored, digests.scales, each.scales, digests.row // block)
+            _add_digest(self._stored, its.values, each.values, (its.stored_row, its.column), its.width)
+            _add_digest(self._stored, its.scales, each.scales, (its.stored_row // block[0], column), width)
 
 
-def _add_digest(totals: torch.Tensor, number: int | None, rows: torch.Tensor, first: int) -> None:
-    """Add the digest of rows of a matrix, from `first` on, to one of `totals`."""
+def _add_digest(
+    totals: torch.Tensor, number: int | None, part: torch.Tensor, offset: tuple[int, int], width: int
+) -> None:
+    """Add the digest of a part of a matrix with `width` columns to one of `totals`."""
     if number is not None:
-        box = Box((first, 0), tuple(rows.shape))
-        digest = tensor_digest(rows, (first + len(rows), rows.shape[1]), box)
+        digest = tensor_digest(part, (offset[0] + len(part), width), Box(offset, tuple(part.shape)))
         totals[number] += int(np.uint64(digest).view(np.int64))
 
 

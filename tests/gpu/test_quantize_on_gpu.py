@@ -10,6 +10,7 @@ from tests.quantised import SPECIAL, same_bits
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
+from weightsync.plan import Box
 from weightsync.plan.formats import FP4, Format
 
 pytestmark = pytest.mark.gpu
@@ -77,12 +78,12 @@ def test_digests_of_what_is_read_and_made(shape: tuple[int, int], name: str, dty
             form,
             values[first:end],
             scales[first // block : -(-end // block)],
-            MatrixDigests(first, 2, 0, 1),
+            MatrixDigests(2, shape[1], 0, 1, row=first, stored_row=first),
         )
         for first, end in [(0, cut), (cut, shape[0])]
     ]
     other = torch.empty_like(values[:block]), torch.empty_like(scales[:1])
-    parts.append(QuantizedMatrix.of(device[:block], form, *other, MatrixDigests(0, 3)))
+    parts.append(QuantizedMatrix.of(device[:block], form, *other, MatrixDigests(3, shape[1])))
     sources, stored = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
     table = QuantizeTable(parts, sources, stored)
     for times in (1, 2):  # launches add up
@@ -94,3 +95,27 @@ def test_digests_of_what_is_read_and_made(shape: tuple[int, int], name: str, dty
             assert found.cpu().numpy().view(np.uint64).tolist() == [times * each % 2**64 for each in digests]
     assert same_bits(values.cpu(), wanted[1])
     assert same_bits(scales.cpu(), wanted[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(700, 1536), (300, 1541)])
+def test_digests_of_columns_and_of_an_expert_in_a_stack(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    form, (rows, columns) = FORMATS["fp8 blocks"], shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = [weight, *(data for _, data in quantize(weight, form))]
+    sources, stored = (torch.zeros(3, dtype=torch.int64, device="cuda") for _ in range(2))
+    matrices, kept = [], []
+    for first, end in [(0, 640), (640, columns)]:
+        data = weight[:, first:end].contiguous().cuda()
+        values = torch.zeros(data.shape, dtype=wanted[1].dtype, device="cuda")
+        scales = torch.zeros(form.grid(data.shape), device="cuda")
+        digests = MatrixDigests(2, columns, 0, 1, row=2 * rows, column=first)
+        matrices.append(QuantizedMatrix.of(data, form, values, scales, digests))
+        kept.append((data, values, scales))
+    QuantizeTable(matrices, sources, stored).launch(torch.cuda.current_stream())
+    box = Box((2, 0, 0), (1, *shape))
+    found = [each.cpu().numpy().view(np.uint64).tolist() for each in (sources, stored)]
+    assert found[0] == [0, 0, tensor_digest(weight[None], (4, *shape), box)]
+    assert found[1] == [*(tensor_digest(each, each.shape) for each in wanted[1:]), 0]
+    assert same_bits(torch.hstack([each[1] for each in kept]).cpu(), wanted[1])
+    assert same_bits(torch.hstack([each[2] for each in kept]).cpu(), wanted[2])

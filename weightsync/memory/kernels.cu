@@ -611,7 +611,8 @@ struct Factors {
 struct __align__(16) Matrix {
     int64 source, values, scales;  // addresses; all row-major, without gaps
     int64 rows, columns, block_rows, block_columns;
-    int64 row;  // the number of its first row in its tensor
+    int64 gap, scale_gap;  // elements, and scales, of the whole tensor between its rows
+    int64 before, stored_before, scales_before;  // those before its first: of what comes, and of what is stored
     int64 of_source, of_values, of_scales;  // numbers of the digests that it adds to; -1: none
     int64 first;  // the number of its first block among those of all matrices
 };
@@ -628,15 +629,15 @@ struct Quantizer {
 
     template <int kCount>
     __device__ __forceinline__ void make(
-        const Matrix& matrix, int64 at, const Rule& rule, const Few<Element, kCount>& few) {
+        const Matrix& matrix, int64 at, int64 gaps, const Rule& rule, const Few<Element, kCount>& few) {
         const auto element = [&](int k) { return k < kCount ? widened(Bits<Element>::element(few.bits(k))) : 0.0f; };
         Few<unsigned char, kCount> made;
 #pragma unroll
         for (int k = 0; k < kCount; k += 2) made.lanes[k / 4] |= rule(element(k), element(k + 1)) << (8 * (k % 4));
         *reinterpret_cast<typename Few<unsigned char, kCount>::Type*>(matrix.values + at) = made.unit;
-        const uint64 index = matrix.row * matrix.columns + at;
-        if (matrix.of_source >= 0) source_sum += source_factors.of_few(index, few);
-        if (matrix.of_values >= 0) value_sum += value_factors.of_few(index, made);
+        const int64 index = at + gaps;
+        if (matrix.of_source >= 0) source_sum += source_factors.of_few(matrix.before + index, few);
+        if (matrix.of_values >= 0) value_sum += value_factors.of_few(matrix.stored_before + index, made);
     }
 
     // Quantises block `number` of a matrix, in row-major order of its blocks, to 8 bits an element, and its
@@ -652,6 +653,7 @@ struct Quantizer {
             const uint32 down = row_of(i);
             return (row + down) * columns + column + (i - down * per_row) * kCount;
         };
+        const auto gaps = [&](uint32 i) { return (row + row_of(i)) * matrix.gap; };
         const auto load = [&](uint32 i) {
             using Type = typename Few<Element, kCount>::Type;
             const Element* source = reinterpret_cast<const Element*>(matrix.source) + place(i);
@@ -676,15 +678,16 @@ struct Quantizer {
         const Rule rule(widened(Bits<Element>::element(*largest)));
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) {
-            if (i + k * kQuantizers < count) make(matrix, place(i + k * kQuantizers), rule, held[k]);
+            const uint32 nth = i + k * kQuantizers;
+            if (nth < count) make(matrix, place(nth), gaps(nth), rule, held[k]);
         }
         for (uint32 more = i + kHeld * kQuantizers; more < count; more += kQuantizers) {
-            make(matrix, place(more), rule, load(more));
+            make(matrix, place(more), gaps(more), rule, load(more));
         }
         if (i == 0) {
             reinterpret_cast<float*>(matrix.scales)[number] = rule.scale;
             if (matrix.of_scales >= 0) {
-                const uint64 index = matrix.row / matrix.block_rows * across + number;
+                const uint64 index = matrix.scales_before + number + number / across * matrix.scale_gap;
                 atomicAdd(totals + matrix.of_scales, scale_factors.of_word(index, __float_as_uint(rule.scale)));
             }
         }
@@ -710,7 +713,8 @@ __device__ __forceinline__ void quantize_matrices(
     for (uint32 turn = 0; number < end; ++low) {
         const Matrix& matrix = matrices[low];
         const int64 last = low + 1 < num_matrices ? min(end, matrices[low + 1].first) : end;
-        const int64 bits = matrix.source | (matrix.columns | matrix.block_columns) * sizeof(Element);
+        const int64 sizes = matrix.columns | matrix.block_columns | matrix.gap | matrix.before | matrix.stored_before;
+        const int64 bits = matrix.source | sizes * sizeof(Element);
         const bool is_aligned = bits % 16 == 0 && matrix.values % kCount == 0;
         for (; number < last; ++number, ++turn) {
             uint32 *now = largest + turn % 3, *next = largest + (turn + 1) % 3;

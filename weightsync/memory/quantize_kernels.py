@@ -50,16 +50,33 @@ class MatrixDigests:
     """The digests to which a matrix adds: numbers among those of what comes and of what is stored.
 
     Attributes:
-        row: the number of its first row in its tensor, a multiple of the rows of a block.
         source: of the matrix.
+        width: the columns of its whole tensor.
         values: of its values; None if they are not digested.
         scales: of its scales.
+        row: the number of its first row in the tensor that comes, seen as a matrix.
+        stored_row: the same in what is stored, a multiple of the rows of a block.
+        column: the number of its first column, a multiple of the columns of a block.
     """
 
-    row: int
     source: int
+    width: int
     values: int | None = None
     scales: int | None = None
+    row: int = 0
+    stored_row: int = 0
+    column: int = 0
+
+    def numbers(self, block: tuple[int, int], columns: int) -> tuple[int, ...]:
+        """Return `gap` to `of_scales` of `Matrix` in kernels.cu for a matrix of so many columns."""
+        across, scales = (-(-each // block[1]) for each in (columns, self.width))
+        return (
+            self.width - columns,
+            scales - across,
+            *(first * self.width + self.column for first in (self.row, self.stored_row)),
+            self.stored_row // block[0] * scales + self.column // block[1],
+            *(-1 if number is None else number for number in (self.source, self.values, self.scales)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,7 @@ class QuantizedMatrix:
         num_blocks: the blocks that have a scale.
         num_words: the elements of its tensor, up to its last one.
         numbers: addresses of the matrix, the values and the scales, rows and columns, and those of a block;
-            then what `MatrixDigests` has, -1 for none.
+            then `MatrixDigests.numbers`.
     """
 
     kernel: str
@@ -98,15 +115,17 @@ class QuantizedMatrix:
             digests: to add to, if any.
         """
         addresses = (each.data_ptr() for each in (weight, values, scales))
-        sizes = (*weight.shape, *_block(weight, form))
-        found = (digests.source, digests.values, digests.scales) if digests else (None, None, None)
-        row = digests.row if digests else 0
+        (rows, columns), block = weight.shape, _block(weight, form)
+        numbers = (0, 0, 0, 0, 0, -1, -1, -1)
+        if digests:
+            numbers = digests.numbers(block, columns)
+        gap, before = numbers[0], max(numbers[2:4])
         return cls(
             _kernel(weight.dtype, form),
             weight.element_size(),
             scales.numel(),
-            row * weight.shape[1] + weight.numel(),
-            (*addresses, *sizes, row, *(-1 if number is None else number for number in found)),
+            before + rows * (columns + gap),
+            (*addresses, rows, columns, *block, *numbers),
         )
 
 
@@ -140,7 +159,7 @@ class QuantizeTable:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Matrices for one kernel: int64[n, 12], `Matrix` in kernels.cu."""
+    """Matrices for one kernel: int64[n, 16], `Matrix` in kernels.cu."""
 
     kernel: str
     rows: torch.Tensor

@@ -248,7 +248,7 @@ class QuantizingTables:
         _require_kernel(meta, matrix, form)
         values = scratch.take(matrix.shape, getattr(torch, form.values))
         scales = scratch.take(form.grid(matrix.shape), torch.float32)
-        digests = MatrixDigests(0, tensor)
+        digests = MatrixDigests(tensor, matrix.shape[1])
         step.matrices.append(QuantizedMatrix.of(matrix, form, values, scales, digests))
         for name, part in parts:
             first = (part.storage_offset() - whole.storage_offset()) // matrix.shape[1]
@@ -306,7 +306,8 @@ class QuantizingTables:
         start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
         into = place[start : start + num_rows]
         scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
-        digests = MatrixDigests(part.offset[0], tensor, *map(self.places.number, names))
+        first_row, numbers = part.offset[0], map(self.places.number, names)
+        digests = MatrixDigests(tensor, meta.shape[1], *numbers, row=first_row, stored_row=first_row)
         matrix = data[part.slices(box)]
         step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into, digests))
 
