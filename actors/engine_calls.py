@@ -31,6 +31,7 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
 
 
@@ -99,18 +100,20 @@ class EngineCalls(Claimable):
         names = {meta.name for meta in plan.tensors}
         layouts = [each.for_tensors(names) for each in await self._ask_layouts()]
 
-        def attach() -> Sequence[AttachReport]:
+        def attach() -> Sequence[Attached]:
             inject("connect")
             attached = self._engine.attach(plan, tickets, timeout_s)
             if isinstance(self._engine, CachesPrefixes):
                 self._engine.use_prefix_cache(prefix_cache)
-            return [*map(AttachReport.of, attached)]
+            return attached
 
-        reports, self._digests = await asyncio.gather(
+        attached, digests = await asyncio.gather(
             asyncio.to_thread(attach),
             asyncio.to_thread(EngineDigests, plan, layouts),
         )
-        return reports
+        await asyncio.to_thread(digests.attach, attached)
+        self._digests = digests
+        return [*map(AttachReport.of, attached)]
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""

@@ -87,7 +87,7 @@ class Metrics:
 
     def _floor_seconds(self, report: SyncReport, plan: Plan) -> float:
         """The floor of broadcasts; 0 if unknown or if an engine updates directly."""
-        if self._cluster is None or "direct" in report.routes.values():
+        if self._cluster is None or any(each.startswith("direct") for each in report.routes.values()):
             return 0.0
         if self._floor[0] != report.epoch:
             self._floor = report.epoch, plan.explain(self._cluster).floor_seconds or 0.0

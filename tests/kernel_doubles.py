@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from weightsync.errors import TransportError
-from weightsync.holder import second_copy
-from weightsync.memory import quantizing_tables
+from weightsync.holder import quantizing_copy, second_copy
+from weightsync.memory import quantizing_reads, quantizing_tables
 from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
 from weightsync.memory.quantize import quantize
 from weightsync.memory.quantize_kernels import MatrixDigests
@@ -115,16 +115,22 @@ class Stream:
     def record_event(self) -> Stream:
         return self
 
+    def wait_event(self, _: Stream) -> None: ...
+
 
 def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `quantizing_tables` use these in place of kernels, streams and devices."""
-    for double in (CopyTable, LaunchGraph, QuantizedMatrix, QuantizeTable):
-        monkeypatch.setattr(quantizing_tables, double.__name__, double)
-    monkeypatch.setattr(quantizing_tables, "box_table", DigestTable)
+    """Have what quantises use these in place of kernels, streams and devices."""
+    for module in (quantizing_tables, quantizing_reads):
+        for double in (LaunchGraph, QuantizedMatrix, QuantizeTable):
+            monkeypatch.setattr(module, double.__name__, double)
+        monkeypatch.setattr(module, "box_table", DigestTable)
+    for module in (quantizing_tables, quantizing_copy):
+        monkeypatch.setattr(module, "CopyTable", CopyTable)
     monkeypatch.setattr(quantizing_tables, "can_quantize", lambda _, form: not form.packed)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
 
 
 def use_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,7 @@ class LocalEngine(LocalPeer):
         layouts = await asyncio.to_thread(self._engine.layout)
         self._digests = EngineDigests(plan, [each.for_tensors(names) for each in layouts])
         attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        self._digests.attach(attached)
         if isinstance(self._engine, CachesPrefixes):
             self._engine.use_prefix_cache(prefix_cache)
         return [*map(AttachReport.of, attached)]

@@ -31,7 +31,7 @@ from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, Segment
 from weightsync.plan.formats import Format
-from weightsync.protocol.handles import LiveExport
+from weightsync.protocol.handles import DeviceHandle, LiveExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import LocalEngine
 
@@ -217,7 +217,8 @@ class Unable(Mapped):
 def use_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engine ranks export live memory as on a GPU."""
     monkeypatch.setattr(LiveParameters, "can_export", True)
-    monkeypatch.setattr(LiveParameters, "export", lambda _: LiveExport("alike", {}))
+    handle = DeviceHandle("cuda:fake", 0, b"", 0, 1)
+    monkeypatch.setattr(LiveParameters, "export", lambda _: LiveExport("alike", {"a": handle}))
 
 
 def drive_mapped(

@@ -16,7 +16,7 @@ import torch
 
 from tests.patience import patient
 from weightsync.errors import TransportError
-from weightsync.holder.direct_copy import try_mapping
+from weightsync.holder.mapped_trainers import try_mapping
 from weightsync.memory import cuda
 from weightsync.memory.device import DeviceBuffer, export_tensors
 from weightsync.protocol.handles import DeviceHandle

@@ -232,8 +232,12 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
     saved = save(case.kind, case.form, case.kernels, case.num_ranks)
     engine = start(bundles, saved.served(), case.kernels, case.num_ranks)
     trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
-    proofs = [report.proofs["e0"] for report in feed(trainers, engine, saved)]
+    reports = feed(trainers, engine, saved)
+    proofs = [report.proofs["e0"] for report in reports]
     assert proofs == [IN_PLACE if case.in_place else "what its loader got; no engine is alike"] * 3
+    # Of a matrix that is cut by columns, a rank with a scale for each channel needs all.
+    reads = case.in_place and case.num_ranks > 1 and case.form == "fp8_blocks"
+    assert [report.routes["e0"].startswith("direct") for report in reports] == [False, reads, reads]
     kernels = ray.get(engine.kernels.remote())
     if case.form == "fp8_blocks":
         assert {"deepgemm" in kernel.lower() for kernel in kernels} == {uses_deep_gemm}, kernels
@@ -252,8 +256,9 @@ def test_trainers_quantise_on_their_gpus(
     saved = save("untied", form, kernels, 1)
     engine = start(bundles, saved.served(), kernels)
     trainers = join(bundles, saved.paths[0], tmp_path, num_trainers, FORMATS[form])
-    for report in feed(trainers, engine, saved):
-        assert report.routes == NONE_CONVERTED
+    for number, report in enumerate(feed(trainers, engine, saved)):
+        reads = number > 0 and num_trainers > 1 and form != "int4"
+        assert report.routes == ({"e0": "direct: none is converted"} if reads else NONE_CONVERTED)
         assert (report.proofs["e0"] == IN_PLACE) == (form != "int4")
         assert report.nbytes < (saved.paths[0] / "model.safetensors").stat().st_size
     end(engine, *trainers)

@@ -129,8 +129,11 @@ class HolderFeed:
 
     def written(self, attempt: int, by_holder: HolderDigests | None = None) -> None:
         """Tell the engine rank that all further buckets are in its memory, and what it digested of them."""
-        made = (by_holder.wholes.tobytes(), by_holder.stored.tobytes()) if by_holder else (b"", b"")
-        self._send(Written(attempt, *made))
+        if by_holder is None:
+            self._send(Written(attempt))
+            return
+        digests = by_holder.wholes.tobytes(), by_holder.stored.tobytes()
+        self._send(Written(attempt, *digests, by_holder.are_parts))
 
     def is_writable(self) -> bool:
         """Whether the engine rank has said that what is quantised may be written into its export."""
@@ -420,4 +423,5 @@ class EngineFeed:
 def _digests(written: Written) -> HolderDigests | None:
     if not written.wholes:
         return None
-    return HolderDigests(np.frombuffer(written.wholes, np.uint64), np.frombuffer(written.stored, np.uint64))
+    wholes, stored = (np.frombuffer(each, np.uint64) for each in (written.wholes, written.stored))
+    return HolderDigests(wholes, stored, written.are_parts)

@@ -50,12 +50,13 @@ class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged.
 
-    If the holder digested them, `wholes` and `stored` are the bytes of `HolderDigests`.
+    If the holder digested them, the rest is that of `HolderDigests`, of which arrays are sent as their bytes.
     """
 
     attempt: int
     wholes: bytes = b""
     stored: bytes = b""
+    are_parts: bool = False
 
 
 class Writable(msgspec.Struct, frozen=True, tag="writable"):

@@ -156,7 +156,7 @@ async def _open(
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, exported in served.items():
             failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
-            await router.add(name, layouts.joined[name], _of_plan(exported), failed, converts)
+            await router.add(name, layouts.joined[name], exported, failed, converts)
             if not router.suffices:
                 raise TransportError(
                     f"engine {name} could read the trainers' memory directly in a trial, and now cannot: "
@@ -369,7 +369,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     require_casts(name, first_cast(joined, plan.tensors), attached)
     converts = with_casts(layouts, joined, plan.tensors)[0].converts
     connection.conversions.add(name, joined, layouts[0].converts)
-    await connection.router.add(name, joined, _of_plan(served), converts=converts)
+    await connection.router.add(name, joined, served, converts=converts)
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"

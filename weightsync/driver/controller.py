@@ -25,7 +25,6 @@ from weightsync.driver.gpu_peaks import peaks, sampled
 from weightsync.driver.joint_commit import JointMember
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
-from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion, Stager, settled
 from weightsync.driver.takeover import take_over
@@ -436,6 +435,7 @@ class Controller:
             self._give_up(loaded, "the move that it took part in broke")
             raise min(moved.failures.values(), key=remoteness)
         self._spans |= {name: [each.span] for name, each in moved.answers.items()}
+        self._connection.router.note(loaded)
         return self._timed(loaded)
 
     def _timed(self, loaded: Mapping[str, LoadReport]) -> Mapping[str, LoadReport]:
@@ -448,7 +448,7 @@ class Controller:
         assert self._connection is not None
         faulty = [name for name, tensors in wrong.items() if tensors]
         # If several engines were sent the same bytes and only one differs, the fault is the engine's.
-        reads = any(self._connection.router.routes.get(name) == DIRECT for name in faulty)
+        reads = any(map(self._connection.router.reads_directly, faulty))
         if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
             return {}
         assert self._publication is not None

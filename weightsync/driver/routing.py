@@ -13,13 +13,18 @@ from weightsync.config import SyncConfig
 from weightsync.driver.cross_host import CrossHostExchange
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
+from weightsync.driver.layouts import are_alike
+from weightsync.driver.linking import Served
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.alike import Alike, AlikeReads, AlikeReshard, LocalReads
+from weightsync.plan.coverage import covers_all
 from weightsync.plan.cross_host_parts import Needs
+from weightsync.plan.layout import join_tables
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.trainers_layout import TrainersLayout
-from weightsync.protocol.device_memory import DeviceMemory, RankMemory
-from weightsync.protocol.messages import UpdateTask
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
+from weightsync.protocol.messages import LoadReport, UpdateTask
 from weightsync.protocol.peers import SharedAlike
 
 logger = logging.getLogger("weightsync.driver.routing")
@@ -64,9 +69,10 @@ class Router:
     """Routes of all engines of one connection.
 
     Attributes:
-        routes: per engine `DIRECT`, or why it takes broadcasts.
+        routes: per engine `DIRECT`, or why it takes broadcasts. For one that quantises what it reads,
+            `DIRECT` and more.
         demoted: engines that may no longer read directly, and why.
-        read: per direct engine, the bytes that each rank reads from each trainer on its host.
+        read: per engine that reads directly, the bytes that each rank reads from each trainer on its host.
         exchange: what direct engines get from other hosts; None before `meet`.
     """
 
@@ -100,12 +106,15 @@ class Router:
         self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
         self._shared: dict[tuple[Layout, int], SharedAlike] = {}
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
+        self._quantised: dict[str, str] = {}
+        self._ready: set[str] = set()
+        self._parts: list[tuple[Sequence[LayoutTable], Layout]] = []
 
     async def add(
         self,
         name: str,
         engine: Layout,
-        exports: Sequence[RankMemory | None],
+        exports: Served,
         failed: str = "",
         converts: str = "",
     ) -> None:
@@ -116,15 +125,42 @@ class Router:
         cannot read directly.
         """
         self._far.pop(name, None)
+        self._quantised.pop(name, None)
+        self._ready.discard(name)
         reason = obstacle(
             self._config,
             self.demoted.get(name, ""),
             failed,
             trainers_export=all(self._exports),
-            engine_exports=all(exports),
+            engine_exports=all(isinstance(each, RankMemory) for each in exports),
             converts=converts,
         )
-        self._decide(name, reason or await self._route(name, engine, exports))
+        devices = [each.device for each in exports if each]
+        self._decide(name, reason or await self._route(name, engine, devices))
+        if converts and not failed:
+            live = [each for each in exports if isinstance(each, LiveMemory)]
+            await self._add_quantised(name, converts, live, devices)
+
+    async def _add_quantised(
+        self, name: str, converts: str, live: Sequence[LiveMemory], devices: Sequence[str]
+    ) -> None:
+        """Have an engine's holders prepare to read what they quantise, for when they may write it."""
+        reads = [each.reads for each in live if each.reads]
+        is_alone = self._plan.members.num_holders == 1  # it reads where its trainer's memory is
+        if not reads or len(reads) < len(devices) or is_alone or name in self.demoted:
+            return
+        if self._config.mode != "auto" or not all(self._exports):
+            return
+        layout = next((known for tables, known in self._parts if are_alike(reads, tables)), None)
+        if layout is None:
+            layout = join_tables(reads)
+            self._parts.append((reads, layout))
+        reason = "" if covers_all(layout) else "no rank keeps some part of a tensor"
+        reason = reason or await self._route(name, layout, devices, near_only=True)
+        if reason:
+            logger.info("[engine %s] takes whole tensors in each update: %s", name, reason)
+        else:
+            self._quantised[name] = converts
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`.
@@ -157,9 +193,18 @@ class Router:
 
     def demote(self, name: str, error: VerifyError) -> None:
         """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
-        if self.routes.get(name) == DIRECT and self._config.mode == "auto":
+        if self.reads_directly(name) and self._config.mode == "auto":
             logger.warning("[engine %s] takes broadcasts from now on: %s", name, error)
             self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
+            self._quantised.pop(name, None)
+
+    def reads_directly(self, name: str) -> bool:
+        """Whether engine `name` reads the trainers' memory in the next update."""
+        return self.routes.get(name, "").startswith(DIRECT)
+
+    def note(self, loaded: Mapping[str, LoadReport]) -> None:
+        """Note which engines may be read for directly from the next update on, though they quantise."""
+        self._ready |= {name for name, report in loaded.items() if report.takes_parts}
 
     @property
     def suffices(self) -> bool:
@@ -172,7 +217,9 @@ class Router:
         `takers` gives each engine's holders. Without `frozen`, frozen tensors stay as they are. Holders that
         are not in the result have nothing to do.
         """
-        direct = {name for name in takers if self.routes.get(name) == DIRECT}
+        for name in self._ready & self._quantised.keys() & set(takers):
+            self.routes[name] = f"{DIRECT}: {self._quantised[name]}"
+        direct = {name for name in takers if self.reads_directly(name)}
         broadcasts_all = direct != set(takers)
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
         pulling = {holder for name in direct for holder in takers[name]}
@@ -185,20 +232,23 @@ class Router:
             for holder in sorted(members)
         }
 
-    async def _route(self, name: str, engine: Layout, exports: Sequence[RankMemory | None]) -> str:
-        """Have each rank's holder map the memory it reads. Returns why it cannot, or ""."""
+    async def _route(self, name: str, engine: Layout, devices: Sequence[str], near_only: bool = False) -> str:
+        """Have each rank's holder map the memory it reads. Returns why it cannot, or "".
+
+        `devices` are the ranks'. With `near_only`, nothing may come from other hosts or by broadcasts.
+        """
         holders = self._fleet.engines[name].holders
-        distances = [
-            self._distances(holder, _device(export)) for holder, export in zip(holders, exports, strict=True)
-        ]
+        distances = [self._distances(holder, device) for holder, device in zip(holders, devices, strict=True)]
         some_far = any(_OTHER_HOST in near for near in distances)
+        if near_only and some_far:
+            return "some trainers are on other hosts"
         reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
         reshards: list[Reshard] = []
         if not alike:
             # What crosses hosts is sent as a whole, frozen tensors too.
             apart = not any(_OTHER_HOST in near for near in distances)
             reasons, reshards = self._pair(name, engine, apart)
-            if not reshards:
+            if not reshards or (near_only and reasons):
                 return next(iter(reasons.values()))
         local: dict[int, _Local] = {}
         far: dict[int, Needs] = {}
@@ -257,7 +307,8 @@ class Router:
         """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
         near = [_OTHER_HOST] * len(self._exports)
         for trainer in self._near.get(self._fleet.node(holder), ()):
-            same_device = _device(self._exports[trainer]) == device
+            export = self._exports[trainer]
+            same_device = export is not None and export.device == device
             near[trainer] = _SAME_DEVICE if same_device else _SAME_HOST
         return near
 
@@ -332,8 +383,3 @@ class _Local:
     @classmethod
     def of(cls, parts: Sequence[Reads]) -> _Local:
         return cls(LocalReads(parts), sum((Counter(reads.by_trainer()) for reads in parts), Counter()))
-
-
-def _device(export: RankMemory | None) -> str:
-    assert export is not None
-    return export.own.device

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from weightsync.driver.connect import Connection
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.routing import DIRECT
 from weightsync.plan.estimate import LinkRates
 from weightsync.plan.explain import size_text, time_text
 from weightsync.protocol.timing import seconds_of
@@ -23,7 +22,7 @@ def links(connection: Connection, fleet: Fleet) -> list[Link]:
     sent = connection.plan.explain().sent
     found: list[Link] = []
     for name, member in fleet.engines.items():
-        if connection.router.routes.get(name) == DIRECT:
+        if connection.router.reads_directly(name):
             found += _reads(connection, fleet, name, member)
         else:
             found += _broadcasts(sent, fleet, name, member)

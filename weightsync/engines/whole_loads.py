@@ -13,12 +13,13 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.engines.whole_sink import Loader, WholeSink
-from weightsync.errors import StateError, TransportError
+from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan import Plan
-from weightsync.protocol.handles import LiveExport
+from weightsync.plan import Plan, RankLayout
+from weightsync.plan.stored_reads import reads_layout
+from weightsync.protocol.handles import LiveExport, StoredExport
 from weightsync.protocol.messages import Loaded
 
 
@@ -60,6 +61,7 @@ class WholeLoads:
         self._tables: QuantizingTables | None = None
         self._has_kernels = not feed.casts  # they read slots
         self._exported: StoredPlaces | None = None
+        self._reads: RankLayout | None = None
         self._is_allowed = False
 
     def attach(self) -> LiveExport | None:
@@ -92,6 +94,8 @@ class WholeLoads:
             are_live=False,
             are_copied=sink.is_copied,
             are_compared=sink.quantized is not None or self._shown_places() is not None,
+            are_parts=sink.quantized is not None and sink.quantized.are_parts,
+            takes_parts=self._is_allowed and self._reads is not None,
         )
 
     def _export(self) -> LiveExport | None:
@@ -106,7 +110,18 @@ class WholeLoads:
         if places is None:
             return export
         self._exported = places
-        return replace(export, places=places.export({} if self._takes_stored else places.formats))
+        stored = places.export({} if self._takes_stored else places.formats)
+        self._reads = self._find_reads(stored)
+        return replace(export, places=stored, reads=self._reads)
+
+    def _find_reads(self, stored: StoredExport) -> RankLayout | None:
+        """Return what the rank needs of the plan's tensors; None if that is whole tensors."""
+        plan = self._plan
+        try:
+            return reads_layout(plan.tensors, plan.tied, stored.reads(plan.tensors))
+        except PlanError as error:
+            self._logger.info("a rank needs whole tensors in each update: %s", error)
+            return None
 
     def _allow(self) -> None:
         """Have the holder quantise, if it is shown that the places are right that it has."""

@@ -13,6 +13,7 @@ from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy, come_by_a_link
 from weightsync.holder.live_digests import LiveDigests
 from weightsync.holder.pushed_share import PushedShare
+from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
@@ -21,6 +22,7 @@ from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
+from weightsync.memory.quantizing_reads import QuantizingReads
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import device_id, segment_view
@@ -28,7 +30,7 @@ from weightsync.plan import Piece, Plan, RankLayout, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport, StoredExport
+from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.transports import Pending
 
@@ -93,12 +95,13 @@ class DeviceStaging:
         self._unpack: CopyTable | None = None
         self._quantizing: QuantizingTables | None = None
         self._quantizing_source: QuantizingTables | None = None
+        self._quantizing_reads: QuantizingReads | None = None
         self._scratch: torch.Tensor | None = None
         self._source_layout: RankLayout | None = None
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
-        self._direct_copy: DirectCopy | None = None
+        self._direct_copy: DirectCopy | QuantizingCopy | None = None
         self.flat: FlatSnapshot | None = None
         self.needs: Sequence[Sequence[Portion]] = ()
         self._segments: Sequence[Sequence[Segment]] = ()
@@ -161,7 +164,7 @@ class DeviceStaging:
             memory = open_all(engine.parameters, self._engine)
             self.flat = FlatSnapshot(memory)
             if engine.places:
-                self._prepare_to_quantize(engine.places, memory)
+                self._prepare_to_quantize(engine, memory)
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             self.target = open_all(engine.buffers, self._engine)
@@ -188,8 +191,9 @@ class DeviceStaging:
         assert tables is not None
         return tables.result()
 
-    def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
+    def _prepare_to_quantize(self, engine: LiveExport, memory: Mapping[str, torch.Tensor]) -> None:
         """Prepare to quantise into `memory`, if that can be done here."""
+        assert engine.places
         if not self._buffers:
             return
         pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
@@ -197,9 +201,14 @@ class DeviceStaging:
             found = SourcePieces.find(self._plan, self._source_layout, self.source)
             pieces += [found] if found else []
         try:
-            places = StoredPlaces.of(export, memory)
-            tables = [QuantizingTables(self._plan, each, places, export.formats) for each in pieces]
+            places = StoredPlaces.of(engine.places, memory)
+            tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
+            if engine.reads:
+                reads = engine.places.reads(self._plan.tensors)
+                self._quantizing_reads = QuantizingReads(self._plan, reads, places)
             nbytes = max(each.nbytes for each in tables)
+            if self._quantizing_reads:
+                nbytes = max(nbytes, self._quantizing_reads.nbytes)
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             for each in tables:
                 each.bind(self._scratch)
@@ -225,7 +234,13 @@ class DeviceStaging:
         `reads` are those of tensors that change and, if they are kept apart, those of frozen ones.
         """
         self._let_go_of_trainers()
-        if any(map(len, reads)):
+        if self._quantizing_reads and self._scratch is not None:
+            try:
+                address = self._quantizing_reads.bind(self._scratch)
+            except NoKernelError as error:
+                raise TransportError(str(error)) from error
+            self._direct_copy = QuantizingCopy(self._quantizing_reads, reads, memory, address)
+        elif any(map(len, reads)):
             self._direct_copy = DirectCopy(
                 self._plan,
                 self._segments,
@@ -235,12 +250,14 @@ class DeviceStaging:
                 digests=come_by_a_link(reads, memory),
             )
 
-    def start_direct_copy(self, frozen: bool = True) -> LiveDigests | None:
+    def start_direct_copy(self, frozen: bool = True) -> LiveDigests | QuantizingCopy | None:
         """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.
 
-        Returns the digests of all that the rank then holds, complete after `wait_written`. None if they do
-        not follow from these copies alone.
+        What is quantised is copied with frozen tensors. Returns the digests of all that the rank then holds,
+        complete after `wait_written`. None if they do not follow from these copies alone.
         """
+        if isinstance(self._direct_copy, QuantizingCopy):
+            return self._direct_copy.begin(self._writing)
         return self._direct_copy.begin(self._writing, frozen) if self._direct_copy else None
 
     @contextmanager
@@ -341,7 +358,7 @@ class DeviceStaging:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
-        self._quantizing = self._quantizing_source = self._scratch = None
+        self._quantizing = self._quantizing_source = self._quantizing_reads = self._scratch = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

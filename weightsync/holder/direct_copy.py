@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weightsync.errors import TransportError
 from weightsync.holder.live_digests import LiveDigests
-from weightsync.memory.device import PeerMemory
+from weightsync.holder.mapped_trainers import MappedTrainers
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, Reads, Segment
-from weightsync.plan.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
 
 NUM_BLOCKS = 264
@@ -63,12 +61,8 @@ class DirectCopy:
         Raises:
             TransportError: a trainer's memory cannot be mapped.
         """
-        self._memory: list[PeerMemory] = []
-        start: dict[tuple[int, str], int] = {}
+        self._trainers = MappedTrainers(memory)
         try:
-            for key, handle in memory.items():
-                self._memory.append(PeerMemory(handle))
-                start[key] = self._memory[-1].address
             digests = digests and _write_all(plan, segments, reads)
             most = _MOST_GROUPS if digests else 1
             self._groups = [each for number, part in enumerate(reads) for each in _groups(number, part, most)]
@@ -78,10 +72,12 @@ class DirectCopy:
                 self._digests = LiveDigests(plan, segments, address, last, len(self._groups))
             num_blocks = _NUM_BLOCKS_BESIDE if self._digests else NUM_BLOCKS
             self._kernels = [
-                CopyTable(part.copies(start, address), _bounds(number, self._groups), num_blocks)
+                CopyTable(
+                    part.copies(self._trainers.starts, address), _bounds(number, self._groups), num_blocks
+                )
                 for number, part in enumerate(reads)
             ]
-            _touch(list(start.values()))
+            self._trainers.touch()
         except BaseException:
             self.close()
             raise
@@ -104,8 +100,7 @@ class DirectCopy:
 
     def close(self) -> None:
         """Unmap the trainers' memory. No copy may be running."""
-        while self._memory:
-            self._memory.pop().close()
+        self._trainers.close()
 
 
 def come_by_a_link(reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> bool:
@@ -152,29 +147,3 @@ def _write_all(plan: Plan, segments: Sequence[Sequence[Segment]], reads: Sequenc
         for segment in its
     )
     return sum(part.nbytes for part in reads) == held
-
-
-def try_mapping(memory: Mapping[str, DeviceHandle]) -> str:
-    """Map each handle on the current device, read a byte and unmap it.
-
-    Returns the name of the first that fails, with the reason, or "".
-    """
-    for name, handle in memory.items():
-        try:
-            mapped = PeerMemory(handle)
-            try:
-                _touch([mapped.address])
-            finally:
-                mapped.close()
-        except TransportError as error:
-            return f"{name}: {error}"
-    return ""
-
-
-def _touch(starts: list[int]) -> None:
-    """Read one byte of each mapping: its first use takes time."""
-    scratch = torch.empty(len(starts), dtype=torch.uint8, device="cuda")
-    copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
-    stream = torch.cuda.current_stream()
-    CopyTable(Copies.of(copies), (0, len(copies))).launch(0, stream)
-    stream.synchronize()

@@ -153,7 +153,7 @@ class Holder:
         """
         if not self._device:
             return f"{self.name} has its buckets in host memory"
-        from weightsync.holder.direct_copy import try_mapping
+        from weightsync.holder.mapped_trainers import try_mapping
 
         with self._preparing:
             self._leave()

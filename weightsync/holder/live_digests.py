@@ -10,7 +10,7 @@ import torch
 from weightsync.memory.digests import segment_parts
 from weightsync.memory.kernels import DigestTable
 from weightsync.plan import Plan, Segment
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import HolderDigests
 
 
 class LiveDigests:
@@ -59,7 +59,6 @@ class LiveDigests:
         """Have `stream` wait for all digests."""
         stream.wait_event(self._stream.record_event())
 
-    def result(self) -> Digests:
-        """Return the digests, uint64[num_tensors], after `stream` of `end` was waited for."""
-        digests: Digests = self._totals[0].cpu().numpy().view(np.uint64)
-        return digests
+    def result(self) -> HolderDigests:
+        """Return the digests after `stream` of `end` was waited for."""
+        return HolderDigests.of_live(self._totals[0].cpu().numpy().view(np.uint64))

@@ -7,20 +7,24 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from weightsync.channel.engine_end import HolderFeed
-from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
+from weightsync.errors import DeadlineError, EngineError, SlowError, StateError, WeightSyncError
 from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
-from weightsync.protocol.messages import HolderDigests, Snapshot, UpdateTask
+from weightsync.protocol.messages import Snapshot, UpdateTask
 from weightsync.transports import Pending
 
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
     from weightsync.holder.live_digests import LiveDigests
+    from weightsync.holder.quantizing_copy import QuantizingCopy
+
+    Direct: TypeAlias = LiveDigests | QuantizingCopy
+    """What digests the engine rank's memory meanwhile."""
 
 logger = logging.getLogger("weightsync.holder.update")
 
@@ -62,7 +66,7 @@ class BucketConsumer(ABC):
         """Deliver a bucket that is complete in its slot."""
 
     @abstractmethod
-    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until the engine rank has all `num_buckets`. If they are not all, it has the others.
 
         `live`: the digests of its memory, if they are taken here.
@@ -87,11 +91,14 @@ def open_consumer(
     """Return the consumer for the engine rank behind `feed`, in an update or, from `snapshot`, in a refill.
 
     A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot or if it quantises, else
-    a `FeedConsumer`.
+    a `FeedConsumer`. `only`: of the buckets that come, those to write; None for all. Raises StateError if all
+    others are copied directly, and the rank has not allowed to write what is quantised.
     """
     taker = feed if feeding else None
     if (memory := staging.mapped) and feed:
-        if memory.writes or (snapshot and snapshot.is_flat):
+        if only is not None and not memory.writes and not feed.is_writable():
+            raise StateError(f"{feed.ticket.engine} has not said that what is quantised may be written to it")
+        if memory.writes or only is not None or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, taker, attempt, limit_s, only)
         if memory.quantizes and feed.is_writable():
             is_trainers = snapshot is None and memory.quantizes_source
@@ -130,7 +137,7 @@ class FeedConsumer(BucketConsumer):
         if self._feed:
             self._feed.offer(self._attempt, bucket, self._whole)
 
-    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         self._wait_read(num_buckets)
         if self._feed and not is_all:
             self._feed.written(self._attempt)
@@ -194,11 +201,11 @@ class WriteConsumer(BucketConsumer):
         if self._feed and self.taking:
             self._feed.go_on(self._attempt)
 
-    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
-            self._feed.written(self._attempt, HolderDigests.of_live(live.result()) if live else None)
+            self._feed.written(self._attempt, live.result() if live else None)
 
     def cancel(self, cause: str) -> None:
         if self._feed:
@@ -223,7 +230,7 @@ class QuantizingConsumer(WriteConsumer):
             self._memory.write(bucket, self._from_source)
             self._feed.go_on(self._attempt)
 
-    def finish(self, num_buckets: int, is_all: bool = True, live: LiveDigests | None = None) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:

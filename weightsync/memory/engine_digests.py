@@ -10,6 +10,7 @@ from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, Loaded, LoadReport
 
 
@@ -23,12 +24,21 @@ class EngineDigests:
     @collector_paused
     def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
         """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
-        self._reduce = DigestReduction(plan, layouts)
+        self._plan, self._reduce = plan, DigestReduction(plan, layouts)
+        self._reduce_parts: DigestReduction | None = None
         self.table: Digests = np.zeros((len(layouts), len(plan.tensors)), np.uint64)
+
+    @collector_paused
+    def attach(self, ranks: Sequence[Attached]) -> None:
+        """Note what holders may read for each rank in place of whole tensors."""
+        parts = [rank.live.reads for rank in ranks if rank.live and rank.live.reads]
+        self._reduce_parts = DigestReduction(self._plan, parts) if len(parts) == len(ranks) else None
 
     def report(self, ranks: Sequence[Loaded]) -> LoadReport:
         """Add up the ranks' tables, keep the result, and return what the driver gets in its place."""
-        self.table = self._reduce([rank.digests for rank in ranks])
+        reduce = self._reduce_parts if all(rank.are_parts for rank in ranks) else self._reduce
+        assert reduce
+        self.table = reduce([rank.digests for rank in ranks])
         return LoadReport(
             fingerprint(self.table),
             [rank.spans for rank in ranks],
@@ -36,4 +46,5 @@ class EngineDigests:
             all(rank.are_live for rank in ranks),
             all(rank.are_copied for rank in ranks),
             all(rank.are_compared for rank in ranks),
+            all(rank.takes_parts for rank in ranks) and self._reduce_parts is not None,
         )

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from weightsync.memory.tensors import segment_view
+from weightsync.memory.tensors import segment_view, typed
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.plan.plan import by_tensor
 
@@ -93,12 +93,6 @@ class SourcePieces:
         view = self.view(pieces[0])
         shape = self._plan.tensors[pieces[0].tensor].shape
         return view if len(pieces) == 1 and tuple(view.shape) == shape and view.is_contiguous() else None
-
-
-def typed(data: torch.Tensor, meta: TensorMeta, box: Box) -> torch.Tensor:
-    """View bytes, uint8 of one dimension, as a box of a tensor: shape ``box.extent``."""
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return data.view(dtype).view(box.extent)
 
 
 def _is_run(meta: TensorMeta, pieces: Sequence[Piece]) -> bool:

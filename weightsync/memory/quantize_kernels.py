@@ -116,15 +116,13 @@ class QuantizedMatrix:
         """
         addresses = (each.data_ptr() for each in (weight, values, scales))
         (rows, columns), block = weight.shape, _block(weight, form)
-        numbers = (0, 0, 0, 0, 0, -1, -1, -1)
-        if digests:
-            numbers = digests.numbers(block, columns)
-        gap, before = numbers[0], max(numbers[2:4])
+        numbers = digests.numbers(block, columns) if digests else (0, 0, 0, 0, 0, -1, -1, -1)
+        gap, _, *before = numbers[:4]
         return cls(
             _kernel(weight.dtype, form),
             weight.element_size(),
             scales.numel(),
-            before + rows * (columns + gap),
+            max(before) + rows * (columns + gap),
             (*addresses, rows, columns, *block, *numbers),
         )
 

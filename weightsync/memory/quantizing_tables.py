@@ -13,7 +13,7 @@ import torch
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.launch_graph import LaunchGraph
-from weightsync.memory.piece_memory import PieceMemory, typed
+from weightsync.memory.piece_memory import PieceMemory
 from weightsync.memory.quantize_kernels import (
     MatrixDigests,
     QuantizedMatrix,
@@ -22,7 +22,7 @@ from weightsync.memory.quantize_kernels import (
 )
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
-from weightsync.memory.tensors import byte_strides
+from weightsync.memory.tensors import byte_strides, typed
 from weightsync.plan import Box, Piece, Plan, TensorMeta
 from weightsync.plan.assembly import assemble
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
@@ -245,7 +245,7 @@ class QuantizingTables:
         if self._in_rows[tensor]:
             self._quantize_in_place(step, tensor, matrix, 0)
             return
-        _require_kernel(meta, matrix, form)
+        require_kernel(meta, matrix, form)
         values = scratch.take(matrix.shape, getattr(torch, form.values))
         scales = scratch.take(form.grid(matrix.shape), torch.float32)
         digests = MatrixDigests(tensor, matrix.shape[1])
@@ -290,7 +290,7 @@ class QuantizingTables:
         """Quantise rows of a matrix, from `first` on, to the place of those that this rank holds, if any."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
         assert form
-        _require_kernel(meta, data, form)
+        require_kernel(meta, data, form)
         names, block = _names(meta, form), form.block[0]
         step.names.update(names)
         box = Box((first, 0), tuple(data.shape))
@@ -306,8 +306,10 @@ class QuantizingTables:
         start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
         into = place[start : start + num_rows]
         scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
-        first_row, numbers = part.offset[0], map(self.places.number, names)
-        digests = MatrixDigests(tensor, meta.shape[1], *numbers, row=first_row, stored_row=first_row)
+        values_number, scales_number = map(self.places.number, names)
+        digests = MatrixDigests(
+            tensor, meta.shape[1], values_number, scales_number, part.offset[0], part.offset[0]
+        )
         matrix = data[part.slices(box)]
         step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into, digests))
 
@@ -352,7 +354,8 @@ def _rows_besides(box: Box, part: Box | None) -> list[Box]:
     return [Box((start, column), (end - start, box.extent[1])) for start, end in bounds if start < end]
 
 
-def _require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
+def require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
+    """Raise NoKernelError unless a kernel quantises `matrix`, a part of a tensor, so."""
     if not can_quantize(matrix, form):
         raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
 

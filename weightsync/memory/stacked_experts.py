@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+from weightsync.plan.experts import expert_parts
 
 
 def as_loaded(
@@ -21,20 +21,5 @@ def as_loaded(
     Args:
         shapes: the shapes of all tensors of the checkpoint, by name.
     """
-    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
-    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
-        yield name, tensor
-        return
-    for number, expert in enumerate(tensor):
-        prefix = f"{base}.experts.{number}"
-        if name.endswith(_DOWN):
-            yield f"{prefix}.down_proj.weight", expert
-        else:
-            gate, up = expert.chunk(2)
-            yield f"{prefix}.gate_proj.weight", gate
-            yield f"{prefix}.up_proj.weight", up
-
-
-def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether shapes are those of a stack. Transposed stacks are left to the models' own loaders."""
-    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])
+    for part, box in expert_parts(name, tensor.shape, shapes):
+        yield part, tensor if part == name else tensor[box.slices()][0]

@@ -46,6 +46,7 @@ class StoredPlaces:
         self._held: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
         for segment in segments:
             self._held[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
+        self._live = {name: live[name] for name in {segment.buffer for segment in segments}}
         self._device = next((each.device for each in live.values()), None)
         self._table: DigestTable | None = None
 
@@ -78,6 +79,14 @@ class StoredPlaces:
     def held(self, name: str) -> Sequence[tuple[Segment, torch.Tensor]]:
         """Return this rank's places of a stored tensor, and views of them. There may be none."""
         return self._held.get(name, ())
+
+    def view(self, name: str, place: Segment) -> torch.Tensor:
+        """View one of this rank's places of a stored tensor."""
+        return next(view for segment, view in self.held(name) if segment == place)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the address of each live parameter that holds what is stored, by its name."""
+        return {name: each.data_ptr() for name, each in self._live.items()}
 
     def parts(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, BoxPart]]:
         """Return this rank's places of a stored tensor, each with the part of `tensor` that goes there.

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from weightsync.plan import Segment, TensorMeta
+from weightsync.plan import Box, Segment, TensorMeta
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
@@ -67,6 +67,12 @@ def _mig_instance(index: int | None) -> str:
     if not names[0].startswith("MIG-"):
         return ""
     return names[torch.cuda.current_device() if index is None else index].strip()
+
+
+def typed(data: torch.Tensor, meta: TensorMeta, box: Box) -> torch.Tensor:
+    """View bytes, uint8 of one dimension, as a box of a tensor: shape ``box.extent``."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return data.view(dtype).view(box.extent)
 
 
 def segment_view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -24,6 +24,15 @@ def first_element(offset: Int64, shape: Int64) -> Int64:
     return flat
 
 
+def covers_all(layout: Layout) -> bool:
+    """Whether the boxes of all ranks, replicas counted once, have as many elements as their tensors."""
+    boxes = np.unique(np.column_stack([layout.tensor, layout.offset, layout.extent]), axis=0)
+    numel = np.prod(boxes[:, -layout.extent.shape[1] :], axis=1)
+    held = np.zeros(len(layout.tensors), np.int64)
+    np.add.at(held, boxes[:, 0], numel)
+    return bool((held == np.prod(layout.shape, axis=1)).all())
+
+
 def check_tiling(
     tensors: Sequence[TensorMeta], shape: Int64, tensor: Int64, offset: Int64, extent: Int64
 ) -> None:

@@ -9,13 +9,42 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch
 
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 _EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
+
+
+def expert_parts(
+    name: str, shape: Sequence[int], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Box]]:
+    """Yield the boxes of a stack of experts, with the names that these have in checkpoints.
+
+    Other tensors, and stacks of other shapes, are yielded whole.
+
+    Args:
+        shapes: the shapes of all tensors of the checkpoint, by name.
+    """
+    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
+    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
+        yield name, Box.whole(shape)
+        return
+    num_experts, rows, columns = shape
+    leaves = ("down_proj",) if name.endswith(_DOWN) else ("gate_proj", "up_proj")
+    rows //= len(leaves)
+    for expert in range(num_experts):
+        for number, leaf in enumerate(leaves):
+            box = Box((expert, number * rows, 0), (1, rows, columns))
+            yield f"{base}.experts.{expert}.{leaf}.weight", box
+
+
+def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether shapes are those of a stack. Transposed stacks are left to the models' own loaders."""
+    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])
 
 
 def stacked(

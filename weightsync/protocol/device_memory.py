@@ -96,6 +96,11 @@ class RankMemory:
     own: Outline
     memory: DeviceMemory
 
+    @property
+    def device(self) -> str:
+        """The rank's GPU."""
+        return self.own.device
+
     @collector_paused
     def export(self, layout: LayoutTable | None) -> Export:
         """Return the same with an object for each tensor. `layout` is that of a rank with an equal one."""
@@ -129,16 +134,25 @@ class LiveMemory:
     kind: str
     memory: DeviceMemory
     places: StoredTable | None = None
+    reads: LayoutTable | None = None
+
+    @property
+    def device(self) -> str:
+        """The rank's GPU."""
+        return self.memory.owners[0][0]
 
     @classmethod
     def of(cls, export: LiveExport) -> LiveMemory:
         """Make columns of its handles."""
         places = StoredTable.of(export.places) if export.places else None
-        return cls(export.kind, DeviceMemory.of(export.parameters), places)
+        reads = LayoutTable.of(export.reads) if export.reads else None
+        return cls(export.kind, DeviceMemory.of(export.parameters), places, reads)
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
         """Return the same with an object for each parameter. It is the same for each `layout`."""
-        return LiveExport(self.kind, self.memory.handles(), self.places.export() if self.places else None)
+        places = self.places.export() if self.places else None
+        reads = self.reads.rank_layout() if self.reads else None
+        return LiveExport(self.kind, self.memory.handles(), places, reads)
 
 
 def read_handles(

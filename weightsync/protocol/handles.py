@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from weightsync.plan import RankLayout
+from weightsync.plan import RankLayout, TensorMeta
 from weightsync.plan.formats import Format
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.stored_reads import StoredRead, stored_reads
 
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
@@ -129,6 +130,10 @@ class StoredExport:
     dtypes: Mapping[str, str]
     formats: Mapping[str, Format]
 
+    def reads(self, tensors: Sequence[TensorMeta]) -> tuple[StoredRead, ...]:
+        """Return what the rank reads of `tensors`, as `stored_reads`. Raises PlanError."""
+        return stored_reads(tensors, self.layout, self.dtypes, self.formats)
+
 
 @dataclass(frozen=True, slots=True)
 class LiveExport:
@@ -139,11 +144,14 @@ class LiveExport:
         parameters: handles by name.
         places: where they hold what is stored, if the holder may quantise into them once they are shown to be
             right. None if it is not known.
+        reads: the boxes of the plan's tensors that the holder then needs, see `StoredExport.reads`. None if
+            it needs whole tensors.
     """
 
     kind: str
     parameters: Mapping[str, DeviceHandle]
     places: StoredExport | None = None
+    reads: RankLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,10 +304,12 @@ class HolderDigests:
             else of the parts that the rank holds, as they are in its memory.
         stored: of what a quantised checkpoint would store of them: uint64[num_stored]. Empty if the
             holder did not quantise.
+        are_parts: it quantised, and read of each tensor what the rank needs alone: `wholes` are of that.
     """
 
     wholes: Digests
     stored: Digests
+    are_parts: bool = False
 
     @classmethod
     def of_live(cls, digests: Digests) -> HolderDigests:
@@ -339,6 +341,8 @@ class Loaded:
         are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
         are_copied: the holder wrote the live parameters of an equal engine. `digests` are zeros, then.
         are_compared: live parameters hold what the rank quantised of the tensors: their digests are equal.
+        are_parts: `digests` are of the parts of tensors that the rank's holder read.
+        takes_parts: the holder may read just these parts in the next update.
     """
 
     digests: Digests
@@ -347,6 +351,8 @@ class Loaded:
     are_live: bool = True
     are_copied: bool = False
     are_compared: bool = False
+    are_parts: bool = False
+    takes_parts: bool = False
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -359,6 +365,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         are_live: whether all ranks' digests are of live parameters.
         are_copied: whether all ranks' live parameters are copies. `fingerprints` are of zeros, then.
         are_compared: whether all ranks compared their live parameters with what they quantised.
+        takes_parts: whether all ranks' holders may read just the parts that they need in the next update.
     """
 
     fingerprints: Fingerprint
@@ -367,3 +374,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     are_live: bool = True
     are_copied: bool = False
     are_compared: bool = False
+    takes_parts: bool = False

@@ -1,4 +1,4 @@
-"""A holder maps memory before the plan is made, and says why that fails; it copies in groups."""
+"""Direct copies are cut into groups, with digests beside those that come by a link."""
 
 from __future__ import annotations
 
@@ -10,74 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.errors import TransportError
 from weightsync.holder import direct_copy
-from weightsync.holder.holder import Holder
 from weightsync.plan import Reads
 from weightsync.protocol.handles import DeviceHandle
 
 GPU = "cuda:GPU-1"
-
-
-def handle(ipc: bytes) -> DeviceHandle:
-    return DeviceHandle(GPU, 7, ipc, 0, 64)
-
-
-class Device:
-    """Memory that can be mapped under the handle ``good``, and read at ``good`` only."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.readable = True
-
-    def open(self, handle: DeviceHandle) -> Device:
-        if handle.ipc != b"good":
-            raise TransportError("no peer access")
-        self.calls.append("map")
-        return self
-
-    address = 4096
-
-    def touch(self, starts: list[int]) -> None:
-        assert starts == [self.address]
-        self.calls.append("read")
-        if not self.readable:
-            raise TransportError("no kernel")
-
-    def close(self) -> None:
-        self.calls.append("unmap")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(direct_copy, "PeerMemory", made.open)
-    monkeypatch.setattr(direct_copy, "_touch", made.touch)
-    return made
-
-
-def test_each_is_mapped_read_and_unmapped(device: Device) -> None:
-    memory = {"trainer 0": handle(b"good"), "trainer 1": handle(b"good")}
-    assert direct_copy.try_mapping(memory) == ""
-    assert device.calls == ["map", "read", "unmap"] * 2
-
-
-def test_the_first_that_fails_is_named_and_nothing_stays_mapped(device: Device) -> None:
-    memory = {"trainer 0": handle(b"good"), "trainer 1": handle(b"bad"), "trainer 2": handle(b"good")}
-    assert direct_copy.try_mapping(memory) == "trainer 1: no peer access"
-    device.readable = False
-    assert direct_copy.try_mapping(memory) == "trainer 0: no kernel"
-    assert device.calls == ["map", "read", "unmap"] * 2
-
-
-def test_a_holder_says_its_name_and_one_in_host_memory_maps_nothing(device: Device) -> None:
-    holder = Holder("holder 3", "127.0.0.1", device=GPU)
-    assert holder.try_mapping({"trainer 0": handle(b"good")}) == ""
-    wanted = "holder 3 cannot map the memory of trainer 0: no peer access"
-    assert holder.try_mapping({"trainer 0": handle(b"bad")}) == wanted
-    on_host = Holder("holder 4", "127.0.0.1")
-    assert on_host.try_mapping({"trainer 0": handle(b"good")}) == "holder 4 has its buckets in host memory"
-    assert device.calls == ["map", "read", "unmap"]
 
 
 def reads_of(nbytes: list[int], buffers: list[int]) -> Reads:

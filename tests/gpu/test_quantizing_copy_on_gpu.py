@@ -1,0 +1,35 @@
+"""Real kernels read trainers' tensors, quantise each rank's part, and digest both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from tests.quantised_reads_rig import ReadsRig
+from weightsync.memory import quantizing_reads
+from weightsync.memory.device import export_tensors
+from weightsync.plan import stored_reads
+from weightsync.plan.formats import Format
+from weightsync.protocol.handles import DeviceHandle
+
+pytestmark = pytest.mark.gpu
+
+FP8 = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
+
+
+def exported(memory: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, str], DeviceHandle]:
+    handles = export_tensors({str(key): each for key, each in memory.items()})
+    return {key: handles[str(key)] for key in memory}
+
+
+@pytest.mark.parametrize(("group_nbytes", "most_numel"), [(1 << 27, 1 << 25), (1 << 16, 1 << 14)])
+def test_each_rank_gets_its_part_quantised_and_digests_add_up(
+    monkeypatch: pytest.MonkeyPatch, group_nbytes: int, most_numel: int
+) -> None:
+    monkeypatch.setattr(quantizing_reads, "GROUP_NBYTES", group_nbytes)
+    monkeypatch.setattr(stored_reads, "MOST_NUMEL", most_numel)
+    rig = ReadsRig(FP8, "cuda", exported)
+    for seed in range(5):
+        rig.update(seed, torch.cuda.Stream())

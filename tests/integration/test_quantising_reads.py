@@ -1,0 +1,180 @@
+"""A fleet whose holders read what they quantise from the trainer, after the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.fleets.direct import Shared, Source
+from tests.fleets.loop import CONFIG
+from tests.fleets.quantising import Mapped, Staging, drive_mapped, use_exports
+from tests.kernel_doubles import Stream, use_doubles
+from weightsync.config import SyncConfig
+from weightsync.engines import whole_loads
+from weightsync.errors import PlanError, TransportError
+from weightsync.holder import quantizing_copy
+from weightsync.holder.quantizing_copy import QuantizingCopy
+from weightsync.holder.send_buffer import SendBuffer
+from weightsync.holder.staging import HostStaging
+from weightsync.memory.quantizing_reads import QuantizingReads
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import Plan, Reads
+from weightsync.protocol.handles import DeviceHandle, LiveExport
+from weightsync.testing import LocalTrainer
+
+DIRECT, WHOLE = "direct: 2 become int8", "it takes whole tensors, of which 2 become int8"
+
+
+class Reading(Staging):
+    """Staging that quantises what it reads, too."""
+
+    shared: Shared
+    reads: QuantizingReads | None = None
+    copy: QuantizingCopy | None = None
+    unreachable = False
+
+    def link(self, engine: LiveExport | None) -> None:  # type: ignore[override]
+        super().link(engine)
+        if engine and engine.places and engine.reads:
+            memory = {name: each.detach().view(-1).view(torch.uint8) for name, each in self.live.items()}
+            places = StoredPlaces.of(engine.places, memory)
+            self.reads = QuantizingReads(self.plan, engine.places.reads(self.plan.tensors), places)
+
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        if self.unreachable:
+            raise TransportError("no peer access")
+        assert self.reads
+        self.scratch.append(torch.zeros(self.reads.nbytes, dtype=torch.uint8))
+        address = self.reads.bind(self.scratch[-1])
+        held = {key: self.shared.buffer(handle) for key, handle in memory.items()}
+        self.copy = QuantizingCopy(self.reads, reads, held, address)  # type: ignore[arg-type]
+
+    def start_direct_copy(self, frozen: bool = True) -> QuantizingCopy:  # type: ignore[override]
+        assert self.copy
+        return self.copy.begin(Stream())  # type: ignore[arg-type]
+
+
+class Trainers:
+    """A double of `MappedTrainers`, of memory in this process."""
+
+    def __init__(self, memory: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        self.starts = {key: each.data_ptr() for key, each in memory.items()}
+
+    def touch(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Near(Mapped):
+    """Its trainer exports its memory, and its holders read it."""
+
+    unreachable = False
+
+    def __init__(self, config: SyncConfig = CONFIG) -> None:
+        super().__init__(config)
+        source = Source(self.model)
+        source.shared = Shared()
+        self.source = source
+        self.fleet.trainers[0] = LocalTrainer(source), 0
+        self.begun: list[int] = []
+
+    def stage(
+        self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
+    ) -> HostStaging:
+        staging = Reading(plan, index, send_buffer, receives)
+        staging.begun, staging.plan, staging.unreachable = self.begun, plan, self.unreachable
+        assert isinstance(self.source, Source)
+        staging.shared = self.source.shared
+        if holder:
+            staging.live, staging.buckets = self.hosts[holder - 1].live, self.buckets[holder]
+        return staging
+
+
+class Unreachable(Near):
+    unreachable = True
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_doubles(monkeypatch)
+    use_exports(monkeypatch)
+    monkeypatch.setattr(quantizing_copy, "MappedTrainers", Trainers)
+
+
+def test_after_the_first_update_no_bucket_moves() -> None:
+    async def work(loop: Mapped) -> None:
+        assert isinstance(loop, Near)
+        assert loop.begun, "the first goes through the engines' loaders"
+        assert set(loop.controller.connection().router.routes.values()) == {WHOLE}
+        for version in (2, 3):
+            loop.begun.clear()
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            assert report.routes == {"e0": DIRECT, "e1": DIRECT}
+            proof = "live weights with what was quantised and with 1 engine alike"
+            assert report.proofs == {"e0": proof, "e1": proof}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+            assert loop.begun == []
+            assert loop.buckets == {1: [], 2: []}
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+        await loop.controller.connect()
+        for version in (4, 5):  # by buckets again, until engines said that they take parts
+            loop.begun.clear()
+            loop.train()
+            await loop.controller.update(version)
+            assert (loop.begun == []) == (version == 5)
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    drive_mapped(work, cls=Near)
+
+
+def test_a_byte_that_was_read_wrong_is_found_and_the_engine_takes_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(loop: Mapped) -> None:
+        assert isinstance(loop, Near)
+        launch = QuantizingReads.launch
+
+        def flip(reads: QuantizingReads, group: int, stream: object) -> None:
+            staging = loop.holders[1].staging
+            assert isinstance(staging, Reading)
+            if group == 1 and staging.reads is reads:
+                staging.scratch[-1][5] ^= 1
+            launch(reads, group, stream)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(QuantizingReads, "launch", flip)
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 0, "e1": 2}
+        assert "0.weight" in report.failures["e0"]
+        assert report.routes["e0"].startswith("what it read was wrong")
+        report = await loop.controller.update(3)
+        assert report.engines == {"e0": 3, "e1": 3}
+        assert report.routes["e1"] == DIRECT
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert loop.buckets[1]
+
+    drive_mapped(work, cls=Near)
+
+
+@pytest.mark.parametrize("mode", ["unreachable", "broadcast", "whole"])
+def test_others_take_whole_tensors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(loop: Mapped) -> None:
+        for version in (2, 3):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            assert set(report.routes.values()) == {WHOLE}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    def refuse(*_: object) -> None:
+        raise PlanError("0.weight", "a rank keeps a part of a block")
+
+    if mode == "whole":
+        monkeypatch.setattr(whole_loads, "reads_layout", refuse)
+    config = replace(CONFIG, mode="broadcast") if mode == "broadcast" else CONFIG
+    drive_mapped(work, config, Unreachable if mode == "unreachable" else Near)

@@ -1,0 +1,174 @@
+"""Ranks of an engine that read, and quantise, their parts of trainers' tensors: on a GPU or on doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tests.quantised import same_bits
+from tests.quantised_rig import share
+from weightsync.holder.quantizing_copy import QuantizingCopy
+from weightsync.memory.digest_reduction import DigestReduction
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.quantize import quantize
+from weightsync.memory.quantizing_reads import QuantizingReads
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.memory.tensors import meta_of
+from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, TensorMeta, make_plan
+from weightsync.plan.coverage import covers_all
+from weightsync.plan.formats import Format
+from weightsync.plan.stored_reads import reads_layout
+from weightsync.protocol.handles import StoredExport
+
+SHAPES = {
+    "embed.weight": (1000, 96),
+    "norm.weight": (96,),
+    "q.weight": (512, 256),
+    "o.weight": (256, 512),
+    "m.experts.gate_up_proj": (4, 512, 128),
+    "m.experts.down_proj": (4, 128, 256),
+    "odd.weight": (300, 200),
+}
+FULL = ("embed.weight", "norm.weight")
+COLUMNS, WHOLE = ("o.",), ("norm.", "odd.")
+"""Matrices that ranks cut by columns, and those of which each has all."""
+NUM_TRAINERS, NUM_RANKS = 3, 2
+
+Locate = Callable[[Mapping[tuple[int, str], torch.Tensor]], Mapping[tuple[int, str], object]]
+
+
+def trained(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in SHAPES.items()}
+
+
+def stored(tensors: Mapping[str, torch.Tensor], formats: Mapping[str, Format]) -> dict[str, torch.Tensor]:
+    """What a checkpoint stores, with float32 scales."""
+    found = {}
+    for whole, tensor in tensors.items():
+        for name, part in as_loaded(whole, tensor, SHAPES):
+            if name not in formats:
+                found[name] = part
+                continue
+            for suffix, data in quantize(part, formats[name]):
+                found[name.removesuffix("weight") + suffix] = data.float() if "scale" in suffix else data
+    return found
+
+
+def formats_of(form: Format) -> dict[str, Format]:
+    names = (name for whole, tensor in trained(0).items() for name, _ in as_loaded(whole, tensor, SHAPES))
+    return {name: form for name in names if name not in FULL}
+
+
+def box_of(meta: TensorMeta, rank: int) -> Box | None:
+    """Return a rank's part of what is stored. Experts are spread over ranks."""
+    if ".experts." in meta.name:
+        number = int(meta.name.split(".experts.")[1].split(".")[0])
+        return Box.whole(meta.shape) if number % NUM_RANKS == rank else None
+    if meta.name.startswith(WHOLE):
+        return Box.whole(meta.shape)
+    return share(meta, rank, NUM_RANKS, axis=int(meta.name.startswith(COLUMNS)))
+
+
+class Rank:
+    """One rank's live parameters, and what it exports."""
+
+    def __init__(self, rank: int, formats: Mapping[str, Format], device: str) -> None:
+        metas = [meta_of(name, data) for name, data in stored(trained(0), formats).items()]
+        self.boxes = {meta.name: box for meta in metas if (box := box_of(meta, rank))}
+        held = [meta for meta in metas if meta.name in self.boxes]
+        self.live = {
+            meta.name: torch.zeros(
+                self.boxes[meta.name].extent, dtype=getattr(torch, meta.dtype), device=device
+            )
+            for meta in held
+        }
+        segments = tuple(
+            Segment(meta.name, box := self.boxes[meta.name], meta.name, 0, box.strides(meta.itemsize))
+            for meta in held
+        )
+        self.places = StoredPlaces(segments, self.live, metas, formats)
+        self.export: StoredExport = self.places.export(formats)
+
+    def differing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of parameters with other bytes than the rank's part of `wanted`."""
+        return [
+            name
+            for name, each in self.live.items()
+            if not same_bits(each.cpu(), wanted[name][self.boxes[name].slices()])
+        ]
+
+
+class ReadsRig:
+    """Trainers with rows of all tensors, cut where no block ends, and the ranks of an engine."""
+
+    def __init__(self, form: Format, device: str, locate: Locate) -> None:
+        """`locate` returns what `QuantizingCopy` takes as the trainers' memory."""
+        self.formats = formats_of(form)
+        metas = tuple(meta_of(name, data) for name, data in trained(0).items())
+        boxes = {(rank, meta.name): share(meta, rank, NUM_TRAINERS) for meta in metas for rank in range(3)}
+        self.memory = {
+            key: torch.zeros(box.extent, dtype=torch.bfloat16, device=device) for key, box in boxes.items()
+        }
+        self.parts = boxes
+        sources = [
+            RankLayout(
+                metas,
+                tuple(
+                    Segment(meta.name, box := boxes[rank, meta.name], meta.name, 0, box.strides(2))
+                    for meta in metas
+                ),
+            )
+            for rank in range(NUM_TRAINERS)
+        ]
+        source = Layout.from_ranks(sources)
+        whole = RankLayout(metas, tuple(map(Segment.whole, metas)))
+        self.plan = make_plan(
+            source,
+            {"e": Layout.from_ranks([whole] * NUM_RANKS)},
+            Members(num_holders=5, trainers=(0, 1, 2), engines=(("e", (3, 4)),)),
+            bucket_bytes=1 << 16,
+            max_staging_bytes=1 << 17,
+            slots=2,
+            epoch=1,
+        )
+        self.ranks = [Rank(rank, self.formats, device) for rank in range(NUM_RANKS)]
+        reads = [rank.export.reads(self.plan.tensors) for rank in self.ranks]
+        layouts = [reads_layout(self.plan.tensors, self.plan.tied, each) for each in reads]
+        engine = Layout.from_ranks(layouts)
+        assert covers_all(engine)
+        self.reduce = DigestReduction(self.plan, layouts)
+        reshard = Reshard(source, "e", engine)
+        self.copies, self.scratch, self.num_groups = [], [], []
+        for number, (rank, its) in enumerate(zip(self.ranks, reads, strict=True)):
+            quantizing = QuantizingReads(self.plan, its, rank.places)
+            self.num_groups.append(quantizing.num_groups)
+            self.scratch.append(torch.zeros(quantizing.nbytes, dtype=torch.uint8, device=device))
+            address = quantizing.bind(self.scratch[-1])
+            found = reshard.reads(number, [1] * NUM_TRAINERS)
+            held = {
+                (int(t), found.src_names[b]) for t, b in zip(found.trainer, found.src_buffer, strict=True)
+            }
+            memory = locate({key: self.memory[key] for key in held})
+            self.copies.append(QuantizingCopy(quantizing, [found], memory, address))  # type: ignore[arg-type]
+
+    def update(self, seed: int, stream: torch.cuda.Stream) -> None:
+        """Train, read, and compare each live byte and all digests."""
+        tensors = trained(seed)
+        for (rank, name), held in self.memory.items():
+            held.copy_(tensors[name][self.parts[rank, name].slices()])
+        made = []
+        for copy in self.copies:
+            live = copy.begin(stream)
+            stream.synchronize()
+            made.append(live.result())
+        wanted = stored(tensors, self.formats)
+        assert [rank.differing(wanted) for rank in self.ranks] == [[], []]
+        for rank, each in zip(self.ranks, made, strict=True):
+            assert each.are_parts
+            rank.places.require(each.stored)
+        digests = [tensor_digest(tensors[meta.name], meta.shape) for meta in self.plan.tensors]
+        table = self.reduce([each.wholes for each in made])
+        assert table.tolist() == [digests] * NUM_RANKS

@@ -1,0 +1,68 @@
+"""Trainers' memory on this host, mapped to be read by kernels of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weightsync.errors import TransportError
+from weightsync.memory.device import PeerMemory
+from weightsync.memory.kernels import CopyTable
+from weightsync.plan.copies import Copies
+from weightsync.protocol.handles import DeviceHandle
+
+
+class MappedTrainers:
+    """Mapped buffers of trainers. Uses the current device.
+
+    Attributes:
+        starts: the address of each, by the trainer's rank and the buffer's name.
+    """
+
+    def __init__(self, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """Map `memory`. Raises TransportError if a buffer cannot be."""
+        self._memory: list[PeerMemory] = []
+        self.starts: dict[tuple[int, str], int] = {}
+        try:
+            for key, handle in memory.items():
+                self._memory.append(PeerMemory(handle))
+                self.starts[key] = self._memory[-1].address
+        except BaseException:
+            self.close()
+            raise
+
+    def touch(self) -> None:
+        """Read a byte of each: its first use takes time."""
+        touch(list(self.starts.values()))
+
+    def close(self) -> None:
+        """Unmap them. No copy may be running."""
+        while self._memory:
+            self._memory.pop().close()
+
+
+def try_mapping(memory: Mapping[str, DeviceHandle]) -> str:
+    """Map each handle on the current device, read a byte and unmap it.
+
+    Returns the name of the first that fails, with the reason, or "".
+    """
+    for name, handle in memory.items():
+        try:
+            mapped = MappedTrainers({(0, name): handle})
+            try:
+                mapped.touch()
+            finally:
+                mapped.close()
+        except TransportError as error:
+            return f"{name}: {error}"
+    return ""
+
+
+def touch(starts: Sequence[int]) -> None:
+    """Read the byte at each address with a kernel of the current device."""
+    scratch = torch.empty(len(starts), dtype=torch.uint8, device="cuda")
+    copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
+    stream = torch.cuda.current_stream()
+    CopyTable(Copies.of(copies), (0, len(copies))).launch(0, stream)
+    stream.synchronize()

@@ -1,0 +1,90 @@
+"""Direct copies of what a rank with quantised weights needs, which is quantised as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from weightsync.holder.mapped_trainers import MappedTrainers
+from weightsync.memory.kernels import CopyTable
+from weightsync.memory.quantizing_reads import NUM_SLOTS, QuantizingReads
+from weightsync.plan import Reads
+from weightsync.protocol.handles import DeviceHandle
+from weightsync.protocol.messages import HolderDigests
+
+_NUM_BLOCKS = 132
+"""Thread blocks of a copy. It shares multiprocessors with the kernel that quantises what came before."""
+
+
+class QuantizingCopy:
+    """The copies of one engine rank, made once per connect. Uses the current device.
+
+    They are started group by group. Each is quantised while the next ones are copied.
+    """
+
+    def __init__(
+        self,
+        quantizing: QuantizingReads,
+        reads: Sequence[Reads],
+        memory: Mapping[tuple[int, str], DeviceHandle],
+        address: Mapping[str, int],
+    ) -> None:
+        """
+        Args:
+            reads: all that `quantizing` needs.
+            memory: the trainers' buffers, by rank and name.
+            address: of what is read to, see `QuantizingReads.bind`.
+
+        Raises:
+            TransportError: a trainer's memory cannot be mapped.
+        """
+        self._quantizing = quantizing
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._trainers = MappedTrainers(memory)
+        try:
+            self._copies = [
+                _grouped(part, quantizing, self._trainers.starts, address) for part in reads if len(part)
+            ]
+            self._trainers.touch()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, stream: torch.cuda.Stream) -> QuantizingCopy:
+        """Start everything without waiting for it. `stream` waits for the last of it."""
+        quantizing, done = self._quantizing, list[torch.cuda.Event]()
+        quantizing.begin(self._stream)
+        for group in range(quantizing.num_groups):
+            if group > NUM_SLOTS:
+                stream.wait_event(done[group - NUM_SLOTS])
+            for copies in self._copies:
+                copies.launch(group, stream)
+            self._stream.wait_event(stream.record_event())
+            quantizing.launch(group, self._stream)
+            done.append(self._stream.record_event())
+        stream.wait_event(done[-1])
+        return self
+
+    def result(self) -> HolderDigests:
+        """Return what was read and made, after `stream` of `begin` was waited for."""
+        return self._quantizing.result()
+
+    def close(self) -> None:
+        """Unmap the trainers' memory. No copy may be running."""
+        self._trainers.close()
+
+
+def _grouped(
+    reads: Reads,
+    quantizing: QuantizingReads,
+    start: Mapping[tuple[int, str], int],
+    address: Mapping[str, int],
+) -> CopyTable:
+    """Return the copies in groups. In each, they keep their order, in which trainers take turns."""
+    of_buffer = np.array([quantizing.group_of.get(name, 0) for name in reads.dst_names], np.int64)
+    group = of_buffer[reads.dst_buffer]
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(quantizing.num_groups + 1))
+    return CopyTable(reads.take(order).copies(start, address), bounds.tolist(), _NUM_BLOCKS)

@@ -1,0 +1,157 @@
+"""The launches that quantise what a rank reads of trainers' tensors, made once for each plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from weightsync.memory.digests import BoxPart, box_table
+from weightsync.memory.launch_graph import LaunchGraph
+from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
+from weightsync.memory.quantizing_tables import require_kernel
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.memory.tensors import typed
+from weightsync.plan import Plan, Segment
+from weightsync.plan.stored_reads import StoredRead, gathered
+from weightsync.protocol.messages import HolderDigests
+
+GROUP_NBYTES = 128 << 20
+NUM_SLOTS = 3
+"""Groups that are gathered, quantised and about to be gathered at the same time."""
+_ALIGN = 256
+
+
+class QuantizingReads:
+    """Quantises reads in groups. Group 0 has what is stored as it comes, and is only digested.
+
+    The others are read to `nbytes` of memory: group n to the slot of group n - `NUM_SLOTS`.
+
+    Attributes:
+        nbytes: of that memory.
+        num_groups: number of groups.
+        group_of: the group of what is read to a buffer, by its name.
+    """
+
+    def __init__(self, plan: Plan, reads: Sequence[StoredRead], places: StoredPlaces) -> None:
+        """
+        Args:
+            reads: those of the rank, see `stored_reads`.
+            places: where the rank's live parameters hold what is stored.
+        """
+        self._plan, self._reads, self._places = plan, reads, places
+        self._offset: dict[int, int] = {}
+        self.group_of = {each.place.buffer: 0 for each in reads if not each.form}
+        groups, slot_nbytes = 0, 0
+        used = GROUP_NBYTES
+        for number, each in enumerate(reads):
+            if each.form:
+                nbytes = self._nbytes(each)
+                if used + nbytes > GROUP_NBYTES:
+                    groups, used = groups + 1, 0
+                self._offset[number], used = used, used + nbytes
+                self.group_of[gathered(number)] = groups
+                slot_nbytes = max(slot_nbytes, used)
+        self.num_groups = groups + 1
+        self._slot_nbytes = slot_nbytes
+        self.nbytes = slot_nbytes * min(NUM_SLOTS, groups)
+        self._graphs: Sequence[LaunchGraph] = ()
+
+    def bind(self, memory: torch.Tensor) -> dict[str, int]:
+        """Prepare launches that use `memory`, uint8[nbytes]. The caller keeps it while they run.
+
+        Returns the address of each buffer that is read to, by its name. Raises NoKernelError.
+        """
+        held = {number: self._view(number, memory) for number, each in enumerate(self._reads) if each.form}
+        with torch.cuda.device(memory.device):
+            self._wholes, self._stored = (
+                torch.zeros((2, num), dtype=torch.int64, device=memory.device)
+                for num in (len(self._plan.tensors), len(self._places.names))
+            )
+        self._graphs = [LaunchGraph(self._digest()), *map(LaunchGraph, self._quantize(held))]
+        found = {gathered(number): each.data_ptr() for number, each in held.items()}
+        return found | self._places.addresses()
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """Start anew, before the first group."""
+        with torch.cuda.stream(stream):
+            self._wholes.zero_()
+            self._stored.zero_()
+
+    def launch(self, group: int, stream: torch.cuda.Stream) -> None:
+        """Start all launches for a group that was read, on `stream`. They use its slot until they end."""
+        self._graphs[group].launch(stream)
+
+    def result(self) -> HolderDigests:
+        """Return what was made, after all launches have ended."""
+        wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
+        return HolderDigests(wholes, stored, are_parts=True)
+
+    def _nbytes(self, read: StoredRead) -> int:
+        nbytes = read.box.numel * self._plan.tensors[read.tensor].itemsize
+        return -(-nbytes // _ALIGN) * _ALIGN
+
+    def _view(self, number: int, memory: torch.Tensor) -> torch.Tensor:
+        """View the matrix that a read is gathered in."""
+        read = self._reads[number]
+        meta, slot = self._plan.tensors[read.tensor], (self.group_of[gathered(number)] - 1) % NUM_SLOTS
+        start = slot * self._slot_nbytes + self._offset[number]
+        data = memory[start : start + read.box.numel * meta.itemsize]
+        return typed(data, meta, read.box).view(read.stored.extent)
+
+    def _digest(self) -> Callable[[torch.cuda.Stream], None]:
+        """Return the launches for what is stored as it comes."""
+        wholes, stored = [], []
+        for read in (each for each in self._reads if not each.form):
+            place, meta = self._places.view(read.name, read.place), self._plan.tensors[read.tensor]
+            outer = (None,) * (read.box.ndim - place.ndim)
+            wholes.append(BoxPart(read.tensor, place[outer], meta.shape, read.box))
+            shape, number = self._places.shape(read.name), self._places.number(read.name)
+            stored.append(BoxPart(number, place, shape, read.stored))
+        tables = [
+            box_table(parts, totals.shape[1], totals)
+            for parts, totals in ((wholes, self._wholes), (stored, self._stored))
+        ]
+
+        def launch(stream: torch.cuda.Stream) -> None:
+            for table in tables:
+                table.launch(stream)
+
+        return launch
+
+    def _quantize(self, held: Mapping[int, torch.Tensor]) -> list[Callable[[torch.cuda.Stream], None]]:
+        """Return the launch for each group of matrices, `held` by the numbers of their reads."""
+        groups: list[list[QuantizedMatrix]] = [[] for _ in range(self.num_groups)]
+        for number, matrix in held.items():
+            groups[self.group_of[gathered(number)]].append(self._matrix(self._reads[number], matrix))
+        return [QuantizeTable(its, self._wholes[0], self._stored[0]).launch for its in groups[1:]]
+
+    def _matrix(self, read: StoredRead, matrix: torch.Tensor) -> QuantizedMatrix:
+        form, scales, meta = read.form, read.scales, self._plan.tensors[read.tensor]
+        assert form
+        assert scales
+        require_kernel(meta, matrix, form)
+        digests = MatrixDigests(
+            read.tensor,
+            meta.shape[-1],
+            self._places.number(read.name),
+            self._places.number(scales.tensor),
+            row=_row(meta.shape, read.box.offset),
+            stored_row=read.stored.offset[0],
+            column=read.stored.offset[1],
+        )
+        first = read.stored.offset[0] - read.place.box.offset[0]
+        values = self._rows(read.place, first, len(matrix))
+        made = self._rows(scales, first // form.block[0], form.grid(matrix.shape)[0])
+        return QuantizedMatrix.of(matrix, form, values, made, digests)
+
+    def _rows(self, place: Segment, first: int, num_rows: int) -> torch.Tensor:
+        return self._places.view(place.tensor, place)[first : first + num_rows]
+
+
+def _row(shape: Sequence[int], offset: Sequence[int]) -> int:
+    """Return the number of the row of a tensor, seen as a matrix, in which `offset` is."""
+    sizes = (math.prod(shape[axis + 1 : -1]) for axis in range(len(shape) - 1))
+    return sum(at * size for at, size in zip(offset, sizes, strict=False))
