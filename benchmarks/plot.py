@@ -111,7 +111,7 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 def _part(key: str, value: object) -> str:
     if key == "route":  # else it has a reason instead
-        return "direct" if value == "direct" else "broadcast"
+        return "direct" if str(value).startswith("direct") else "broadcast"
     units = {"bucket MiB": "{} MiB", "slots": "{} slots", "world": "{} GPUs", "source": "{} source"}
     return units.get(key, "{}").format(value)
 

@@ -99,7 +99,7 @@ def _reasons(report: RunReport) -> list[str]:
     """Return why engines take broadcasts, each reason once with its engines."""
     why: dict[str, list[str]] = {}
     for row in report.coverage:
-        if row.component == "model" and row.route not in ("", "direct"):
+        if row.component == "model" and row.route and not row.route.startswith("direct"):
             why.setdefault(row.route, []).append(row.engine)
     return [f"{', '.join(names)}: {reason}" for reason, names in why.items()]
 

@@ -92,7 +92,7 @@ class Covered:
     def cells(self) -> tuple[str, ...]:
         """What a table says below `COVERAGE_HEAD`, in its order."""
         is_moved = self.num_frozen < self.num_tensors
-        way = ("direct" if self.route == "direct" else "broadcast") if self.route else "none"
+        way = ("direct" if self.route.startswith("direct") else "broadcast") if self.route else "none"
         return (
             self.engine,
             self.component,
@@ -158,7 +158,8 @@ class SyncReport:
         num_buckets: buckets that were broadcast; 0 if engines read all tensors directly.
         epoch: number of the connect that made the plan.
         connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
-        routes: by engine, ``direct``, or the reason why it takes broadcasts.
+        routes: by engine, ``direct``, followed by what is quantised on the way, or the reason why it takes
+            broadcasts.
         proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
             ``what its loader got`` where its own loader writes them. For quantised engines it is ``live
             weights with what was quantised`` of the right tensors, where they can tell; they add how many

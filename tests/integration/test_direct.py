@@ -59,7 +59,7 @@ def test_what_a_holder_digests_reaches_its_engine_rank() -> None:
 
         def digested(frozen: bool) -> SimpleNamespace:
             start_direct_copy(frozen)
-            return SimpleNamespace(result=engine.digests)
+            return SimpleNamespace(result=lambda: HolderDigests.of_live(engine.digests()))
 
         staging.start_direct_copy = digested  # type: ignore[method-assign, assignment]
         engine.written = got.append  # type: ignore[method-assign, assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from weightsync.errors import TransportError
 from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import digest_table, tensor_digests
 from weightsync.memory.kernels import DigestTable
+from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import extent_nbytes
 from weightsync.protocol.handles import LiveExport
 from weightsync.protocol.messages import Digests, LiveDigest
@@ -66,21 +67,39 @@ class LiveParameters:
         self._digests = TensorDigests(device)
         self._kind = ""
         self._found: Sequence[torch.Tensor] = ()
+        self._places: StoredPlaces | None = None
+
+    def use(self, places: StoredPlaces) -> None:
+        """Digest what is stored in place of parameters that hold nothing else.
+
+        An update has the first of these digests already, when it has compared what lives.
+        """
+        self._places, self._kind = places, ""
 
     def find(self) -> None:
         """Find them. For thousands it takes as long as their digest."""
-        self._found = [in_order(parameter.detach()) for _, parameter in parameters_of(self.model)]
+        held = {name: parameter.detach() for name, parameter in parameters_of(self.model)}
+        if self._places:
+            self._places = self._places.in_memory(held)
+        self._found = self._beside(held)
         self._follow(self._found)
 
-    def digest(self, is_found: bool = False) -> LiveDigest:
+    def digest(self, is_found: bool = False, stored: Digests | None = None) -> LiveDigest:
         """Return their digest. On a GPU it takes one launch, after the first time.
 
-        `is_found`: no parameter was replaced or moved since the last `find`.
+        Args:
+            is_found: no parameter was replaced or moved since the last `find`.
+            stored: the digests of what is stored, by the places that are used, if they were just taken.
         """
         if not is_found or not self._found:
             self.find()
         held, self._found = self._found, ()
-        return LiveDigest(self._kind, hashlib.sha256(self._digests.last(held).tobytes()).hexdigest())
+        digests = [self._digests.last(held)]
+        if self._places:
+            digests.append(self._places.digests() if stored is None else stored)
+        return LiveDigest(
+            self._kind, hashlib.sha256(b"".join(each.tobytes() for each in digests)).hexdigest()
+        )
 
     @property
     def can_export(self) -> bool:
@@ -95,12 +114,18 @@ class LiveParameters:
         require_complete(self.model)
         held = {name: parameter.detach() for name, parameter in parameters_of(self.model)}
         handles = export_tensors(held)
-        self._follow([in_order(each) for each in held.values()])  # now, while no update waits for it
+        self._follow(self._beside(held))  # now, while no update waits for it
         return LiveExport(self._kind, handles)
+
+    def _beside(self, held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that hold more than what is stored, each in one dimension."""
+        num_stored = self._places.num_elements if self._places else {}
+        return [in_order(each) for name, each in held.items() if num_stored.get(name) != each.numel()]
 
     def _follow(self, held: Sequence[torch.Tensor]) -> None:
         if self._digests.follow(held) or not self._kind:
-            self._kind = kind_of(parameters_of(self.model), self._device)
+            how = "stored " if self._places else ""
+            self._kind = how + kind_of(parameters_of(self.model), self._device)
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:

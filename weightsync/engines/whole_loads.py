@@ -101,12 +101,14 @@ class WholeLoads:
     def _export(self) -> LiveExport | None:
         if self._parameters is None or not self._parameters.can_export:
             return None
+        places = self._host.places() if self._has_kernels else None
+        if places:
+            self._parameters.use(places)
         try:
             export = self._parameters.export()
         except TransportError as error:
             self._logger.warning("a rank is not filled from copies of its parameters: %s", error)
             return None
-        places = self._host.places() if self._has_kernels else None
         if places is None:
             return export
         self._exported = places

@@ -60,6 +60,7 @@ class WholeSink:
         self._loader: Loader | None = None
         self._parameters, self._places = parameters, places
         self.quantized: HolderDigests | None = None
+        self._stored: Digests | None = None
         self.live: LiveDigest | None = None
         self.is_copied = False
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
@@ -80,7 +81,7 @@ class WholeSink:
         """Finish the loader, or compare what lives with what the holder made."""
         if self.quantized:
             assert self._places, "a holder quantised for a rank that did not allow it"
-            self._places.require(self.quantized.stored)
+            self._stored = self._places.require(self.quantized.stored)
             self._digests = self.quantized.wholes
         elif not self.is_copied:
             self._missing.require_none()
@@ -91,7 +92,7 @@ class WholeSink:
     def digests(self) -> Digests:
         """Return the digests of the tensors that the loader got, after taking `live`."""
         if self._parameters is not None:
-            self.live = self._parameters.digest(is_found=self.quantized is not None)
+            self.live = self._parameters.digest(self.quantized is not None, self._stored)
         return self._digests
 
     def written(self, by_holder: HolderDigests | None = None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from weightsync.errors import TransportError
@@ -24,6 +25,7 @@ class StoredPlaces:
         formats: of what is quantised, by the name of its weight.
         are_right: whether the engine's own loader has put the bytes of an update where this says. None
             before the first update.
+        num_elements: how many elements of each live parameter hold what is stored, by its name.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class StoredPlaces:
         self._stored = {meta.name: meta for meta in stored}
         self._numbers = {name: number for number, name in enumerate(self._stored)}
         self._held: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
+        self.num_elements: Counter[str] = Counter()
         for segment in segments:
             self._held[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
-        self._live = {name: live[name] for name in {segment.buffer for segment in segments}}
+            self.num_elements[segment.buffer] += segment.box.numel
+        self._live = {name: live[name] for name in self.num_elements}
         self._device = next((each.device for each in live.values()), None)
         self._table: DigestTable | None = None
 
@@ -55,6 +59,13 @@ class StoredPlaces:
         """Return the places of another process in its mapped `memory`: uint8, one dimension."""
         live = {name: memory[name].view(getattr(torch, dtype)) for name, dtype in export.dtypes.items()}
         return cls(export.layout.segments, live, export.layout.tensors, export.formats)
+
+    def in_memory(self, live: Mapping[str, torch.Tensor]) -> StoredPlaces:
+        """Return the same places in other memory, itself if `live` is where it was."""
+        if all(live[name].data_ptr() == address for name, address in self.addresses().items()):
+            return self
+        segments = [segment for its in self._held.values() for segment, _ in its]
+        return StoredPlaces(segments, live, [*self._stored.values()], self.formats)
 
     def export(self, formats: Mapping[str, Format]) -> StoredExport:
         """Export the places to a process that has mapped the live parameters. `formats` are of what comes."""
@@ -115,12 +126,17 @@ class StoredPlaces:
             for segment, place in held
         ]
 
-    def require(self, digests: Digests) -> None:
-        """Raise TransportError if live memory holds other bytes than `digests` say."""
-        if differ := self.differing(digests):
+    def require(self, digests: Digests) -> Digests:
+        """Raise TransportError if live memory holds other bytes than `digests` say. Returns what it holds."""
+        found = self.digests()
+        if differ := self._differing(found, digests):
             raise TransportError(f"{differ[0]} was written, and live memory holds other bytes")
+        return found
 
     def differing(self, digests: Digests) -> list[str]:
         """Return the names of tensors of which live memory holds other bytes than `digests` say."""
-        found = self.digests()
-        return [name for name, number in self._numbers.items() if found[number] != digests[number]]
+        return self._differing(self.digests(), digests)
+
+    def _differing(self, found: Digests, digests: Digests) -> list[str]:
+        wrong = set(np.flatnonzero(found != digests).tolist())
+        return [name for name, number in self._numbers.items() if number in wrong] if wrong else []

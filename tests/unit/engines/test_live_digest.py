@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from weightsync.engines.live_digest import LiveParameters, require_complete
 from weightsync.errors import TransportError
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.memory.tensors import meta_of
+from weightsync.plan import Box, Segment
 
 CPU = torch.device("cpu")
 
@@ -96,3 +100,38 @@ def test_what_copies_of_parameters_would_leave_out_is_named(
     spoil(spoilt)
     with pytest.raises(TransportError, match=message):
         require_complete(spoilt)
+
+
+def with_places(module: nn.Module) -> LiveParameters:
+    """Of the first three rows of the words, and all scales."""
+    live = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    metas = [meta_of(name, live[name]) for name in ("0.packed", "0.scale")]
+    boxes = Box((0, 0), (3, 4)), Box((0, 0), (6, 2))
+    segments = [
+        Segment(meta.name, box, meta.name, 0, Box.whole(meta.shape).strides(meta.itemsize))
+        for meta, box in zip(metas, boxes, strict=True)
+    ]
+    parameters = LiveParameters(module, CPU)
+    parameters.use(StoredPlaces(segments, live, metas, {}))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "at"), [("packed", 1), ("packed", -1), ("scale", 3)])
+def test_each_bit_counts_of_what_is_stored_and_of_what_lies_beside_it(name: str, at: int) -> None:
+    first, other = model(), model()
+    getattr(other[0], name).data.view(torch.uint8).view(-1)[at] ^= 1
+    found, wanted = with_places(other).digest(), with_places(first).digest()
+    assert found.kind == wanted.kind != LiveParameters(first, CPU).digest().kind
+    assert found.digest != wanted.digest
+
+
+def test_digests_of_what_is_stored_may_be_given_and_follow_parameters_that_move() -> None:
+    module = model()
+    parameters, wanted = with_places(module), with_places(module).digest()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    assert parameters.digest() == wanted
+    module[0].packed.data[0, 0] += 1
+    assert parameters.digest() != wanted
+    given = np.zeros(2, np.uint64)
+    assert parameters.digest(stored=given) != parameters.digest(stored=given + np.uint64(1))
