@@ -29,6 +29,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more work."""
+        return self._closed
+
     def submit(
         self, work: Callable[[], Coroutine[object, object, T]], also: Sequence[LoopThread] = ()
     ) -> Future[T]:

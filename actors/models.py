@@ -41,10 +41,19 @@ class Model(Generic[S]):
 
 
 class Models(Generic[S]):
-    """Models by name."""
+    """Models by name, without those that were closed."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Model[S]] = {}
+        self._held: dict[str, Model[S]] = {}
+
+    @property
+    def held(self) -> Mapping[str, Model[S]]:
+        """The models that are open."""
+        return {name: model for name, model in self._held.items() if not model.loop.closed}
+
+    def add(self, name: str, model: Model[S]) -> None:
+        """Add a model, whose name was checked."""
+        self._held[name] = model
 
     def check(self, name: object) -> None:
         """Raise ConfigError unless `name` can be that of one more model."""

@@ -99,7 +99,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         Register its trainers and engines there. What else it has is of that model, too: `serving`, `heal`,
         updates of it alone. `connect` and `close` of this WeightSync include it, `update_weights` can commit
-        it together with others, and `coverage` lists it. Give engines of all models different names.
+        it together with others, and `coverage` lists it. Give engines of all models different names. Closed
+        by itself, it is gone, and its name is free.
 
         Args:
             name: what `update_weights` and `coverage` call it.
@@ -113,7 +114,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         sync = WeightSync(config or self.config, name=run, cluster=self._cluster)
         sync._loop.close()
         sync._loop = LoopThread(self._loop)
-        self._models.held[name] = Model(sync, sync._loop, sync._as_part)
+        self._models.add(name, Model(sync, sync._loop, sync._as_part))
         return sync
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:

@@ -149,6 +149,12 @@ def test_names_that_mean_something_else_are_refused(fleet: Fleet) -> None:
     for name in ("", "a/b", "model", "draft", "adapter math", "reward", 3):
         with pytest.raises(ConfigError, match="name"):
             fleet.policy.add_model(name)  # type: ignore[arg-type]
+    fleet.policy.add_model("third").close()
+    fleet.policy.add_model("third").close()
+    fleet.policy.connect()
+    assert {row.component for row in fleet.policy.coverage()} == {"model", "reward"}
+    with pytest.raises(ConfigError, match="components: 'third' is not valid"):
+        fleet.policy.update_weights(components=["model", "third"])
     with pytest.raises(ConfigError, match="components: 'rewards' is not valid; did you mean 'reward'"):
         fleet.policy.update_weights(components=["model", "rewards"])
     with pytest.raises(ConfigError, match="versions grow"):
