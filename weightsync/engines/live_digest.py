@@ -27,7 +27,7 @@ class TensorDigests:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: Sequence[object] = ()
+        self._places: Sequence[object] | None = None
         self._table: DigestTable | None = None
 
     def follow(self, held: Sequence[torch.Tensor]) -> bool:
@@ -66,7 +66,7 @@ class LiveParameters:
         self.model, self._device = model, device
         self._digests = TensorDigests(device)
         self._kind = ""
-        self._found: Sequence[torch.Tensor] = ()
+        self._found: Sequence[torch.Tensor] | None = None
         self._places: StoredPlaces | None = None
 
     def use(self, places: StoredPlaces) -> None:
@@ -91,9 +91,9 @@ class LiveParameters:
             is_found: no parameter was replaced or moved since the last `find`.
             stored: the digests of what is stored, by the places that are used, if they were just taken.
         """
-        if not is_found or not self._found:
+        if not is_found or self._found is None:
             self.find()
-        held, self._found = self._found, ()
+        held, self._found = self._found or (), None
         digests = [self._digests.last(held)]
         if self._places:
             digests.append(self._places.digests() if stored is None else stored)

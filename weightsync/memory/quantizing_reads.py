@@ -20,8 +20,8 @@ from weightsync.protocol.messages import HolderDigests
 
 GROUP_NBYTES = 256 << 20
 """With half of it, an update of 8 GB took a tenth more time."""
-NUM_SLOTS = 2
-"""A group is quantised while the next one is gathered."""
+NUM_SLOTS = 3
+"""A group is quantised while the next ones are gathered: kernels of both share multiprocessors."""
 _ALIGN = 256
 
 

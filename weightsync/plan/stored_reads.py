@@ -134,7 +134,7 @@ class _Places:
             raise PlanError(name, f"a rank keeps a part of a block, so it reads all: {form}")
         for each, dtype in ((place, form.values), (scales, "float32")):
             self._require(name, each, dtype)
-            if each.strides != each.box.strides(4 if each is scales else 1):
+            if not _is_dense(each, 4 if each is scales else 1):
                 raise PlanError(name, "what is stored of it lies between others")
         num_rows = max(1, MOST_NUMEL // box.extent[1] // block[0]) * block[0]
         for row in range(box.offset[0], box.end[0], num_rows):
@@ -144,6 +144,12 @@ class _Places:
     def _require(self, name: str, place: Segment, dtype: str) -> None:
         if (held := self._dtypes[place.buffer]) != dtype:
             raise PlanError(name, f"it is kept as {held}, not as {dtype}")
+
+
+def _is_dense(place: Segment, itemsize: int) -> bool:
+    """Whether a place is row after row, without gaps. Where there is one element, its stride says nothing."""
+    wanted = zip(place.box.extent, place.strides, place.box.strides(itemsize), strict=True)
+    return all(size == 1 or stride == dense for size, stride, dense in wanted)
 
 
 def _moved(box: Box, part: Box) -> Box:

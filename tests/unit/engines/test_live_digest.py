@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightsync.engines import live_digest
 from weightsync.engines.live_digest import LiveParameters, require_complete
 from weightsync.errors import TransportError
 from weightsync.memory.stored_places import StoredPlaces
@@ -135,3 +136,15 @@ def test_digests_of_what_is_stored_may_be_given_and_follow_parameters_that_move(
     assert parameters.digest() != wanted
     given = np.zeros(2, np.uint64)
     assert parameters.digest(stored=given) != parameters.digest(stored=given + np.uint64(1))
+
+
+def test_nothing_is_found_again_if_all_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False))
+    live = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    meta = meta_of("0.weight", live["0.weight"])
+    places = StoredPlaces([Segment.whole(meta)], live, [meta], {})
+    parameters = LiveParameters(module, CPU)
+    parameters.use(places)
+    parameters.find()
+    monkeypatch.setattr(live_digest, "parameters_of", None)
+    parameters.digest(is_found=True, stored=places.digests())

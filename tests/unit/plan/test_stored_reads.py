@@ -95,6 +95,16 @@ def test_what_cannot_be_read_in_parts_is_named(
         find([WEIGHT], stored, held, {WEIGHT.name: BLOCKS})
 
 
+def test_a_stride_of_one_element_says_nothing() -> None:
+    weight = TensorMeta("a.weight", "bfloat16", (4, 8))
+    values, scales = BLOCKS.stored(weight)
+    scales = replace(scales, dtype="float32")
+    places = Segment.whole(values), replace(Segment.whole(scales), strides=(64, 512))
+    dtypes = {each.name: each.dtype for each in (values, scales)}
+    (read,) = find([weight], RankLayout((values, scales), places), dtypes, {weight.name: BLOCKS})
+    assert read.box == Box((0, 0), (4, 8))
+
+
 def test_what_is_stored_and_comes_from_nowhere_is_named() -> None:
     other = TensorMeta("b.weight", "bfloat16", (4,))
     with pytest.raises(PlanError, match=r"b\.weight.*made of no tensor"):
