@@ -161,7 +161,7 @@ class ReadsRig:
             held.copy_(tensors[name][self.parts[rank, name].slices()])
         made = []
         for copy in self.copies:
-            live = copy.begin(stream)
+            live = copy.begin(stream, True)
             stream.synchronize()
             made.append(live.result())
         wanted = stored(tensors, self.formats)

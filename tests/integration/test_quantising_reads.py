@@ -12,9 +12,10 @@ from tests.fleets.direct import Shared, Source
 from tests.fleets.loop import CONFIG
 from tests.fleets.quantising import Mapped, Staging, drive_mapped, use_exports
 from tests.kernel_doubles import Stream, use_doubles
+from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import SyncConfig
 from weightsync.engines import whole_loads
-from weightsync.errors import PlanError, TransportError
+from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.holder import quantizing_copy
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.send_buffer import SendBuffer
@@ -54,7 +55,7 @@ class Reading(Staging):
 
     def start_direct_copy(self, frozen: bool = True) -> QuantizingCopy:  # type: ignore[override]
         assert self.copy
-        return self.copy.begin(Stream())  # type: ignore[arg-type]
+        return self.copy.begin(Stream(), frozen)  # type: ignore[arg-type]
 
 
 class Trainers:
@@ -178,3 +179,20 @@ def test_others_take_whole_tensors(mode: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(whole_loads, "reads_layout", refuse)
     config = replace(CONFIG, mode="broadcast") if mode == "broadcast" else CONFIG
     drive_mapped(work, config, Unreachable if mode == "unreachable" else Near)
+
+
+def test_a_holder_does_not_write_what_its_engine_rank_has_not_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(loop: Mapped) -> None:
+        loop.train()
+        with monkeypatch.context() as broken:
+            broken.setattr(HolderFeed, "is_writable", lambda _: False)
+            with pytest.raises(StateError, match=r"e\d has not said that what is quantised may be written"):
+                await loop.controller.update(2)
+        await loop.controller.connect()
+        report = await loop.controller.update(3)
+        assert report.engines == {"e0": 3, "e1": 3}
+        assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+
+    drive_mapped(work, cls=Near)

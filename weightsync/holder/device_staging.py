@@ -203,19 +203,39 @@ class DeviceStaging:
         try:
             places = StoredPlaces.of(engine.places, memory)
             tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
-            if engine.reads:
-                reads = engine.places.reads(self._plan.tensors)
-                self._quantizing_reads = QuantizingReads(self._plan, reads, places)
             nbytes = max(each.nbytes for each in tables)
-            if self._quantizing_reads:
-                nbytes = max(nbytes, self._quantizing_reads.nbytes)
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if engine.reads:
+                reads = QuantizingReads(self._plan, engine.places.reads(self._plan.tensors), places)
+                self._scratch = self._try_allocating(max(nbytes, reads.nbytes))
+                self._quantizing_reads = None if self._scratch is None else reads
+            if self._scratch is None:
+                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             for each in tables:
                 each.bind(self._scratch)
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             logger.info("the engine rank quantises, not holder %d: %s", self._index, error)
+            self._quantizing_reads = None
             return
         self._quantizing, self._quantizing_source = tables[0], tables[1] if len(tables) > 1 else None
+
+    def _try_allocating(self, nbytes: int) -> torch.Tensor | None:
+        """Return memory to read from trainers to; None if the device is short of it."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            logger.info("holder %d quantises buckets, not what it reads: %s", self._index, error)
+            return None
+
+    def _quantizing_copy(
+        self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
+    ) -> QuantizingCopy:
+        if self._quantizing_reads is None or self._scratch is None:
+            raise TransportError(f"holder {self._index} cannot quantise what it would read")
+        try:
+            address = self._quantizing_reads.bind(self._scratch)
+        except NoKernelError as error:
+            raise TransportError(str(error)) from error
+        return QuantizingCopy(self._quantizing_reads, reads, memory, address)
 
     @collector_paused
     def second_copy(self) -> SecondCopy | None:
@@ -234,13 +254,11 @@ class DeviceStaging:
         `reads` are those of tensors that change and, if they are kept apart, those of frozen ones.
         """
         self._let_go_of_trainers()
-        if self._quantizing_reads and self._scratch is not None:
-            try:
-                address = self._quantizing_reads.bind(self._scratch)
-            except NoKernelError as error:
-                raise TransportError(str(error)) from error
-            self._direct_copy = QuantizingCopy(self._quantizing_reads, reads, memory, address)
-        elif any(map(len, reads)):
+        if not any(map(len, reads)):
+            return
+        if not self.target:
+            self._direct_copy = self._quantizing_copy(reads, memory)
+        else:
             self._direct_copy = DirectCopy(
                 self._plan,
                 self._segments,
@@ -253,11 +271,9 @@ class DeviceStaging:
     def start_direct_copy(self, frozen: bool = True) -> LiveDigests | QuantizingCopy | None:
         """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.
 
-        What is quantised is copied with frozen tensors. Returns the digests of all that the rank then holds,
-        complete after `wait_written`. None if they do not follow from these copies alone.
+        Returns the digests of all that the rank then holds, complete after `wait_written`. None if they do
+        not follow from these copies alone.
         """
-        if isinstance(self._direct_copy, QuantizingCopy):
-            return self._direct_copy.begin(self._writing)
         return self._direct_copy.begin(self._writing, frozen) if self._direct_copy else None
 
     @contextmanager

@@ -55,8 +55,8 @@ class QuantizingCopy:
             self.close()
             raise
 
-    def begin(self, stream: torch.cuda.Stream) -> QuantizingCopy:
-        """Start everything without waiting for it. `stream` waits for the last of it."""
+    def begin(self, stream: torch.cuda.Stream, _frozen: bool) -> QuantizingCopy:
+        """Start everything, frozen or not, without waiting for it. `stream` waits for the last of it."""
         quantizing, done = self._quantizing, list[torch.cuda.Event]()
         quantizing.begin(self._stream)
         for group in range(quantizing.num_groups):
