@@ -71,6 +71,9 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known | {"tensor_parallel_size"}))
+    if given.get("enable_eplb"):
+        remedy = "leave it out: it moves experts between ranks, and updates would go to their old places"
+        raise ConfigError("options.enable_eplb", True, remedy)
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "log_level": "warning", "tp_size": 1, **given}
     if settings["dtype"] == "auto":
         # SGLang's own "auto" turns float32 into float16.
