@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,16 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.formats import FP4, MICROSCALING, Format, Quantization
 from weightsync.recipes.quantised import INT4
 
-__all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_quantised", "weights"]
+__all__ = [
+    "INT4",
+    "by_library",
+    "check_declared",
+    "fp8_blocks",
+    "int4",
+    "same_bits",
+    "save_quantised",
+    "weights",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_GROUPS = {
@@ -118,11 +128,25 @@ def save_quantised(source: Path, target: Path, config: dict[str, Any]) -> None:
     (target / "config.json").write_text(json.dumps(model))
 
 
+def fp8_blocks(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepGEMM's rule, which vLLM has: values, and scales that are no powers of two."""
+    assert not form.powers_of_two
+    rows, columns = form.block
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = blocks.abs().float().amax((1, 3), keepdim=True).clamp(1e-4) / 448.0
+    values = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    return values[: weight.shape[0], : weight.shape[1]].contiguous(), scales[:, 0, :, 0].contiguous()
+
+
 def _by_its_library(weight: torch.Tensor, form: Format) -> dict[str, torch.Tensor]:
     if form.rule == "fp8":
-        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+        if importlib.util.find_spec("vllm"):
+            from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-        values, scales = per_block_cast_to_fp8(weight, [*form.block], form.powers_of_two)
+            values, scales = per_block_cast_to_fp8(weight, [*form.block], form.powers_of_two)
+        else:
+            values, scales = fp8_blocks(weight, form)
         return {"weight": values, "weight_scale_inv": scales}
     if form.block[0] > 1:
         return by_library(weight, form, "block")

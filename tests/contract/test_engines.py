@@ -278,6 +278,7 @@ def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
         ("sglang", {"dtype": "float64"}, "options.dtype"),
         ("sglang", {"memory_fraction_static": 0.5}, "options.memory_fraction_static"),
         ("sglang", {"load_format": "auto"}, "options.load_format"),
+        ("sglang", {"enable_eplb": True}, "options.enable_eplb"),
         ("sglang", {"dtype": "bfloat16", "tensor_parallel_size": 64}, "options.tensor_parallel_size"),
     ],
 )

@@ -7,7 +7,6 @@ transformers that has a loader of its own. `test_engines.py` runs it in SGLang, 
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import pickle
@@ -29,14 +28,16 @@ from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.sglang import api as sglang_api
 from weightsync.engines.sglang import rank_calls as sglang_channel
 from weightsync.engines.sglang import worker as sglang_worker
-from weightsync.engines.sglang.api import pack, stored_otherwise
+from weightsync.engines.sglang.api import pack
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.rank_calls import Call, Replies
+from weightsync.engines.sglang.storage import stored_otherwise
 from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.draft import DRAFT, Draft
-from weightsync.protocol.handles import Attached, DeviceHandle, Export
+from weightsync.plan.formats import Format
+from weightsync.protocol.handles import Attached, DeviceHandle, Export, LiveExport, StoredExport
 from weightsync.protocol.messages import LiveDigest, Loaded
 from weightsync.protocol.timing import Span
 
@@ -178,6 +179,9 @@ LAYOUT = RankLayout(
     (("live", 0, 12),),
     "cuda:GPU-1",
 )
+HANDLE = DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)
+BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
+PLACES = StoredExport(LAYOUT, {"live": "uint8"}, {"w.weight": BLOCKS})
 
 
 @pytest.fixture
@@ -207,7 +211,15 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
         ("addresses", {"w": 1 << 47}),
         ("can_export", True),
         ("attach", Attached("ab", None)),
-        ("attach", Attached("ab", Export(LAYOUT, {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)}))),
+        ("attach", Attached("ab", Export(LAYOUT, {"live": HANDLE}))),
+        (
+            "attach",
+            Attached(
+                "ab",
+                None,
+                LiveExport("kind", {"live": HANDLE}, PLACES),
+            ),
+        ),
         ("settle", None),
     ],
 )
@@ -298,30 +310,20 @@ def test_only_layers_that_keep_what_they_load_are_written_live(
     assert "derives" in stored_otherwise(model, torch.device("cpu"))
 
 
-def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
+def test_weights_that_are_processed_need_an_sglang_that_does_it_again(tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path)
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
     model.layer.quant_method = Fp8LinearMethod()
     for repacks in (True, False):
-        settings = RankSettings("e0", "", "bfloat16", repacks)
+        settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks)
         host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
         if repacks:
+            assert host.checkpoint().tensors
             assert host.loader(stored=False)
         else:
-            with pytest.raises(EngineError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
-                host.loader(stored=False)
-
-
-def test_a_quantised_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    build_tiny_qwen3(tmp_path)
-    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks=True)
-    host = sglang_worker.SglangHost(nn.Module(), torch.device("cpu"), settings)
-    assert host.checkpoint().tensors
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantization_config.*'fp8'.*serve this format with vLLM"):
-        host.checkpoint()
+            with pytest.raises(ConfigError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
+                host.checkpoint()
 
 
 def test_ranks_meet_on_a_port_that_nobody_has() -> None:

@@ -19,10 +19,11 @@ from tests.quantised import check_declared, int4, same_bits, save_quantised, wei
 from weightsync.engines.checkpoint import checkpoint_of
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.stored_checkpoint import quantization_of, require_stored
 from weightsync.engines.vllm.api import (
     Reload,
-    quantization_of,
-    require_stored,
+    loaded_layers,
+    packed_layers,
     set_environment,
     start,
     stop,
@@ -114,9 +115,10 @@ def test_a_layer_that_is_stored_otherwise_is_named_when_connecting(form: Format 
 
     model = Model()
     record_metadata_for_reloading(model)
-    require_stored(model, ["proj.weight", "unknown.weight"], {"proj.weight": STORED})
+    layers = "vLLM", loaded_layers(model), packed_layers(model)
+    require_stored(*layers, ["proj.weight", "unknown.weight"], {"proj.weight": STORED})
     with pytest.raises(ConfigError) as raised:
-        require_stored(model, ["proj.weight"], {"proj.weight": form} if form else {})
+        require_stored(*layers, ["proj.weight"], {"proj.weight": form} if form else {})
     assert raised.value.field == "quantization_config of proj.weight"
     assert given in str(raised.value.value)
     assert "vLLM's layer has weight (int8), weight_scale (float32)" in raised.value.remedy
@@ -249,7 +251,7 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
         weights.append({name: tensor.bfloat16() for name, tensor in named_tensors(model)[0].items()})
     fed = Served(tmp_path / "0-int4", "dummy")
     checkpoint = checkpoint_of(fed.runner.model_config.hf_config, torch.bfloat16)
-    formats = formats_of(checkpoint, quantization_of(fed.runner.model_config))
+    formats = formats_of(checkpoint, quantization_of(fed.runner.model_config.hf_config))
     try:
         for number in (0, 1, 0):
             reload = Reload(fed.runner.get_model(), fed.runner.model_config, torch.device("cpu"))

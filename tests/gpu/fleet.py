@@ -14,7 +14,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
-from tests.gpu.vllm_probe import OPTIONS, Answers, Live, kernels, live, probe
+from tests.gpu.live_bytes import Live
+from tests.gpu.vllm_probe import OPTIONS, Answers, kernels, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -152,11 +153,15 @@ class SglangEngine(EngineActor):
     """SGLang with CUDA graphs, started with dummy weights, and asked its probe's questions."""
 
     def __init__(self, path: str, name: str, num_ranks: int, **options: object) -> None:
-        options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **options}
+        loader = {"custom_weight_loader": [sglang_probe.LOADER]}
+        options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **loader, **options}
         super().__init__("sglang", path, name, options)
 
     async def answers(self) -> sglang_probe.Answers:
         return await asyncio.to_thread(sglang_probe.answers_of, self._engine)
+
+    async def live(self) -> Live:
+        return await asyncio.to_thread(sglang_probe.live_of, self._engine)
 
 
 def spawn(

@@ -1,6 +1,6 @@
-"""Starts SGLang from a checkpoint on disk, without any of our code in it, and writes its answers.
+"""Starts SGLang from a checkpoint on disk, without the library in it; writes its answers and what it holds.
 
-python -m tests.gpu.sglang_from_disk TENSOR_PARALLEL_SIZE ANSWERS MODEL [MODEL …]
+python -m tests.gpu.sglang_from_disk TENSOR_PARALLEL_SIZE ANSWERS LIVE MODEL [MODEL …]
 
 Of further models it answers after an ``update_weights_from_disk`` of its own, which is quicker than a start.
 """
@@ -11,21 +11,29 @@ import json
 import sys
 from pathlib import Path
 
-from tests.gpu.sglang_probe import OPTIONS, probe
+from tests.gpu.sglang_probe import LOADER, OPTIONS, live, probe
 
 
-def main(tensor_parallel_size: str, answers: str, *models: str) -> None:
+def main(tensor_parallel_size: str, answers: str, held: str, *models: str) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
+    num_ranks, loader = int(tensor_parallel_size), [LOADER]
     engine = Engine(
-        model_path=models[0], tp_size=int(tensor_parallel_size), skip_tokenizer_init=True, **OPTIONS
+        model_path=models[0],
+        tp_size=num_ranks,
+        skip_tokenizer_init=True,
+        custom_weight_loader=loader,
+        **OPTIONS,
     )
-    found = [engine.loop.run_until_complete(probe(engine.tokenizer_manager))]
-    for model in models[1:]:
-        ok, message = engine.update_weights_from_disk(model)[:2]
-        assert ok, message
-        found.append(engine.loop.run_until_complete(probe(engine.tokenizer_manager)))
-    Path(answers).write_text(json.dumps(found))
+    said, lives = [], []
+    for number, model in enumerate(models):
+        if number:
+            ok, message = engine.update_weights_from_disk(model)[:2]
+            assert ok, message
+        said.append(engine.loop.run_until_complete(probe(engine.tokenizer_manager)))
+        lives.append(engine.loop.run_until_complete(live(engine.tokenizer_manager, num_ranks)))
+    Path(answers).write_text(json.dumps(said))
+    Path(held).write_text(json.dumps(lives))
     engine.shutdown()
 
 

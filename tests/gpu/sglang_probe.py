@@ -1,17 +1,23 @@
-"""What an SGLang engine says to fixed prompts, in tokens and floats, wherever its weights came from."""
+"""What an SGLang engine says to fixed prompts, in tokens and floats, and the bytes that it holds."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.gpu.live_bytes import Live, hashes
 from tests.patience import patient
 
-__all__ = ["OPTIONS", "Answers", "answers_of", "probe"]
+__all__ = ["LOADER", "OPTIONS", "Answers", "answers_of", "live", "live_of", "probe", "write_hashes"]
+
+LOADER = "tests.gpu.sglang_probe.write_hashes"
+"""SGLang has no call into its ranks that returns something: this "loader" of weights writes a file."""
 
 # The same on both sides of a comparison, or kernels would differ.
 OPTIONS: dict[str, Any] = {
@@ -60,10 +66,40 @@ async def probe(manager: Any) -> Answers:
     return json.loads(json.dumps(answers))
 
 
+async def live(manager: Any, num_ranks: int) -> Live:
+    """What the kernels of each rank read, in their layout. The engine was started with `LOADER`."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = [
+            MultiprocessingSerializer.serialize([(f"{folder}/{rank}", torch.empty(0))])
+            for rank in range(num_ranks)
+        ]
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=tensors, load_format=LOADER, flush_cache=False
+        )
+        ok, message = (await manager.update_weights_from_tensor(request, None))[:2]
+        assert ok, message
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+def write_hashes(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Run by SGLang in each rank's process: write `hashes` to the file that the only tensor is named for."""
+    Path(named_tensors[0][0]).write_text(json.dumps(hashes(model)))
+
+
 def answers_of(engine: Any) -> Answers:
     """Of our adapter, from another thread than its own, while it serves."""
     server = engine.loop.server
     return asyncio.run_coroutine_threadsafe(probe(server.manager), server.loop).result(patient(120))
+
+
+def live_of(engine: Any) -> Live:
+    """Of our adapter, likewise."""
+    server = engine.loop.server
+    asked = asyncio.run_coroutine_threadsafe(live(server.manager, server.num_ranks), server.loop)
+    return asked.result(patient(120))
 
 
 def _row(row: list[Any]) -> list[list[float]]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +34,22 @@ pytestmark = [
 ]
 
 
-def from_disk(checkpoints: list[str], num_ranks: int) -> list[Answers]:
-    """Of an SGLang of its own; it has ended when this returns, and its memory is free."""
-    answers = Path(checkpoints[0]) / "answers.json"
-    command = [sys.executable, "-m", "tests.gpu.sglang_from_disk", str(num_ranks), str(answers)]
+def from_disk(checkpoints: list[str], num_ranks: int, env: Mapping[str, str] | None = None) -> list[Answers]:
+    """Of an SGLang of its own; it has ended when this returns, and its memory is free.
+
+    What it held is in ``live.json`` of the first checkpoint. `env`: further environment variables.
+    """
+    answers, held = (Path(checkpoints[0]) / name for name in ("answers.json", "live.json"))
+    module = "tests.gpu.sglang_from_disk"
+    command = [sys.executable, "-m", module, str(num_ranks), str(answers), str(held), *checkpoints]
     done = subprocess.run(
-        [*command, *checkpoints], cwd=ROOT, capture_output=True, text=True, timeout=patient(300), check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())

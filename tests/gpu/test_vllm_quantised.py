@@ -6,11 +6,9 @@ import functools
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,24 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import VllmEngine, spawn, visible_devices
+from tests.gpu.quantised_fleet import (
+    CONFIG,
+    FP8_BLOCKS,
+    IN_PLACE,
+    NONE_CONVERTED,
+    Saved,
+    end,
+    feed,
+    join,
+    kill_and_wait,
+    paths_in,
+)
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
-from tests.gpu.vllm_probe import Answers, Live
 from tests.patience import patient
 from tests.quantised import int4, save_quantised
-from weightsync import SyncConfig, WeightSync
-from weightsync.report import SyncReport
+from weightsync import WeightSync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,10 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.timeout(300),
 ]
-
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
-IN_PLACE = "live weights with what was quantised"
-NONE_CONVERTED = {"e0": "it takes whole tensors, of which none is converted"}
 
 
 def dynamic(layout: str, kind: str) -> dict[str, Any]:
@@ -59,12 +63,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "zero_points": int4(symmetric=False),
     "int8": dynamic("int-quantized", "int"),
     "fp8": dynamic("float-quantized", "float"),
-    "fp8_blocks": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(4)],
-    },
+    "fp8_blocks": FP8_BLOCKS,
 }
 KERNELS: dict[str, dict[str, str]] = {
     "default": {},
@@ -98,27 +97,6 @@ def why_no_deep_gemm() -> str:
     return "" if done.returncode == 0 else f"DeepGEMM does not run here: {done.stderr.strip()[-300:]}"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Two versions of a model, and what a vLLM says and holds that loaded them quantised."""
-
-    paths: Sequence[Path]
-    packed: Sequence[Path]
-    answers: Sequence[Answers]
-    live: Sequence[Live]
-
-    def served(self) -> str:
-        return served(str(self.packed[0]))
-
-    def check(self, engine: ActorHandle[Any], number: int) -> None:
-        """Compare each live byte of each rank, then tokens and log-probabilities."""
-        live = ray.get(engine.live.remote())
-        for held, wanted in zip(live, self.live[number], strict=True):
-            differ = [name for name in wanted if held[name] != wanted[name]]
-            assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
-        assert_same(ray.get(engine.answers.remote()), self.answers[number])
-
-
 Save = Callable[..., Saved]
 
 
@@ -128,9 +106,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
     @functools.cache
     def once(kind: str, form: str, kernels: str, num_ranks: int) -> Saved:
-        folder = tmp_path_factory.mktemp("saved")
-        paths = [folder / str(seed) for seed in range(2)]
-        packed = [folder / f"{seed}-packed" for seed in range(2)]
+        paths, packed = paths_in(tmp_path_factory.mktemp("saved"))
         for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
             save_qwen3(path, kind, seed)
             save_quantised(path, target, FORMATS[form])
@@ -152,40 +128,6 @@ def start(
         return spawn(VllmEngine, bundles, 0, *arguments, env=KERNELS[kernels])
     visible = visible_devices(bundles, range(num_ranks))
     return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=KERNELS[kernels])
-
-
-def join(
-    bundles: PlacementGroup, path: Path, folder: Path, num_ranks: int, quantization: Mapping[str, Any] | None
-) -> list[ActorHandle[Any]]:
-    """Trainers of a model in bfloat16, each on a GPU of its own."""
-    arguments = num_ranks, "bfloat16", "device", quantization
-    trainers = [spawn(Trainer, bundles, rank, str(path), rank, *arguments) for rank in range(num_ranks)]
-    ray.get([each.join.remote(str(folder / "meeting")) for each in trainers], timeout=patient(200))
-    return trainers
-
-
-def feed(trainers: Sequence[ActorHandle[Any]], engine: ActorHandle[Any], saved: Saved) -> list[SyncReport]:
-    """Update an engine three times, and compare it after each. Returns the reports."""
-    ray.get(engine.info.remote(), timeout=patient(200))
-    reports = []
-    with WeightSync(CONFIG) as sync:
-        sync.register_trainers(trainers)
-        sync.register_engines({"e0": engine})
-        sync.connect()
-        for version, number in enumerate((0, 1, 0), start=1):
-            ray.get([trainer.load.remote(str(saved.paths[number])) for trainer in trainers])
-            report = sync.update_weights(version)
-            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
-            assert report.engines == {"e0": version}
-            saved.check(engine, number)
-            reports.append(report)
-    return reports
-
-
-def end(engine: ActorHandle[Any], *others: ActorHandle[Any]) -> None:
-    ray.get(engine.close.remote())
-    for actor in (engine, *others):
-        ray.kill(actor)
 
 
 @dataclass(frozen=True)
@@ -230,7 +172,7 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
     if uses_deep_gemm and (reason := why_no_deep_gemm()):
         pytest.skip(reason)
     saved = save(case.kind, case.form, case.kernels, case.num_ranks)
-    engine = start(bundles, saved.served(), case.kernels, case.num_ranks)
+    engine = start(bundles, served(str(saved.packed[0])), case.kernels, case.num_ranks)
     trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
     reports = feed(trainers, engine, saved)
     proofs = [report.proofs["e0"] for report in reports]
@@ -254,7 +196,7 @@ def test_trainers_quantise_on_their_gpus(
         pytest.skip(f"needs {num_trainers} GPUs")
     kernels = "cutlass" if form == "fp8_blocks" else "default"
     saved = save("untied", form, kernels, 1)
-    engine = start(bundles, saved.served(), kernels)
+    engine = start(bundles, served(str(saved.packed[0])), kernels)
     trainers = join(bundles, saved.paths[0], tmp_path, num_trainers, FORMATS[form])
     for number, report in enumerate(feed(trainers, engine, saved)):
         reads = number > 0 and num_trainers > 1 and form != "int4"
@@ -264,22 +206,13 @@ def test_trainers_quantise_on_their_gpus(
     end(engine, *trainers)
 
 
-def kill_and_wait(sync: WeightSync, engine: ActorHandle[Any]) -> None:
-    """Kill an engine, and wait until another is in its place."""
-    os.kill(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-    deadline = time.monotonic() + patient(200)
-    while not sync.heals and time.monotonic() < deadline:
-        sync.settle(patient(200))
-    sys.stdout.write(f"{sync.heals}\n")
-
-
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 def test_checkpoints_in_fp8_blocks_are_served_as_they_are_stored(
     kind: str, bundles: PlacementGroup, save: Save
 ) -> None:
     """Two versions, the second in place, then the same after `kill -9`, and the first one again."""
     saved = save(kind, "fp8_blocks", "cutlass", 1)
-    path = saved.served()
+    path = served(str(saved.packed[0]))
     engines = [start(bundles, path, "cutlass")]
     ray.get(engines[0].info.remote(), timeout=patient(200))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["OPTIONS", "Answers", "Live", "kernels", "live", "probe"]
+from tests.gpu.live_bytes import Live, hashes
+
+__all__ = ["OPTIONS", "Answers", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -22,8 +23,6 @@ OPTIONS: dict[str, Any] = {
 NUM_TOKENS, TOP = 24, 5
 
 Answers = list[Mapping[str, Any]]
-Live = list[Mapping[str, str]]
-"""Each rank's live parameters, as SHA-256 of their bytes in order of their elements."""
 
 
 def probe(llm: Any) -> Answers:
@@ -57,7 +56,7 @@ def probe(llm: Any) -> Answers:
 
 def live(llm: Any) -> Live:
     """What the kernels read, in their layout."""
-    return llm.collective_rpc(_hashes)
+    return llm.collective_rpc(_live)
 
 
 def kernels(llm: Any) -> set[str]:
@@ -65,20 +64,14 @@ def kernels(llm: Any) -> set[str]:
     return set().union(*llm.collective_rpc(_kernels))
 
 
+def _live(worker: Any) -> Mapping[str, str]:
+    return hashes(worker.get_model())
+
+
 def _kernels(worker: Any) -> set[str]:
     methods = [getattr(module, "quant_method", None) for module in worker.get_model().modules()]
     linear = {type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")}
     return linear | {method.fp8_backend.name for method in methods if hasattr(method, "fp8_backend")}
-
-
-def _hashes(worker: Any) -> Mapping[str, str]:
-    parameters = worker.get_model().named_parameters()
-    return {name: _hash(parameter.detach()) for name, parameter in parameters}
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _row(row: Mapping[int, Any]) -> list[list[float]]:

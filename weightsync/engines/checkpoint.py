@@ -10,6 +10,9 @@ from weightsync.memory.tensors import meta_of, named_tensors
 from weightsync.plan import TensorMeta
 from weightsync.plan.segment import CASTABLE
 
+FULL = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of full-precision checkpoints."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:

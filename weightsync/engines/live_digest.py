@@ -18,6 +18,8 @@ from weightsync.memory.tensors import extent_nbytes
 from weightsync.protocol.handles import LiveExport
 from weightsync.protocol.messages import Digests, LiveDigest
 
+_OF_CACHES = ("kv_cache_dtype", "k_scale_float")
+"""Attributes of vLLM's attention, and of SGLang's, which has scales of its cache."""
 _LIBRARIES = ("vllm", "sglang", "torch")
 """Other versions of these may store the same parameters in another order."""
 
@@ -138,8 +140,12 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield a model's parameters by name, without scales of caches, which no checkpoint has to have."""
     for path, module in model.named_modules():
-        if not hasattr(module, "kv_cache_dtype"):
+        if not _has_cache(module):
             yield from module.named_parameters(path, recurse=False)
+
+
+def _has_cache(module: torch.nn.Module) -> bool:
+    return any(hasattr(module, name) for name in _OF_CACHES)
 
 
 def require_complete(model: torch.nn.Module) -> None:
@@ -153,7 +159,7 @@ def require_complete(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         made = {name for name, each in vars(module).items() if _may_be_made_of_weights(name, each)}
-        if not hasattr(module, "kv_cache_dtype"):
+        if not _has_cache(module):
             made |= {name for name in saved if module._buffers[name] is not None}
         if made:
             raise TransportError(f"{path}.{min(made)} is no parameter, and may be made of some")

@@ -1,7 +1,8 @@
 """Finds where a reload puts each tensor of a quantised checkpoint, without changing weights.
 
 vLLM reloads a module at a time: it fills new parameters, processes them for its kernels, and copies them into
-the live ones. A dispatch mode sees both copies, and skips them. Where processing changes no byte, as for FP8
+the live ones. A dispatch mode sees both copies, and skips them. SGLang's loader copies into the live ones at
+once. Where processing changes no byte, as for FP8
 on Hopper GPUs, the two together say where each element of the checkpoint lives. Anything else that is done
 with these bytes, such as packing for Marlin kernels, is refused.
 """
@@ -122,7 +123,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         # What has no new memory is loaded twice, since vLLM counts elements by loading.
         segments = tuple(joined(dict.fromkeys(self._segments)))
         buffers = tuple(meta_of(name, each) for name, each in self._wanted.items())
-        layout = RankLayout(tuple(self._metas.values()), segments, (), buffers, tuple(self._padding))
+        padding = tuple(dict.fromkeys(self._padding))
+        layout = RankLayout(tuple(self._metas.values()), segments, (), buffers, padding)
         try:
             check_live("live", Layout.from_ranks([layout]))
         except PlanError as error:
@@ -142,7 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if is_copy and self._takes(args[0], args[1]):
             return args[0]
         if func in _FILLS and (key := _storage(args[0])) in self._filled.keys() | self._untouchable:
-            return args[0] if key in self._untouchable else self._fill(func, args)
+            return self._fill_live(args[0]) if key in self._untouchable else self._fill(func, args)
         given = {_storage(each): each for each in tree_leaves((args, kwargs)) if _is_real(each)}
         outcome = func(*args, **(kwargs or {}))
         if func is _ATEN.clone.default and self._clone(args[0], outcome):
@@ -200,6 +202,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         runs = padding_runs(target, _start(target))
         self._filled[_storage(target)].padding.extend(runs)
         return func(*args)
+
+    def _fill_live(self, target: torch.Tensor) -> torch.Tensor:
+        """Note padding that is filled where it lives, and fill nothing."""
+        name = self._live.get(_storage(target), "")
+        # A rank without padding fills no rows, and what fills all is no padding.
+        if name and 0 < target.numel() < self._wanted[name].numel():
+            runs = padding_runs(target, _start(target) - _start(self._wanted[name]))
+            self._padding += [(name, *run) for run in runs]
+        return target
 
     def _make_live(self, filled: _Filled, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note that processed memory becomes live."""

@@ -38,21 +38,32 @@ def find_places(
     """
     if device.type == "cpu":
         return None  # vLLM packs weights for it
-    live = {name: each.detach() for name, each in parameters_of(model)}
     are_packed = all(form.packed for form in formats.values())
     if are_packed:
         obstacle = "packed values are put in another order for their kernels"
     if not obstacle:
         try:
-            require_complete(model)
-            segments = trace_reload(model, live, stored, make_loader)
-        except (TransportError, UnprovableError) as error:
+            return trace_places(model, stored, formats, make_loader)
+        except UnprovableError as error:
             obstacle = str(error)
-        else:
-            return StoredPlaces(segments, live, stored, formats)
     level = logging.INFO if are_packed else logging.WARNING  # others may become fast by a setting
     logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", obstacle)
     return None
+
+
+def trace_places(
+    model: torch.nn.Module,
+    stored: Sequence[TensorMeta],
+    formats: Mapping[str, Format],
+    make_loader: Callable[[], Loader],
+) -> StoredPlaces:
+    """Find the places of `stored`, as `find_places` does. Raises UnprovableError if it fails."""
+    live = {name: each.detach() for name, each in parameters_of(model)}
+    try:
+        require_complete(model)
+    except TransportError as error:
+        raise UnprovableError(str(error)) from error
+    return StoredPlaces(trace_reload(model, live, stored, make_loader), live, stored, formats)
 
 
 class StoredLoader:

@@ -65,7 +65,9 @@ class SglangEngine(SlotServing):
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         speculation = Speculation.of(arguments, sessions)
-        self._settings = RankSettings(name, model_path, arguments["dtype"], sessions, speculation)
+        overrides = arguments.get("json_model_override_args") or "{}"
+        dtype = arguments["dtype"]
+        self._settings = RankSettings(name, model_path, dtype, sessions, speculation, overrides)
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()

@@ -1,4 +1,4 @@
-"""All imports from SGLang: its engine, its requests, and how its layers store parameters.
+"""All imports from SGLang: its engine, its requests, and its loader of weights.
 
 Sources: SGLang's documentation of weight updates for reinforcement learning, and its code of 0.5.17 and
 0.5.23.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
+import json
 import os
 import pickle
 import socket
@@ -40,8 +41,8 @@ _FIXED = (
 )
 _PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
-_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+_PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that are one for several of a checkpoint. Only some of SGLang's models say theirs."""
 
 
 def has_sessions() -> bool:
@@ -70,6 +71,9 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known | {"tensor_parallel_size"}))
+    if given.get("enable_eplb"):
+        remedy = "leave it out: it moves experts between ranks, and updates would go to their old places"
+        raise ConfigError("options.enable_eplb", True, remedy)
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "log_level": "warning", "tp_size": 1, **given}
     if settings["dtype"] == "auto":
         # SGLang's own "auto" turns float32 into float16.
@@ -300,31 +304,23 @@ def _require(outcome: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
-    """Return why live parameters may differ from the loader's bytes; "" if they do not.
-
-    Accepts only models that are known to keep the bytes: without quantization, adapters and offloading, of
-    layers that use their weights as they were loaded.
-    """
-    away = next((name for name, each in model.named_parameters() if each.device != device), None)
-    if away:
-        return f"{away} does not lie on {device}"
-    if hasattr(model, "post_load_weights"):
-        return f"{type(model).__name__} derives tensors from its weights"
-    reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
-    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+def loaded_layers(model: torch.nn.Module) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Return the parameters of each module by its path."""
+    return {path: dict(each.named_parameters(recurse=False)) for path, each in model.named_modules()}
 
 
-def _why_not_plain(module: torch.nn.Module) -> str:
-    if getattr(module, "use_intel_amx_backend", False):
-        return "weights are packed for AMX"
-    method: Any = getattr(module, "quant_method", None)
-    kind = type(method).__name__
-    if method is None or kind in _PLAIN_METHODS:
-        return ""
-    if kind != _EXPERTS_METHOD:
-        return f"{kind} may repack weights"
-    return "FlashInfer's TRT-LLM kernels rearrange experts" if method.use_flashinfer_trtllm_moe else ""
+def packed_layers(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
+    """Return the layers that are one for several of a checkpoint, by the last parts of their names."""
+    return {**_PACKED, **getattr(model, "packed_modules_mapping", {})}
+
+
+def model_config(path: str, overrides: str) -> Any:  # noqa: ANN401 - transformers'
+    """Return the config of a model, with ``json_model_override_args`` in it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    config.update(json.loads(overrides))
+    return config
 
 
 class Loads:

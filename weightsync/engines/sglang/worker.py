@@ -5,19 +5,28 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from weightsync.config import Treatment
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import DraftModel
+from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.rank import Rank
-from weightsync.engines.sglang.api import Loads, stored_otherwise
+from weightsync.engines.sglang.api import Loads, loaded_layers, model_config, packed_layers
 from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
 from weightsync.engines.sglang.rank_calls import Call, reply
-from weightsync.errors import ConfigError, EngineError
+from weightsync.engines.sglang.storage import require_blocks, stored_otherwise
+from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
+from weightsync.engines.stored_loader import trace_places
+from weightsync.engines.whole_sink import Loader
+from weightsync.errors import ConfigError
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan.formats import FIELD
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
@@ -35,6 +44,7 @@ class RankSettings:
         dtype: torch's name of the weights' dtype.
         repacks: whether SGLang processes weights again after each update, as quantized ones need.
         speculation: how it speculates, if with a draft model.
+        overrides: ``json_model_override_args``.
     """
 
     engine: str
@@ -42,6 +52,7 @@ class RankSettings:
     dtype: str
     repacks: bool
     speculation: Speculation | None = None
+    overrides: str = "{}"
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
@@ -82,24 +93,36 @@ class SglangHost:
         draft: torch.nn.Module | None = None,
     ) -> None:
         self._model, self._device, self._settings, self._draft = model, device, settings, draft
+        self._stored = StoredCheckpoint()
+        self._places: StoredPlaces | None = None
+        self._addresses: Sequence[int] = ()
 
     def model(self) -> torch.nn.Module:
         return self._model
 
     def checkpoint(self) -> Checkpoint:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self._settings.model_path)
-        if quantization := getattr(config, "quantization_config", None):
-            # SGLang's loader would copy full-precision values into quantised parameters, without scales.
-            remedy = "leave it out and start SGLang with quantization='fp8', or serve this format with vLLM"
-            raise ConfigError("quantization_config", quantization, remedy)
-        return checkpoint_of(config, self._dtype).as_held(self._model)
+        config = self._config()
+        quantization = quantization_of(config)
+        checkpoint = checkpoint_of(config, self._dtype).as_held(self._model)
+        self._stored = StoredCheckpoint.of(checkpoint, quantization)
+        if self._stored.formats:
+            require_blocks(self._model, self._device, self._stored.formats, self._settings.repacks)
+        if quantization.groups:
+            layers, packed = loaded_layers(self._model), packed_layers(self._model)
+            require_stored("SGLang", layers, packed, checkpoint.linears, self._stored.formats)
+        if self._stored.formats:
+            self._require_places()
+        else:
+            self._require_loadable()
+        return self._stored.described(checkpoint)
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         speculation = self._settings.speculation
         if speculation is None or self._draft is None:
             return None
+        given = getattr(self._config(), FIELD, None)
+        if given and not speculation.obstacle:
+            speculation = replace(speculation, obstacle=(FIELD, given))
         return draft_of(speculation, self._draft, self._model, self._dtype, self._device, treatment)
 
     @property
@@ -107,21 +130,49 @@ class SglangHost:
         dtype: torch.dtype = getattr(torch, self._settings.dtype)
         return dtype
 
+    def _config(self) -> Any:  # noqa: ANN401 - transformers'
+        return model_config(self._settings.model_path, self._settings.overrides)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._model.load_weights(weights)  # type: ignore[operator]
 
     def stored_otherwise(self) -> str:
+        if self._stored.formats:
+            return "the weights are quantised"
         return stored_otherwise(self._model, self._device)
 
     def converted(self) -> torch.nn.Module | None:
-        return None
+        return self._model if self._stored.formats else None
 
-    def places(self) -> None: ...
+    def places(self) -> StoredPlaces | None:
+        if not self._stored.formats:
+            return None
+        addresses = [each.data_ptr() for _, each in parameters_of(self._model)]
+        if addresses != self._addresses:
+            self._places = trace_places(self._model, self._stored.tensors, self._stored.formats, self._load)
+            self._addresses = addresses
+        return self._places
 
-    def loader(self, stored: bool) -> Loads:
+    def loader(self, stored: bool) -> Loader:
+        return self._stored.loader(self.places(), self._load, stored)
+
+    def _load(self) -> Loads:
+        return Loads(self._model)
+
+    def _require_places(self) -> None:
+        """Raise ConfigError if it is not proven that the loader fills all parameters and does but copy."""
+        try:
+            self.places()
+        except UnprovableError as error:
+            remedy = (
+                f"SGLang's loader does other than copy these tensors: {error}; name what SGLang leaves "
+                "as it is, and no more, in modules_to_not_convert, or serve this model with vLLM"
+            )
+            raise ConfigError(FIELD, "fp8", remedy) from error
+
+    def _require_loadable(self) -> None:
+        """Raise ConfigError if a load would not be all that SGLang does with weights."""
         reason = self.stored_otherwise()
         if reason and not self._settings.repacks:
-            raise EngineError(
-                self._settings.engine, "load", f"{reason}, and SGLang before 0.5.21 does not do that again"
-            )
-        return Loads(self._model)
+            remedy = f"{reason}, and SGLang before 0.5.21 does not do that again: serve it with vLLM"
+            raise ConfigError("model", type(self._model).__name__, remedy)

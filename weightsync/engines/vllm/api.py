@@ -23,7 +23,6 @@ from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan.formats import Format, Quantization
 
 if TYPE_CHECKING:
     from vllm import EngineArgs, SamplingParams
@@ -37,7 +36,6 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
 _FROM_CONFIG = ("input_scale_ub",)
 _FULL_CACHES = ("auto", "bfloat16", "float16")
-FULL = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ModelRunner(Protocol):
@@ -259,47 +257,17 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
     )
 
 
-def quantization_of(config: ModelConfig) -> Quantization:
-    """Return how the model's checkpoint is quantised. Raises ConfigError if that is not known here.
-
-    vLLM's own online quantisation takes full-precision tensors, so it is none.
-    """
-    given: Any = getattr(config.hf_config, "quantization_config", None)
-    if not given:
-        return Quantization()
-    return Quantization.read(given if isinstance(given, Mapping) else given.to_dict())
-
-
-def require_stored(model: torch.nn.Module, weights: Iterable[str], formats: Mapping[str, Format]) -> None:
-    """Raise ConfigError if vLLM stores one of `weights`, of linear layers, otherwise than `formats` says.
-
-    Compared are the parameters that vLLM's own loader fills, before it processes them.
-    """
+def loaded_layers(model: torch.nn.Module) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Return the parameters that vLLM's loader fills, before it processes them, by the paths of modules."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    modules = dict(model.named_modules())
+    return {path: get_layerwise_info(each).restore_metadata[0] for path, each in model.named_modules()}
+
+
+def packed_layers(model: torch.nn.Module) -> Mapping[str, list[str]]:
+    """Return the layers that are one for several of a checkpoint, by the last parts of their names."""
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for name in sorted(weights):
-        path = name.removesuffix(".weight")
-        parent, _, last = path.rpartition(".")
-        holders = [last, *(whole for whole, parts in packed.items() if last in parts)]
-        module = next(
-            (modules[each] for each in (_join(parent, h) for h in holders) if each in modules), None
-        )
-        has = get_layerwise_info(module).restore_metadata[0] if module is not None else {}
-        form = formats.get(name)
-        wanted = {"weight"} if form is None else set(form.suffixes)
-        is_whole = form is not None or "weight" not in has or has["weight"].dtype in FULL
-        if has and not (wanted <= has.keys() and is_whole):
-            found = ", ".join(f"{key} ({_dtype(each)})" for key, each in sorted(has.items()))
-            remedy = (
-                f"vLLM's layer has {found}: name {path} in its targets, or as ignored, as vLLM reads them"
-            )
-            raise ConfigError(f"quantization_config of {name}", str(form or "not quantised"), remedy)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return packed
 
 
 class Reload:

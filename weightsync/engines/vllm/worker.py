@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,14 +12,14 @@ from weightsync.config import Treatment
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Rank
-from weightsync.engines.stored_loader import StoredLoader, find_places
+from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
+from weightsync.engines.stored_loader import find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
-    quantization_of,
-    require_stored,
+    loaded_layers,
+    packed_layers,
     require_updatable,
 )
 from weightsync.engines.vllm.draft import draft_of
@@ -29,8 +28,6 @@ from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.vllm.wrapped import unwrapped
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format
 
 
 class WeightSyncWorker:
@@ -60,8 +57,7 @@ class _Host:
 
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
-        self._formats: Mapping[str, Format] = {}
-        self._stored: Sequence[TensorMeta] = ()
+        self._stored = StoredCheckpoint()
         self._places: StoredPlaces | None = None
         self._addresses: Sequence[int] = ()
 
@@ -71,16 +67,15 @@ class _Host:
     def checkpoint(self) -> Checkpoint:
         require_updatable(self._runner.vllm_config, self.model())
         config = self._runner.model_config
-        quantization = quantization_of(config)
+        quantization = quantization_of(config.hf_config)
         checkpoint = checkpoint_of(config.hf_config, config.dtype)
         if self._runner.vllm_config.parallel_config.pipeline_parallel_size == 1:  # else a rank holds a part
             checkpoint = checkpoint.as_held(self.model())
-        self._formats = formats_of(checkpoint, quantization)
-        self._stored = stored_tensors(checkpoint, self._formats)
+        self._stored = StoredCheckpoint.of(checkpoint, quantization)
         if quantization.groups:  # vLLM's online quantisation takes the tensors as they are
-            require_stored(self.model(), checkpoint.linears, self._formats)
-        stored = tuple(self._stored) if self._formats else ()
-        return replace(checkpoint, converts=summary(self._formats), stored=stored)
+            layers, packed = loaded_layers(self.model()), packed_layers(self.model())
+            require_stored("vLLM", layers, packed, checkpoint.linears, self._stored.formats)
+        return self._stored.described(checkpoint)
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         return draft_of(self._runner, self._device, treatment)
@@ -94,7 +89,7 @@ class _Host:
 
     def converted(self) -> torch.nn.Module | None:
         moves_experts = self._runner.vllm_config.parallel_config.enable_eplb  # by each engine's own load
-        return self.model() if self._formats and not moves_experts else None
+        return self.model() if self._stored.formats and not moves_experts else None
 
     def places(self) -> StoredPlaces | None:
         model = self.converted()
@@ -103,19 +98,12 @@ class _Host:
         addresses = [each.data_ptr() for _, each in parameters_of(model)]
         if addresses != self._addresses:
             self._addresses = addresses
-            self._places = find_places(
-                model, self._stored, self._formats, self._reload, self._device, quantized_again(model)
-            )
+            tensors, formats, obstacle = self._stored.tensors, self._stored.formats, quantized_again(model)
+            self._places = find_places(model, tensors, formats, self._reload, self._device, obstacle)
         return self._places
 
     def loader(self, stored: bool) -> Loader:
-        places = self.places()
-        loader: Loader
-        if places is None or places.are_right is False:
-            loader = self._reload()
-        else:
-            loader = StoredLoader(places, self._reload)
-        return loader if stored or not self._formats else QuantizingLoader(loader, self._formats)
+        return self._stored.loader(self.places(), self._reload, stored)
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)

@@ -1,0 +1,395 @@
+"""A quantised SGLang: what its layers have, where its loader puts it, and what is refused when connecting.
+
+SGLang itself is not in it: layers and methods have its names, and its loader copies into live parameters at
+once, as SGLang's does. `tests/gpu/test_sglang_quantised.py` has the same with SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models import build_tiny_qwen3
+from tests.quantised import INT4, fp8_blocks, same_bits
+from weightsync.engines.live_digest import LiveParameters, parameters_of
+from weightsync.engines.rank import Rank
+from weightsync.engines.sglang.draft import Speculation
+from weightsync.engines.sglang.worker import RankSettings, SglangHost
+from weightsync.errors import ConfigError
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.tensors import named_tensors
+from weightsync.plan.formats import Quantization
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+BLOCK = 32
+BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"],
+}
+PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+class Fp8LinearMethod(SimpleNamespace): ...
+
+
+class Fp8MoEMethod(SimpleNamespace): ...
+
+
+class Fp8KVCacheMethod(SimpleNamespace): ...
+
+
+class UnquantizedLinearMethod(SimpleNamespace): ...
+
+
+def held(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """One matrix, or several of a checkpoint one below the other, in FP8 blocks or in bfloat16."""
+
+    def __init__(self, parts: Mapping[str, tuple[int, int]], quantised: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        rows, columns = sum(each[0] for each in parts.values()), next(iter(parts.values()))[1]
+        self.weight = held(rows, columns, dtype=FP8 if quantised else torch.bfloat16)
+        self.quant_method: Any = UnquantizedLinearMethod()
+        if quantised:
+            self.weight_scale_inv = held(-(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32)
+            self.quant_method = Fp8LinearMethod(block_quant=True, use_mxfp8=False, use_marlin=False)
+
+    def load(self, part: str, leaf: str, tensor: torch.Tensor) -> None:
+        unit = BLOCK if leaf == "weight_scale_inv" else 1
+        before = list(self.parts)[: list(self.parts).index(part)]
+        first = sum(self.parts[each][0] // unit for each in before)
+        getattr(self, leaf).data.narrow(0, first, tensor.shape[0]).copy_(tensor)
+
+
+class Experts(nn.Module):
+    def __init__(self, number: int, width: int, columns: int) -> None:
+        super().__init__()
+        self.w13_weight = held(number, 2 * width, columns, dtype=FP8)
+        self.w2_weight = held(number, columns, width, dtype=FP8)
+        scales = -(-2 * width // BLOCK), -(-columns // BLOCK)
+        self.w13_weight_scale_inv = held(number, *scales, dtype=torch.float32)
+        self.w2_weight_scale_inv = held(number, scales[1], scales[0] // 2, dtype=torch.float32)
+        runner = SimpleNamespace(runner_backend=SimpleNamespace(value="triton"))
+        self.quant_method = Fp8MoEMethod(
+            block_quant=True, use_mxfp8=False, is_fp4_expert=False, runner=runner
+        )
+
+    def load(self, number: int, part: str, leaf: str, tensor: torch.Tensor) -> None:
+        target = getattr(self, f"{'w2' if part == 'down_proj' else 'w13'}_{leaf}").data[number]
+        first = len(target) // 2 if part == "up_proj" else 0
+        target.narrow(0, first, len(tensor)).copy_(tensor)
+
+
+class Attention(nn.Module):
+    """With scales of its cache, which dummy weights draw, and which no checkpoint has to have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale, self.v_scale = held(), held()
+        self.k_scale_float = self.v_scale_float = 1.0
+        self.quant_method = Fp8KVCacheMethod()
+
+
+class Embedding(nn.Module):
+    def __init__(self, rows: int, columns: int, padding: int) -> None:
+        super().__init__()
+        self.rows, self.weight = rows, held(rows + padding, columns)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        self.weight.data[: self.rows].copy_(tensor)
+        self.weight.data[self.rows :].fill_(0)
+
+
+class Model(nn.Module):
+    """Has the layers that SGLang makes of a Qwen3's config: fused, with all experts of a layer in one."""
+
+    def __init__(
+        self, path: Path, ignored: Iterable[str] = BLOCKS["modules_to_not_convert"], padding: int = 3
+    ) -> None:
+        super().__init__()
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        parts: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, each in named_tensors(whole)[0].items():
+            layer, _, last = name.removesuffix(".weight").rpartition(".")
+            if ".experts." in name:
+                self._put(layer, Experts(each.shape[0], config.moe_intermediate_size, config.hidden_size))
+            elif last.endswith("_proj"):
+                fused = f"{layer}.{PACKED.get(last, last)}"
+                parts.setdefault(fused, {})[last] = each.shape
+            elif "embed_tokens" in name:
+                self._put(f"{layer}.{last}", Embedding(*each.shape, padding))
+            else:
+                module = nn.Module()
+                module.weight = held(*each.shape)
+                self._put(f"{layer}.{last}" if layer else last, module)
+        for fused, its in parts.items():
+            self._put(fused, Linear(its, quantised=fused not in ignored))
+        self._put("model.layers.0.self_attn.attn", Attention())
+        with torch.no_grad():
+            for number, each in enumerate(self.parameters()):
+                each.copy_(torch.full(each.shape, 1e-3 * number).to(each.dtype))
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        *parents, last = path.split(".")
+        at: nn.Module = self
+        for name in parents:
+            if not hasattr(at, name):
+                at.add_module(name, nn.Module())
+            at = getattr(at, name)
+        if not hasattr(at, last):
+            at.add_module(last, module)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        modules = dict(self.named_modules())
+        for name, tensor in weights:
+            path, _, leaf = name.rpartition(".")
+            layer, _, last = path.rpartition(".")
+            experts, _, number = layer.rpartition(".")
+            if isinstance(stack := modules.get(experts), Experts):
+                stack.load(int(number), last, leaf, tensor)
+                continue
+            found = modules.get(path) or modules[f"{layer}.{PACKED.get(last, last)}"]
+            if isinstance(found, Linear):
+                found.load(last, leaf, tensor)
+            elif isinstance(found, Embedding):
+                found.load(tensor)
+            else:
+                getattr(found, leaf).data.copy_(tensor)
+
+
+def saved(folder: Path, quantization: Mapping[str, Any] = BLOCKS, moe: bool = False) -> Path:
+    """A folder with a config alone, as an engine starts from."""
+    build_tiny_qwen3(folder, moe)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": quantization, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def host_of(model: nn.Module, folder: Path, **settings: Any) -> SglangHost:
+    return SglangHost(
+        model, CPU, RankSettings("e0", str(folder), "bfloat16", **{"repacks": False} | settings)
+    )
+
+
+def trained(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of a trainer, in bfloat16, experts one by one."""
+    draw = torch.Generator().manual_seed(seed)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    tensors = {
+        name: torch.randn(each.shape, generator=draw) for name, each in named_tensors(whole)[0].items()
+    }
+    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    return {
+        name: part.to(torch.bfloat16)
+        for whole_name, each in tensors.items()
+        for name, part in as_loaded(whole_name, each, shapes)
+    }
+
+
+def stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint in FP8 blocks has in place of `tensors`."""
+    quantization = Quantization.read(BLOCKS)
+    for name, tensor in tensors.items():
+        form = quantization.of(name) if name.endswith("_proj.weight") else None
+        if form is None:
+            yield name, tensor
+        else:
+            values, scales = fp8_blocks(tensor, form)
+            yield from ((name, values), (f"{name}_scale_inv", scales))
+
+
+@pytest.mark.parametrize(("moe", "padding"), [(False, 3), (True, 3), (False, 0)])
+def test_three_versions_are_what_its_loader_makes_of_the_quantised_checkpoint(
+    moe: bool, padding: int, tmp_path: Path
+) -> None:
+    """The first goes through the loader, and two are written in place."""
+    folder = saved(tmp_path, moe=moe)
+    model, wanted = Model(folder, padding=padding), Model(folder, padding=padding)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    host, loads = host_of(model, folder), []
+    load = model.load_weights
+    model.load_weights = lambda weights: loads.append(1) or load(weights)  # type: ignore[method-assign]
+    checkpoint = host.checkpoint()
+    assert "become float8_e4m3fn with a scale for 32 x 32" in checkpoint.converts
+    assert all(same_bits(each, before[name]) for name, each in model.named_parameters()), "a trace wrote"
+    assert loads == [1]
+    assert host.converted() is model
+    for seed in (1, 2, 3):
+        tensors = trained(folder, seed)
+        loader = host.loader(stored=False)
+        with torch.no_grad():
+            loader.load(iter(tensors.items()))
+            loader.finish()
+            wanted.load_weights(stored(tensors))
+        live = dict(parameters_of(wanted))
+        assert [name for name, each in parameters_of(model) if not same_bits(each, live[name])] == []
+        assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
+        assert padding == int((model.model.embed_tokens.weight == 0).all(1).sum())
+    assert loads == [1, 1]
+
+
+def test_what_its_checkpoint_stores_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    model, wanted = Model(folder), Model(folder)
+    host = host_of(model, folder)
+    rank = Rank("sglang", 0, CPU, host)
+    layout = rank.layout()
+    tensors = dict(stored(trained(folder, 1)))
+    assert {meta.name for meta in layout.stored} == set(tensors)
+    assert layout.buffers == ()
+    with torch.no_grad():
+        loader = host.loader(stored=True)
+        loader.load(iter(tensors.items()))
+        loader.finish()
+        wanted.load_weights(tensors.items())
+    assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
+
+
+def test_a_scale_that_does_not_come_fails_the_update_by_name(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    host = host_of(Model(folder), folder)
+    host.checkpoint()
+    tensors = dict(stored(trained(folder, 1)))
+    del tensors["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    loader = host.loader(stored=True)
+    with torch.no_grad():
+        loader.load(iter(tensors.items()))
+    with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale_inv did not come"):
+        loader.finish()
+
+
+Change = Callable[[nn.Module], object]
+OUT, EXPERTS = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"
+
+
+def method(path: str, **attributes: object) -> Change:
+    """Have the method of a layer be otherwise."""
+    return lambda model: vars(model.get_submodule(path).quant_method).update(attributes)
+
+
+def layer(path: str, **attributes: object) -> Change:
+    """Have a layer, or its parameter, be otherwise."""
+    is_parameter = path.rpartition(".")[2].startswith("weight")
+    return lambda model: vars(
+        model.get_parameter(path) if is_parameter else model.get_submodule(path)
+    ).update(attributes)
+
+
+def runner(name: str) -> SimpleNamespace:
+    return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
+
+
+def doubled(model: Any) -> None:
+    load = model.load_weights
+    model.load_weights = lambda weights: load((name, tensor * 2) for name, tensor in weights)
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "marlin": (method(OUT, use_marlin=True), r"SGLANG_FORCE_FP8_MARLIN"),
+    "one scale": (method(OUT, block_quant=False), r"another format than FP8 in blocks"),
+    "groups": (method(OUT, use_mxfp8=True), r"another format than FP8 in blocks"),
+    "FP4": (method(EXPERTS, is_fp4_expert=True), r"another format than FP8 in blocks"),
+    "again": (layer(f"{OUT}.weight_scale_inv", format_ue8m0=True), r"fp8_gemm_runner_backend='triton'"),
+    "runner": (method(EXPERTS, runner=runner("hpc_ops")), r"hpc_ops may rearrange.*moe_runner_backend"),
+    "no runner": (method(EXPERTS, runner=None), r"None may rearrange experts"),
+    "AMX": (layer(OUT, use_intel_amx_backend=True), r"packed for AMX"),
+    "cache": (layer("model.layers.0.self_attn.attn", k_scale_float=0.1), r"drawn at random"),
+    "derived": (lambda model: vars(model).update(post_load_weights=None), r"derives tensors"),
+    "beside": (layer(OUT, packed=torch.zeros(8)), r"o_proj\.packed is no parameter"),
+    "computes": (doubled, r"its loader runs aten\.mul\.Tensor on "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_its_kernels_would_read_otherwise_is_refused_when_connecting(case: str, tmp_path: Path) -> None:
+    change, reason = REFUSED[case]
+    folder = saved(tmp_path, moe=True)
+    model = Model(folder)
+    host_of(model, folder).checkpoint()
+    change(model)
+    with pytest.raises(ConfigError, match=rf"quantization_config.*{reason}.*vLLM"):
+        host_of(model, folder).checkpoint()
+
+
+def test_what_sglang_quantises_and_the_configuration_does_not_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"SGLang's layer has weight \(float8_e4m3fn\), weight_scale_inv"
+    ) as more:
+        host_of(Model(folder, ignored=()), folder).checkpoint()
+    assert more.value.field == "quantization_config of model.layers.1.self_attn.o_proj.weight"
+    assert more.value.value == "not quantised"
+    fused = "model.layers.0.self_attn.qkv_proj"
+    with pytest.raises(ConfigError, match=r"SGLang's layer has weight \(bfloat16\): name .*k_proj") as less:
+        host_of(Model(folder, ignored=(*BLOCKS["modules_to_not_convert"], fused)), folder).checkpoint()
+    assert less.value.field == "quantization_config of model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field", "remedy"),
+    [
+        (INT4, r"quantization_config of .*q_proj\.weight", "serve this format with vLLM"),
+        (BLOCKS | {"quant_method": "awq"}, r"quantization_config\.quant_method", "fp8"),
+        (BLOCKS | {"weight_block_size": None}, r"quantization_config\.weight_block_size", r"\[128, 128\]"),
+    ],
+)
+def test_other_formats_are_refused_before_anything_is_loaded(
+    quantization: Mapping[str, Any], field: str, remedy: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, quantization)
+    with pytest.raises(ConfigError, match=remedy) as raised:
+        host_of(nn.Module(), folder).checkpoint()
+    assert re.match(field, raised.value.field)
+
+
+def test_options_with_which_no_update_is_shown_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match=r"use SGLang 0\.5\.17"):
+        host_of(Model(folder), folder, repacks=True).checkpoint()
+
+    class RowParallelLinearWithLoRA(nn.Module): ...
+
+    model = Model(folder)
+    model.add_module("wrapped", RowParallelLinearWithLoRA())
+    with pytest.raises(ConfigError, match=r"options\.enable_lora.*does not find the scales"):
+        host_of(model, folder).checkpoint()
+    speculation = Speculation("EAGLE", str(folder), None)
+    settings = RankSettings("e0", str(folder), "bfloat16", False, speculation)
+    host = SglangHost(model, CPU, settings, nn.Module())
+    with pytest.raises(ConfigError, match=r"quantization_config.*freeze it"):
+        host.draft("trained")
+    assert host.draft("frozen") is not None
+
+
+def test_a_configuration_may_be_an_option_and_weights_in_full_precision_need_none(tmp_path: Path) -> None:
+    folder = saved(tmp_path, {})
+    given = json.dumps({"quantization_config": BLOCKS})
+    assert host_of(Model(folder), folder, overrides=given).checkpoint().converts
+    with pytest.raises(ConfigError, match=r"Fp8LinearMethod may repack weights.*before 0\.5\.21.*vLLM"):
+        host_of(Model(folder), folder).checkpoint()
+    plain = host_of(nn.Module(), folder)
+    assert plain.checkpoint().converts == ""
+    assert plain.converted() is plain.places() is None

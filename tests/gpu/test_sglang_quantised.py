@@ -1,0 +1,178 @@
+"""A quantised SGLang that is fed has the bytes and answers of one that loaded the quantised checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.fleet import SglangEngine, spawn, visible_devices
+from tests.gpu.quantised_fleet import (
+    CONFIG,
+    FP8_BLOCKS,
+    IN_PLACE,
+    NONE_CONVERTED,
+    Saved,
+    end,
+    feed,
+    join,
+    kill_and_wait,
+    paths_in,
+)
+from tests.gpu.qwen3_models import save_qwen3
+from tests.gpu.test_sglang import from_disk
+from tests.patience import patient
+from tests.quantised import save_quantised
+from weightsync import WeightSync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="sglang is not installed"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(420),
+]
+
+KERNELS: dict[str, dict[str, str]] = {
+    "triton": {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"},
+    "deep_gemm": {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"},  # it would compile for all batches, for minutes
+}
+"""Variables by which SGLang chooses its kernels of FP8 blocks on a Hopper GPU. Experts have Triton's."""
+
+Save = Callable[..., Saved]
+
+
+def note(what: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {what}\n")
+    sys.stdout.flush()
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Save each model once for all tests, as SGLang takes most of their time."""
+
+    @functools.cache
+    def once(kind: str, kernels: str, num_ranks: int) -> Saved:
+        paths, packed = paths_in(tmp_path_factory.mktemp("saved"))
+        for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
+            save_qwen3(path, kind, seed)
+            save_quantised(path, target, FP8_BLOCKS)
+        note("SGLang starts from the quantised checkpoint")
+        answers = from_disk(list(map(str, packed)), num_ranks, KERNELS[kernels])
+        assert answers[0] != answers[1]
+        live = json.loads((packed[0] / "live.json").read_text())
+        assert live[0] != live[1]
+        return Saved(paths, packed, answers, live)
+
+    return once
+
+
+def start(bundles: PlacementGroup, path: Path, kernels: str = "triton", num_ranks: int = 1) -> Any:
+    """An SGLang on the first `num_ranks` GPUs, which starts meanwhile."""
+    note("SGLang starts, to be fed")
+    arguments = str(path), "e0", num_ranks
+    env: Mapping[str, str] = KERNELS[kernels]
+    if num_ranks == 1:
+        return spawn(SglangEngine, bundles, 0, *arguments, env=env)
+    visible = visible_devices(bundles, range(num_ranks))
+    return spawn(SglangEngine, bundles, 0, *arguments, share=0, visible=visible, env=env)
+
+
+def await_start(engine: ActorHandle[Any]) -> None:
+    """Wait until it is there: SGLang measures free memory as it starts, and trainers come later."""
+    ray.get(engine.info.remote(), timeout=patient(200))
+    note("it is there")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the kernels and ranks of its SGLang."""
+
+    kind: str
+    kernels: str = "triton"
+    num_ranks: int = 1
+
+
+CASES = {
+    "triton": Case("untied"),
+    "triton_moe": Case("moe"),
+    "triton_tied": Case("tied"),
+    "deep_gemm": Case("untied", "deep_gemm"),
+    "two_ranks_moe": Case("moe", num_ranks=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sglang_answers_as_from_the_quantised_checkpoint(
+    name: str, bundles: PlacementGroup, num_gpus: int, save: Save, tmp_path: Path
+) -> None:
+    """Three versions: the first through its loader, two in place."""
+    case = CASES[name]
+    if num_gpus < case.num_ranks:
+        pytest.skip(f"needs {case.num_ranks} GPUs")
+    if case.kernels == "deep_gemm" and not importlib.util.find_spec("deep_gemm"):
+        pytest.skip("deep_gemm is not installed")
+    saved = save(case.kind, case.kernels, case.num_ranks)
+    engine = start(bundles, saved.packed[0], case.kernels, case.num_ranks)
+    await_start(engine)
+    trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
+    proofs = [report.proofs["e0"] for report in feed(trainers, engine, saved)]
+    assert proofs == [IN_PLACE] * 3
+    end(engine, *trainers)
+
+
+def test_a_trainer_quantises_for_sglang(bundles: PlacementGroup, save: Save, tmp_path: Path) -> None:
+    saved = save("untied", "triton", 1)
+    engine = start(bundles, saved.packed[0])
+    await_start(engine)
+    trainers = join(bundles, saved.paths[0], tmp_path, 1, FP8_BLOCKS)
+    for report in feed(trainers, engine, saved):
+        assert (report.routes, report.proofs) == (NONE_CONVERTED, {"e0": IN_PLACE})
+        assert report.nbytes < (saved.paths[0] / "model.safetensors").stat().st_size
+    end(engine, *trainers)
+
+
+def test_checkpoints_are_served_as_they_are_stored_and_come_back_after_a_kill(
+    bundles: PlacementGroup, save: Save
+) -> None:
+    """Two versions with experts, the second in place, then that one after `kill -9`, and the first again."""
+    saved = save("moe", "triton", 1)
+    engines: list[ActorHandle[Any]] = [start(bundles, saved.packed[0])]
+    await_start(engines[0])
+
+    def respawn(name: str) -> ActorHandle[Any]:
+        engines.append(start(bundles, saved.packed[0]))
+        return engines[-1]
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engines[0]}, respawn=respawn)
+        for number, packed in enumerate(saved.packed):
+            sync.register_checkpoint(str(number), [str(packed)], stored=True)
+        sync.connect()
+
+        def update(number: int) -> None:
+            report = sync.update_weights(checkpoint=str(number))
+            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
+            assert (report.routes, report.proofs) == (NONE_CONVERTED, {"e0": IN_PLACE})
+            saved.check(engines[-1], number)
+
+        for number in range(2):
+            update(number)
+        sync.settle(patient(60))
+        note("kill -9")
+        kill_and_wait(sync, engines[0])
+        (heal,) = sync.heals
+        assert (heal.version, heal.verified) == (2, True)
+        saved.check(engines[1], 1)
+        update(0)
+    end(engines[1])

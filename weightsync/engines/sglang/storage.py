@@ -1,0 +1,108 @@
+"""Whether live parameters hold what SGLang's loaders wrote, told by its layers and their methods.
+
+Source: SGLang's ``layers/quantization/fp8.py`` and ``kv_cache.py`` of 0.5.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError
+from weightsync.plan.formats import FIELD, Format
+
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+_BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
+_CACHE_METHOD = "Fp8KVCacheMethod"
+_PLAIN_RUNNERS = ("triton", "deep_gemm")
+"""SGLang's kernels of experts that read weights and scales as they were loaded."""
+
+
+def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
+    """Return why live parameters may differ from the loader's bytes; "" if they do not.
+
+    Accepts only models that are known to keep the bytes: without quantization, adapters and offloading, of
+    layers that use their weights as they were loaded.
+    """
+    return _why_not(model, device, _why_not_plain)
+
+
+def require_blocks(
+    model: torch.nn.Module, device: torch.device, formats: Mapping[str, Format], repacks: bool
+) -> None:
+    """Raise ConfigError unless live parameters are what a checkpoint in FP8 blocks stores.
+
+    Accepts what `stored_otherwise` does, and layers whose kernels read FP8 blocks as they were loaded.
+
+    Args:
+        formats: of the weights that the checkpoint has quantised.
+        repacks: SGLang processes weights again after each update.
+    """
+    for name, form in formats.items():
+        if form.rule != "fp8":
+            remedy = "serve this format with vLLM, or give SGLang quant_method: fp8 with weight_block_size"
+            raise ConfigError(f"{FIELD} of {name}", str(form), remedy)
+    if repacks:
+        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep FP8 blocks in an update"
+        raise ConfigError(FIELD, "fp8", remedy)
+    if any(type(module).__name__.endswith("WithLoRA") for module in model.modules()):
+        remedy = f"leave it out: with it, SGLang's loader does not find the scales of {FIELD}"
+        raise ConfigError("options.enable_lora", True, remedy)
+    if reason := _why_not(model, device, _why_not_blocks):
+        raise ConfigError(FIELD, "fp8", f"{reason}; or serve this model with vLLM")
+
+
+def _why_not(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
+    away = next((name for name, each in model.named_parameters() if each.device != device), None)
+    if away:
+        return f"{away} does not lie on {device}"
+    if hasattr(model, "post_load_weights"):
+        return f"{type(model).__name__} derives tensors from its weights"
+    reasons = ((name, of(module)) for name, module in model.named_modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+
+
+def _why_not_plain(module: torch.nn.Module) -> str:
+    if getattr(module, "use_intel_amx_backend", False):
+        return "weights are packed for AMX"
+    method: Any = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    if method is None or kind in _PLAIN_METHODS:
+        return ""
+    if kind != _EXPERTS_METHOD:
+        return f"{kind} may repack weights"
+    return "FlashInfer's TRT-LLM kernels rearrange experts" if method.use_flashinfer_trtllm_moe else ""
+
+
+def _why_not_blocks(module: torch.nn.Module) -> str:
+    method: Any = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    if kind == _CACHE_METHOD:
+        # Dummy weights draw these scales, too. What is not positive becomes 1, as without them.
+        drawn = any(getattr(module, name) != 1.0 for name in ("k_scale_float", "v_scale_float"))
+        return "the scales of its cache were drawn at random for the start" if drawn else ""
+    if kind not in _BLOCK_METHODS or getattr(module, "use_intel_amx_backend", False):
+        return _why_not_plain(module)
+    if torch.version.hip:
+        return "on AMD, SGLang puts weights in another order"
+    if getattr(method, "use_marlin", False):
+        return "Marlin's kernels want weights in another order: leave SGLANG_FORCE_FP8_MARLIN unset"
+    if not method.block_quant or method.use_mxfp8 or getattr(method, "is_fp4_expert", False):
+        return f"{kind} has another format than FP8 in blocks with float32 scales"
+    if any(getattr(each, "format_ue8m0", False) for each in module.parameters(recurse=False)):
+        return (
+            "DeepGEMM's kernels have it quantised again, with scales that are powers of two: "
+            "fp8_gemm_runner_backend='triton' and moe_runner_backend='triton' keep the checkpoint's"
+        )
+    return _why_not_experts(method) if kind == "Fp8MoEMethod" else ""
+
+
+def _why_not_experts(method: Any) -> str:  # noqa: ANN401 - SGLang's
+    backend = getattr(getattr(method, "runner", None), "runner_backend", None)
+    name = getattr(backend, "value", None)
+    if name in _PLAIN_RUNNERS:
+        return ""
+    return f"backend {name} may rearrange experts: moe_runner_backend='triton' does not"
