@@ -76,6 +76,7 @@ def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], re
         import megatron.core.models.gpt  # noqa: F401
     from tests.warm import keep_from_collection
 
+    torch._dynamo.config.disable = True  # each rank would compile a few sums and products
     keep_from_collection()
     fork = multiprocessing.get_context("fork")
     ranks = [
