@@ -10,6 +10,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from weightsync.actors.actor_class import actor_class
 from weightsync.actors.placement import threaded
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
@@ -110,4 +111,4 @@ def spawn_shard(
     """
     options = threaded(node, _NUM_THREADS)
     given = files, share, num_shares, exclude, stored, draft
-    return ray.remote(CheckpointShard).options(**options).remote(*given)
+    return actor_class(CheckpointShard).options(**options).remote(*given)

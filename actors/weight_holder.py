@@ -8,10 +8,10 @@ import os
 import sys
 from typing import Any
 
-import ray
 import torch
 from ray.actor import ActorHandle
 
+from weightsync.actors.actor_class import actor_class
 from weightsync.actors.detached import detached
 from weightsync.actors.placement import Placement, threaded
 from weightsync.config import Ports
@@ -40,7 +40,7 @@ def spawn_holder(
     options = _options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
         options |= detached(outlives_as)
-    return ray.remote(Holder).options(**options).remote(**_settings(name, placement, transport, ports))
+    return actor_class(Holder).options(**options).remote(**_settings(name, placement, transport, ports))
 
 
 class HolderStandby(Holder):
@@ -98,7 +98,7 @@ def _see(gpu: int | str) -> str:
 
 def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby]:
     """Start a `HolderStandby` actor on host `node`. It ends with its driver."""
-    return ray.remote(HolderStandby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
+    return actor_class(HolderStandby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
 def _settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:

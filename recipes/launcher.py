@@ -14,6 +14,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from weightsync.actors.actor_class import actor_class
 from weightsync.actors.detached import actor_name
 from weightsync.actors.engine import EngineActor
 from weightsync.engines import choose_engine
@@ -110,7 +111,7 @@ class Launcher:
             options |= {"dtype": "bfloat16", "hf_overrides": {"quantization_config": INT4}}
         if self._recipe.loop.sleep:
             options |= dict.fromkeys(_SLEEPS[kind], True)
-        actor = ray.remote(EngineActor).options(**self.options(process))
+        actor = actor_class(EngineActor).options(**self.options(process))
         engine: ActorHandle[Any] = actor.remote(
             spec.kind, str(self.model), name, options, self._slot(process)
         )
@@ -122,7 +123,7 @@ class Launcher:
         timeout_s, trainers = recipe.sync.connect_timeout_s, {}
         for rank in range(recipe.trainers.count):
             process = f"trainer {rank}"
-            actor = ray.remote(GrpoTrainer).options(**self.options(process))
+            actor = actor_class(GrpoTrainer).options(**self.options(process))
             model, slot, draft = str(self.model), self._slot(process), str(self.draft or "")
             trainers[process] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device, draft)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote(recipe.sync.ports)}

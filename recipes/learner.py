@@ -84,15 +84,23 @@ class Learner:
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Return the `num_tokens` greedy tokens after each prompt, by the weights of all ranks."""
-        return [self._complete(list(prompt), num_tokens) for prompt in prompts]
+        """Return the `num_tokens` greedy tokens after each prompt, by the weights of all ranks.
 
-    def _complete(self, prompt: list[int], num_tokens: int) -> list[int]:
-        tokens = torch.tensor([prompt], device=self._device)
+        Prompts of one length go through the model together.
+        """
+        found: dict[int, list[int]] = {}
+        for length in sorted({len(prompt) for prompt in prompts}):
+            numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
+            answers = self._complete([list(prompts[number]) for number in numbers], num_tokens)
+            found.update(zip(numbers, answers, strict=True))
+        return [found[number] for number in range(len(prompts))]
+
+    def _complete(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        tokens = torch.tensor(prompts, device=self._device)
         for _ in range(num_tokens):
             logits = self._backend.forward(tokens)
             tokens = torch.cat([tokens, logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
-        return tokens[0, len(prompt) :].tolist()
+        return tokens[:, len(prompts[0]) :].tolist()
 
     def _logprobs(self, tokens: Tensor) -> Tensor:
         return token_logprobs(self._backend.forward(tokens), tokens, self.loop.temperature)

@@ -6,6 +6,7 @@ A fresh process needs seven seconds of a core for that.
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -50,4 +51,18 @@ def import_deepspeed() -> None:
 
     from tests.warm import keep_from_collection
 
+    keep_from_collection()
+
+
+def import_megatron() -> None:
+    """Import Megatron-Core before its ranks are forked, which would compile a few sums and products each."""
+    import torch._dynamo
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+    from tests.warm import keep_from_collection
+
+    torch._dynamo.config.disable = True
     keep_from_collection()

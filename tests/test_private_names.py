@@ -35,6 +35,8 @@ THIRD_PARTY = {
 """Private names of other packages, which have no public ones for the same."""
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "patch", "object", "attrgetter", "methodcaller")
 """Functions that take the name of an attribute, or a dotted path to it."""
+_LEAVES = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop)
+"""Most nodes of a tree: they access nothing."""
 
 
 def is_private(name: str) -> bool:
@@ -55,7 +57,8 @@ def _visit(node: ast.AST, own: frozenset[str], *, in_class: bool) -> Iterator[tu
         if in_class and not isinstance(node, ast.Lambda):
             own |= {*names[:1]}
     for child in ast.iter_child_nodes(node):
-        yield from _visit(child, own, in_class=isinstance(node, ast.ClassDef))
+        if not isinstance(child, _LEAVES):
+            yield from _visit(child, own, in_class=isinstance(node, ast.ClassDef))
 
 
 def _named(node: ast.AST, own: frozenset[str]) -> list[str]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
 import torch
 from ray import ObjectRef
 from torch import nn
 
 from tests.actors import zygote
 from tests.patience import patient
+from weightsync.actors.actor_class import actor_class
 from weightsync.actors.checkpoint_shard import CheckpointShard
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -179,7 +179,7 @@ class HeldShard(CheckpointShard):
 def spawn(cls: type, *args: object) -> Any:
     """Start an actor. One that is given "vllm" is forked from a process that has imported it."""
     imports = {"runtime_env": {"env_vars": {zygote.IMPORTS: "vllm"}}} if "vllm" in args else {}
-    return ray.remote(cls).options(num_cpus=0, max_restarts=0, **imports).remote(*args)
+    return actor_class(cls).options(num_cpus=0, max_restarts=0, **imports).remote(*args)
 
 
 def until(true: Callable[[], bool], timeout_s: float) -> bool:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import ray
 
-from tests.actors import zygote
+from tests.actors import zygote, zygote_client
 from tests.patience import patient
 
 TOO_LATE = "timed out during startup"
@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 }
 _SCRIPT = """#!/bin/sh
 case "$1" in
-*/default_worker.py | */setup_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
+*/default_worker.py | */setup_worker.py | -m) exec {python} -I -S {client} {socket} "$@" ;;
 esac
 case "$2" in
 */dashboard/agent.py) exec {python} "$@" --minimal ;;
@@ -57,14 +57,18 @@ def starting_workers() -> Iterator[None]:
     What they need is in this process's environment, which its workers inherit: a runtime environment would
     start each of them through a second process.
     """
-    python = os.environ.get(FORKING_PYTHON, sys.executable)
     unused = dict.fromkeys(_UNUSED, mock.DEFAULT)
     with (
         mock.patch.dict(os.environ, _ENVIRONMENT),
-        mock.patch.object(sys, "executable", python),
+        mock.patch.object(sys, "executable", forking_python()),
         mock.patch.multiple("ray._private.node.Node", **unused),
     ):
         yield
+
+
+def forking_python() -> str:
+    """Return what stands for Python: ``-m MODULE`` runs in a fork of the zygote, if there is one."""
+    return os.environ.get(FORKING_PYTHON, sys.executable)
 
 
 @contextlib.contextmanager
@@ -72,7 +76,7 @@ def forking_workers() -> Iterator[None]:
     """Have Ray's workers forked, also those of clusters that this process's children start."""
     with tempfile.TemporaryDirectory() as folder:
         path, script = f"{folder}/zygote", Path(folder, "python")
-        parts = {"python": sys.executable, "zygote": zygote.__file__, "socket": path}
+        parts = {"python": sys.executable, "client": zygote_client.__file__, "socket": path}
         script.write_text(_SCRIPT.format(**{name: shlex.quote(part) for name, part in parts.items()}))
         script.chmod(0o755)
         with subprocess.Popen(

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
+from tests.actors.local_cluster import forking_python
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
@@ -321,7 +322,8 @@ def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: No
     ray.get(other.ready.remote())
     build_tiny_qwen3(tmp_path / "one", seed=1)
     address = ray.get_runtime_context().gcs_address
-    done = weightsync("serve-checkpoint", str(tmp_path / "one"), cwd=tmp_path, RAY_ADDRESS=address)
+    joined = {"RAY_ADDRESS": address, "python": forking_python()}
+    done = weightsync("serve-checkpoint", str(tmp_path / "one"), cwd=tmp_path, **joined)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "--name: 'serve-checkpoint'" in done.stderr
     assert f"choose another: it is that of {name}" in done.stderr

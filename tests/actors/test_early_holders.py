@@ -44,11 +44,14 @@ def engines(cluster: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
 
 def holders() -> set[int]:
     """The processes of this cluster's holders, also of those that are still to get their place."""
-    found = set()
-    for each in psutil.Process().children(recursive=True):  # other clusters' are not ours to stop
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if (each.cmdline() or [""])[0].startswith("ray::Holder"):
-                found.add(each.pid)
+    found, us = set(), os.getpid()
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ended while we looked
+            if entry.name.isdigit() and Path(entry.path, "comm").read_text().startswith("ray::Holder"):
+                pid = int(entry.name)
+                # other clusters' are not ours to stop
+                if pid in found or us in {parent.pid for parent in psutil.Process(pid).parents()}:
+                    found.add(pid)
     return found
 
 

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import ray
 
+from tests.actors.local_cluster import forking_python
+
 ROOT = Path(__file__).parents[2]
 
 
-def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess[str]:
+def weightsync(
+    *args: str, cwd: str | Path = "/", python: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "weightsync.recipes.cli", *args],
+        [python, "-m", "weightsync.recipes.cli", *args],
         env=os.environ | {"PYTHONPATH": path} | env,
         cwd=cwd,
         capture_output=True,
@@ -38,7 +42,8 @@ def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.Comp
     ],
 )
 def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path, is_started: bool) -> None:
-    joined = {} if is_started else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    started = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "python": forking_python()}
+    joined = {} if is_started else started
     small = ["engines.main.kind=torch", "loop.steps=2", "loop.prompts_per_step=4", "loop.target_reward=0"]
     sets = [part for setting in small for part in ("--set", setting)]
     done = weightsync("run", "quickstart", *sets, "--trace", "--out", str(tmp_path / "run"), **joined)

@@ -19,7 +19,8 @@ from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
 from weightsync.recipes.trainer import GrpoTrainer
 
 PROMPTS = [
-    torch.randint(3, 60, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)
+    torch.randint(3, 60, (4 + 3 * (i % 2),), generator=torch.Generator().manual_seed(i)).tolist()
+    for i in range(8)
 ]
 LOOP = LoopSpec(steps=100, epochs=1, group_size=4, prompts_per_step=2, learning_rate=0.005)
 MODELS = {

@@ -2,20 +2,24 @@
 
 Tests start some hundred actors. Importing torch and compiling take each of them 3 s of processor time, which
 the fork saves. Ray starts a shell script in place of Python. The script is the worker to Ray; it passes
-arguments, environment and output to the zygote, and ends with the process that the zygote forks.
+arguments, environment and output to the zygote, and ends with the process that the zygote forks. A module
+that a test runs in a process of its own is forked in the same way.
 
 Ray is imported in a fork of the zygote, which forks the workers of one job: Ray reads the job's number from
 its environment on import, and a worker with another number ends at once. Workers that are to have a vLLM
 say so in their environment, and have another fork, which has imported it, too.
 
 python -m tests.actors.zygote SOCKET        # serves until its standard input ends
-python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the script runs
+
+`zygote_client.py` is what the script runs.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import contextlib
+import importlib
+import marshal
 import os
 import selectors
 import signal
@@ -23,47 +27,25 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from tests.actors import zygote_client
+
 Order = tuple[Sequence[str], Mapping[str, str], str]
 """Arguments of a worker, its environment and its folder."""
 
 IMPORTS = "WEIGHTSYNC_TEST_IMPORTS"
 """A variable of workers that are forked from a process that has imported vLLM: "vllm"."""
+_ON_USE = (
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
+    "zoneinfo",
+)
+"""What each worker imports as it starts, for a tenth of a second of a core. Other versions of Ray differ."""
 _NUM_FORKS = 8
 """How many jobs have a zygote at a time, and those with vLLM another one."""
-_NUM_FDS = 2
+_NUM_FDS = len(zygote_client.FDS)
 _ORDER_S = 120.0
 """How long a fork waits for its order. The script itself waits for as long as the worker lives."""
-
-
-def ask(path: str, argv: list[str]) -> None:
-    """Have `argv` run in a fork, with this process's environment and output, and wait for its end."""
-    with socket.socket(socket.AF_UNIX) as zygote:
-        zygote.connect(path)
-        _send(zygote, (argv, dict(os.environ), os.getcwd()), range(1, 1 + _NUM_FDS))
-        while zygote.recv(1):
-            pass
-
-
-def without_setup(argv: list[str]) -> list[str]:
-    """Return the worker's own arguments, once this process has the variables of its runtime environment.
-
-    Ray starts a worker with a runtime environment through a script, which would start it with Python. If the
-    environment is more than variables, the script replaces this process.
-    """
-    if os.path.basename(argv[0]) != "setup_worker.py":
-        return argv
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--serialized-runtime-env-context")
-    parser.add_argument("--language")
-    known, worker = parser.parse_known_args(argv[1:])
-    context = json.loads(known.serialized_runtime_env_context)
-    if any(value for name, value in context.items() if name not in ("env_vars", "py_executable")):
-        os.execv(sys.executable, [sys.executable, *argv])
-    for name, value in context["env_vars"].items():
-        os.environ[name] = os.path.expandvars(value)
-    return worker
 
 
 def serve(path: str) -> None:
@@ -102,7 +84,7 @@ class Forks:
         client.settimeout(_ORDER_S)
         try:
             order, fds = _receive(client)
-        except (OSError, ValueError):  # the script ended before it sent its order
+        except (OSError, EOFError, ValueError):  # the script ended before it sent its order
             return
         settings = tuple(sorted((k, v) for k, v in order[1].items() if k.startswith("RAY_") or k == IMPORTS))
         theirs = [client.fileno(), *fds]
@@ -133,23 +115,23 @@ class Forks:
         while True:
             try:
                 order, (client, *fds) = _receive(theirs)
-            except (OSError, ValueError):
+            except (OSError, EOFError, ValueError):
                 _end()
             if os.fork() == 0:
                 theirs.close()
-                _become(order, fds)  # keeps the client's connection
+                _become(order, client, fds)
             for fd in (client, *fds):
                 os.close(fd)
 
 
 def _send(to: socket.socket, order: Order, fds: Sequence[int]) -> None:
-    data = json.dumps(order).encode()
+    data = marshal.dumps(order)
     socket.send_fds(to, [len(data).to_bytes(8, "little")], fds)
     to.sendall(data)
 
 
 def _receive(sender: socket.socket) -> tuple[Order, list[int]]:
-    """Receive what `_send` sent. Raises ValueError if the sender is gone."""
+    """Receive what `_send` sent. Raises EOFError or ValueError if the sender is gone."""
     size, fds, _, _ = socket.recv_fds(sender, 8, 1 + _NUM_FDS)
     with sender.makefile("rb", buffering=0) as stream:
         data, nbytes = b"", int.from_bytes(size, "little")
@@ -157,24 +139,33 @@ def _receive(sender: socket.socket) -> tuple[Order, list[int]]:
             data += part
     for fd in fds:
         os.set_inheritable(fd, False)
-    return json.loads(data), fds
+    return marshal.loads(data), fds
 
 
-def _become(order: Order, fds: Sequence[int]) -> None:
-    """Be the worker of `order`. Its end closes the connection of the script."""
+def _become(order: Order, client: int, fds: Sequence[int]) -> None:
+    """Be the process of `order`: it says its status to the script, whose connection its end closes."""
     import runpy
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     argv, environment, folder = order
-    for number, fd in enumerate(fds, 1):
+    for number, fd in zip(zygote_client.FDS, fds, strict=True):
         os.dup2(fd, number)
         os.close(fd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    is_module = argv[0] == "-m"
+    sys.argv = argv = [*argv[is_module:]]
+    try:
+        if is_module:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as ending:
+        os.write(client, bytes([ending.code if isinstance(ending.code, int) else bool(ending.code)]))
+        raise
+    os.write(client, b"\0")
     sys.exit()
 
 
@@ -182,24 +173,21 @@ def _end() -> None:
     """End before Python clears all modules: that copies the zygote's pages, for a second of a core."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nobody reads a worker's status
-
-
-def main() -> None:
-    path, *argv = sys.argv[1:]
-    if argv:
-        ask(path, without_setup(argv))
-        return
-    serve(path)
+    os._exit(0)  # the script has the status
 
 
 def _import_ray() -> None:
     """Import Ray, and what of weightsync imports it. Ray reads its variables from the environment now."""
     import ray  # noqa: F401
 
+    from tests.actors import fleet  # noqa: F401
     from tests.warm import keep_from_collection
-    from weightsync.actors import checkpoint_shard, engine, trainer_shard, weight_holder  # noqa: F401
+    from weightsync.actors import checkpoint_shard, engine, process, trainer_shard, weight_holder  # noqa: F401
+    from weightsync.transports import gloo  # noqa: F401
 
+    for module in _ON_USE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     if os.environ.get(IMPORTS) == "vllm":
         from tests.vllm_imports import import_vllm
 
@@ -225,4 +213,4 @@ def _warm_up() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1])

@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.contract.source_ranks import publish
+from tests.forked import import_megatron
 from weightsync.errors import StateError
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
@@ -71,12 +72,7 @@ class Case:
 
 def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], results: Any) -> None:
     """Import Megatron once, then fork its ranks. Puts each case's `Held` of all ranks, or an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.models.gpt  # noqa: F401
-    from tests.warm import keep_from_collection
-
-    keep_from_collection()
+    import_megatron()
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_run_rank, args=(n, meeting, cases, folders, results), daemon=True)

@@ -7,8 +7,6 @@ transformers that has a loader of its own. `test_engines.py` runs it in SGLang, 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
 import pickle
 import socket
 from collections.abc import Iterator
@@ -16,12 +14,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import zmq
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.forked import forking
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync.engines.rank_process import RankProcess
@@ -74,9 +74,8 @@ class Ranks:
         speculation = Speculation("EAGLE", path, None)
         self.settings = RankSettings("e0", path, "float32", repacks=False, speculation=speculation)
         self.replies = Replies("e0", 1)
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=scheduler, args=(path, theirs))
+        self.pipe, theirs = forking().Pipe()
+        self.process = forking().Process(target=scheduler, args=(path, theirs))
         self.process.start()
         theirs.close()
 
@@ -113,7 +112,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks) -> None:
-    joined = ranks.ask("join", os.getpid())
+    engine = psutil.Process(ranks.process.pid).ppid()  # the process that has forked the rank
+    assert ranks.ask("join", engine + 1) is None
+    joined = ranks.ask("join", engine)
     assert isinstance(joined, RankProcess)
     assert (joined.rank, joined.pid) == (0, ranks.process.pid)
     ranks.replies.connected()

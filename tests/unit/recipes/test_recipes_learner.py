@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from tests.forked import fork, forking, import_deepspeed
+from tests.forked import fork, forking, import_deepspeed, import_megatron
 from weightsync.memory.tensors import segment_view
 from weightsync.plan.experts import stack_experts
 from weightsync.recipes.backends import BACKENDS
@@ -108,6 +108,8 @@ def learn_all(world: int, *given: object) -> None:
     """Fork the ranks once there is what all of them import."""
     if "deepspeed" in given:
         import_deepspeed()
+    if "megatron" in given:
+        import_megatron()
     fork(world, learn, world, *given)
 
 
