@@ -48,6 +48,7 @@ class EngineCalls(Claimable):
     _tables: Sequence[LayoutTable] | None = None
     _digests: EngineDigests | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
+    _watched: asyncio.Event | None = None
 
     async def sync_placements(self) -> list[Placement]:
         """Return the placement of each rank: the device that its layout names."""
@@ -218,8 +219,20 @@ class EngineCalls(Claimable):
         return self._parts[name][0] if name in self._parts else None
 
     async def sync_watch(self) -> None:
-        """Wait forever. Ray fails the call as soon as this process ends."""
-        await asyncio.Event().wait()
+        """Wait until the claim ends, or for the next such call. Ray fails it as soon as this process ends."""
+        self._end_watch()
+        self._watched = watched = asyncio.Event()
+        await watched.wait()
+
+    def sync_release(self, run: str) -> None:
+        """End the claim, as `Claimable.sync_release`, and what waits here: Ray ends no actor that is busy."""
+        super().sync_release(run)
+        if self._claim is None:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._watched:
+            self._watched.set()
 
     async def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of the engine's processes, see `HasRankProcesses.set_faults`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer
+from tests.actors.fleet import Engine, Trainer, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError
@@ -66,6 +68,17 @@ def test_a_second_one_is_refused_until_the_first_is_closed(actors: dict[str, Any
         first.close()
         second.connect()
         assert second.update_weights(3).engines == {"e0": 3, "e1": 3}
+
+
+def test_an_engine_that_nobody_has_any_more_ends(actors: dict[str, Any]) -> None:
+    engine = ray.remote(Engine).options(num_cpus=0).remote(WIDTH, "e2", "c3")
+    pid = ray.get(engine.__ray_call__.remote(lambda _: os.getpid()))
+    with make({**actors, "e2": engine}, "e2") as sync:
+        sync.connect()
+        assert sync.update_weights(1).engines == {"e2": 1}
+    del sync, engine
+    gc.collect()
+    assert until(lambda: not psutil.pid_exists(pid), patient(30))
 
 
 @pytest.mark.faults  # the test above asks the same question
