@@ -17,7 +17,7 @@ from weightsync.protocol.messages import HolderDigests
 _NUM_BLOCKS = 264
 """Thread blocks of a copy, which shares multiprocessors with the kernel that quantises what came before.
 
-With half of them, copies by a link took a tenth more time.
+With half of them, 16 GB by a link took 49 ms in place of 46.
 """
 
 
