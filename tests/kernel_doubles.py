@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,17 @@ class DigestTable:
     def launch(self, _: object) -> None:
         digests = box_digests(self._parts, self._num_tensors)
         self._totals[0] += torch.from_numpy(digests.view(np.int64))
+
+
+class MappedTrainers:
+    """Trainers' memory in this process."""
+
+    def __init__(self, memory: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        self.starts = {key: each.data_ptr() for key, each in memory.items()}
+
+    def touch(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -126,6 +137,7 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "box_table", DigestTable)
     for module in (quantizing_tables, quantizing_copy):
         monkeypatch.setattr(module, "CopyTable", CopyTable)
+    monkeypatch.setattr(quantizing_copy, "MappedTrainers", MappedTrainers)
     monkeypatch.setattr(quantizing_tables, "can_quantize", lambda _, form: not form.packed)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())

@@ -16,7 +16,6 @@ from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import SyncConfig
 from weightsync.engines import whole_loads
 from weightsync.errors import PlanError, StateError, TransportError
-from weightsync.holder import quantizing_copy
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
@@ -58,17 +57,6 @@ class Reading(Staging):
         return self.copy.begin(Stream(), frozen)  # type: ignore[arg-type]
 
 
-class Trainers:
-    """A double of `MappedTrainers`, of memory in this process."""
-
-    def __init__(self, memory: Mapping[tuple[int, str], torch.Tensor]) -> None:
-        self.starts = {key: each.data_ptr() for key, each in memory.items()}
-
-    def touch(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Near(Mapped):
     """Its trainer exports its memory, and its holders read it."""
 
@@ -102,7 +90,6 @@ class Unreachable(Near):
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_doubles(monkeypatch)
     use_exports(monkeypatch)
-    monkeypatch.setattr(quantizing_copy, "MappedTrainers", Trainers)
 
 
 def test_after_the_first_update_no_bucket_moves() -> None:

@@ -203,7 +203,7 @@ class Router:
         return self.routes.get(name, "").startswith(DIRECT)
 
     def note(self, loaded: Mapping[str, LoadReport]) -> None:
-        """Note which engines may be read for directly from the next update on, though they quantise."""
+        """Note which engines that quantise can read directly from the next update on."""
         self._ready |= {name for name, report in loaded.items() if report.takes_parts}
 
     @property

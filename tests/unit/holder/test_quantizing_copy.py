@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-import torch
 
 from tests.kernel_doubles import Stream, use_doubles
 from tests.quantised_reads_rig import ReadsRig
-from weightsync.holder import quantizing_copy
 from weightsync.memory import quantizing_reads
 from weightsync.plan import stored_reads
 from weightsync.plan.formats import Format
@@ -17,19 +13,9 @@ from weightsync.plan.formats import Format
 BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
 
 
-class MappedTrainers:
-    def __init__(self, memory: Mapping[tuple[int, str], torch.Tensor]) -> None:
-        self.starts = {key: each.data_ptr() for key, each in memory.items()}
-
-    def touch(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_doubles(monkeypatch)
-    monkeypatch.setattr(quantizing_copy, "MappedTrainers", MappedTrainers)
 
 
 @pytest.mark.parametrize(
