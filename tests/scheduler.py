@@ -15,8 +15,8 @@ FORKED = (
     "tests/unit/memory/test_memory.py",
     "tests/unit/recipes/test_recipes_learner.py",
 )
-HOMES = (RAY, FORKED)
-"""What each process takes first: files that want a Ray cluster, or those that fork from a process."""
+HOMES: tuple[tuple[str, ...], ...] = (RAY, FORKED, ())
+"""What each process takes first: files that want a Ray cluster, those that fork from a process, or others."""
 
 
 class ByFolder(LoadFileScheduling):  # type: ignore[misc]
@@ -27,7 +27,7 @@ class ByFolder(LoadFileScheduling):  # type: ignore[misc]
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        home = HOMES[self.nodes.index(node) % len(HOMES)]
+        home = HOMES[min(self.nodes.index(node), len(HOMES) - 1)]
         self.workqueue.move_to_end(min(self.workqueue, key=lambda file: _rank(file, home)), last=False)
         super()._assign_work_unit(node)
 
