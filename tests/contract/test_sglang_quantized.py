@@ -27,7 +27,10 @@ from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.errors import ConfigError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.tensors import named_tensors
+from weightsync.plan import Layout
+from weightsync.plan.coverage import covers_all
 from weightsync.plan.formats import Quantization
+from weightsync.plan.stored_reads import reads_layout
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -219,6 +222,18 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Ten
         else:
             values, scales = fp8_blocks(tensor, form)
             yield from ((name, values), (f"{name}_scale_inv", scales))
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_holder_can_read_just_what_its_rank_keeps(moe: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path, moe=moe)
+    host = host_of(Model(folder), folder)
+    tensors, places = host.checkpoint().tensors, host.places()
+    assert places
+    reads = places.export(places.formats).reads(tensors)
+    has_one = any(each.scales and 1 in each.scales.box.extent for each in reads)
+    assert has_one == moe, "experts have one row of blocks, whose stride is any"
+    assert covers_all(Layout.from_ranks([reads_layout(tensors, (), reads)]))
 
 
 @pytest.mark.parametrize(("moe", "padding"), [(False, 3), (True, 3), (False, 0)])
