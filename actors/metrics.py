@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from weightsync.errors import WeightSyncError
 from weightsync.plan import Cluster, Plan
-from weightsync.report import HealReport, SyncReport
+from weightsync.report import HealReport, SyncReport, is_direct
 
 # Ray computes a histogram's sum from its buckets, so narrow buckets make sums and quantiles accurate.
 _SECONDS = [step * 10.0**power for power in range(-4, 3) for step in (1, 1.5, 2, 3, 5, 7)]
@@ -87,7 +87,7 @@ class Metrics:
 
     def _floor_seconds(self, report: SyncReport, plan: Plan) -> float:
         """The floor of broadcasts; 0 if unknown or if an engine updates directly."""
-        if self._cluster is None or any(each.startswith("direct") for each in report.routes.values()):
+        if self._cluster is None or any(map(is_direct, report.routes.values())):
             return 0.0
         if self._floor[0] != report.epoch:
             self._floor = report.epoch, plan.explain(self._cluster).floor_seconds or 0.0

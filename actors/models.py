@@ -52,7 +52,7 @@ class Models(Generic[S]):
         return {name: model for name, model in self._held.items() if not model.loop.closed}
 
     def add(self, name: str, model: Model[S]) -> None:
-        """Add a model, whose name was checked."""
+        """Add a model. `check` its name first."""
         self._held[name] = model
 
     def check(self, name: object) -> None:

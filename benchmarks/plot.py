@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightsync.report import DIRECT, is_direct
+
 __all__ = ["main"]
 
 Row = Mapping[str, Any]
@@ -111,7 +113,7 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 def _part(key: str, value: object) -> str:
     if key == "route":  # else it has a reason instead
-        return "direct" if str(value).startswith("direct") else "broadcast"
+        return DIRECT if is_direct(str(value)) else "broadcast"
     units = {"bucket MiB": "{} MiB", "slots": "{} slots", "world": "{} GPUs", "source": "{} source"}
     return units.get(key, "{}").format(value)
 

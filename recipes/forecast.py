@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from weightsync.config import SyncConfig
-from weightsync.driver.routing import DIRECT
 from weightsync.errors import ConfigError
 from weightsync.plan import (
     Cluster,
@@ -29,7 +28,7 @@ from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerP
 from weightsync.recipes.quantised import INT4, explain_formats, formats_text
 from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
-from weightsync.report import Covered, bytes_text, coverage_table
+from weightsync.report import DIRECT, Covered, bytes_text, coverage_table
 
 _MOST_REASONS = 3
 

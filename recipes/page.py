@@ -21,7 +21,7 @@ from weightsync.recipes.run_folder import replace_text
 from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
 from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.recipes.time_shares import TimeShares, last_update
-from weightsync.report import COVERAGE_HEAD, bytes_text, coverage_cells
+from weightsync.report import COVERAGE_HEAD, bytes_text, coverage_cells, is_direct
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "stage", "pause", "move", "load", "verify", "commit")
@@ -99,7 +99,7 @@ def _reasons(report: RunReport) -> list[str]:
     """Return why engines take broadcasts, each reason once with its engines."""
     why: dict[str, list[str]] = {}
     for row in report.coverage:
-        if row.component == "model" and row.route and not row.route.startswith("direct"):
+        if row.component == "model" and row.route and not is_direct(row.route):
             why.setdefault(row.route, []).append(row.engine)
     return [f"{', '.join(names)}: {reason}" for reason, names in why.items()]
 

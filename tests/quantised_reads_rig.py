@@ -146,13 +146,12 @@ class ReadsRig:
             quantizing = QuantizingReads(self.plan, its, rank.places)
             self.num_groups.append(quantizing.num_groups)
             self.scratch.append(torch.zeros(quantizing.nbytes, dtype=torch.uint8, device=device))
-            address = quantizing.bind(self.scratch[-1])
             found = reshard.reads(number, [1] * NUM_TRAINERS)
             held = {
                 (int(t), found.src_names[b]) for t, b in zip(found.trainer, found.src_buffer, strict=True)
             }
             memory = locate({key: self.memory[key] for key in held})
-            self.copies.append(QuantizingCopy(quantizing, [found], memory, address))  # type: ignore[arg-type]
+            self.copies.append(QuantizingCopy(quantizing, [found], memory, self.scratch[-1]))  # type: ignore[arg-type]
 
     def update(self, seed: int, stream: torch.cuda.Stream) -> None:
         """Train, read, and compare each live byte and all digests."""

@@ -9,6 +9,13 @@ from typing import Literal, Protocol
 from weightsync.protocol.timing import Span
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
+DIRECT = "direct"
+"""The route of an engine that reads the trainers' memory. What is quantised on the way may follow."""
+
+
+def is_direct(route: str) -> bool:
+    """Whether a route, as in `SyncReport.routes`, is `DIRECT`."""
+    return route.startswith(DIRECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class Covered:
     def cells(self) -> tuple[str, ...]:
         """What a table says below `COVERAGE_HEAD`, in its order."""
         is_moved = self.num_frozen < self.num_tensors
-        way = ("direct" if self.route.startswith("direct") else "broadcast") if self.route else "none"
+        way = (DIRECT if is_direct(self.route) else "broadcast") if self.route else "none"
         return (
             self.engine,
             self.component,

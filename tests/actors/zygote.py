@@ -143,7 +143,7 @@ def _receive(sender: socket.socket) -> tuple[Order, list[int]]:
 
 
 def _become(order: Order, client: int, fds: Sequence[int]) -> None:
-    """Be the process of `order`: it says its status to the script, whose connection its end closes."""
+    """Run `order` in this process. The script gets its status, then the end of the connection."""
     import runpy
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

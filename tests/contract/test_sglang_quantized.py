@@ -232,7 +232,7 @@ def test_a_holder_can_read_just_what_its_rank_keeps(moe: bool, tmp_path: Path) -
     assert places
     reads = places.export(places.formats).reads(tensors)
     has_one = any(each.scales and 1 in each.scales.box.extent for each in reads)
-    assert has_one == moe, "experts have one row of blocks, whose stride is any"
+    assert has_one == moe, "experts have one row of blocks, and its stride may be anything"
     assert covers_all(Layout.from_ranks([reads_layout(tensors, (), reads)]))
 
 

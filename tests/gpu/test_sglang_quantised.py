@@ -78,7 +78,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
 
 def start(bundles: PlacementGroup, path: Path, kernels: str = "triton", num_ranks: int = 1) -> Any:
-    """An SGLang on the first `num_ranks` GPUs, which starts meanwhile."""
+    """An SGLang on the first `num_ranks` GPUs. `await_start` waits for it."""
     note("SGLang starts, to be fed")
     arguments = str(path), "e0", num_ranks
     env: Mapping[str, str] = KERNELS[kernels]

@@ -1,4 +1,4 @@
-"""A fleet whose holders read what they quantise from the trainer, after the first update."""
+"""After the first update, holders read from the trainer what they quantise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reading(Staging):
 
     def link(self, engine: LiveExport | None) -> None:  # type: ignore[override]
         super().link(engine)
-        if engine and engine.places and engine.reads:
+        if engine and engine.places:
             memory = {name: each.detach().view(-1).view(torch.uint8) for name, each in self.live.items()}
             places = StoredPlaces.of(engine.places, memory)
             self.reads = QuantizingReads(self.plan, engine.places.reads(self.plan.tensors), places)
@@ -48,9 +48,8 @@ class Reading(Staging):
             raise TransportError("no peer access")
         assert self.reads
         self.scratch.append(torch.zeros(self.reads.nbytes, dtype=torch.uint8))
-        address = self.reads.bind(self.scratch[-1])
         held = {key: self.shared.buffer(handle) for key, handle in memory.items()}
-        self.copy = QuantizingCopy(self.reads, reads, held, address)  # type: ignore[arg-type]
+        self.copy = QuantizingCopy(self.reads, reads, held, self.scratch[-1])  # type: ignore[arg-type]
 
     def start_direct_copy(self, frozen: bool = True) -> QuantizingCopy:  # type: ignore[override]
         assert self.copy

@@ -26,10 +26,10 @@ from weightsync.plan.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
 from weightsync.protocol.messages import LoadReport, UpdateTask
 from weightsync.protocol.peers import SharedAlike
+from weightsync.report import DIRECT, is_direct
 
 logger = logging.getLogger("weightsync.driver.routing")
 
-DIRECT = "direct"
 _LATER = "its holder came after connecting, and meets those of other hosts with the next update"
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
@@ -200,7 +200,7 @@ class Router:
 
     def reads_directly(self, name: str) -> bool:
         """Whether engine `name` reads the trainers' memory in the next update."""
-        return self.routes.get(name, "").startswith(DIRECT)
+        return is_direct(self.routes.get(name, ""))
 
     def note(self, loaded: Mapping[str, LoadReport]) -> None:
         """Note which engines that quantise can read directly from the next update on."""

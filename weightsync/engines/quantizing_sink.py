@@ -29,6 +29,7 @@ class QuantizingSink:
         self.live: LiveDigest | None = None
         self.is_copied = False
         self.quantized: HolderDigests | None = None
+        self._stored: Digests | None = None
         self._next = 0
         self._memory: torch.Tensor | None = None
         self._digests = np.zeros(len(plan.tensors), np.uint64)
@@ -57,12 +58,12 @@ class QuantizingSink:
         if not self.quantized and self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
         made = self.quantized or self._tables.result()
-        self._tables.places.require(made.stored)
+        self._stored = self._tables.places.require(made.stored)
         self._digests, self._memory = made.wholes, None
 
     def digests(self) -> Digests:
         """Return the digests of the whole tensors, after taking `live`. They are zeros if it `is_copied`."""
-        self.live = self._parameters.digest(is_found=self.quantized is not None)
+        self.live = self._parameters.digest(self.quantized is not None, self._stored)
         return self._digests
 
     def abandon(self) -> None:

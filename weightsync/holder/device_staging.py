@@ -30,7 +30,7 @@ from weightsync.plan import Piece, Plan, RankLayout, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport
+from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport, StoredExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.transports import Pending
 
@@ -95,7 +95,7 @@ class DeviceStaging:
         self._unpack: CopyTable | None = None
         self._quantizing: QuantizingTables | None = None
         self._quantizing_source: QuantizingTables | None = None
-        self._quantizing_reads: QuantizingReads | None = None
+        self._stored: StoredExport | None = None
         self._scratch: torch.Tensor | None = None
         self._source_layout: RankLayout | None = None
         self._engine: list[DeviceBuffer] = []
@@ -164,7 +164,7 @@ class DeviceStaging:
             memory = open_all(engine.parameters, self._engine)
             self.flat = FlatSnapshot(memory)
             if engine.places:
-                self._prepare_to_quantize(engine, memory)
+                self._prepare_to_quantize(engine.places, memory)
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             self.target = open_all(engine.buffers, self._engine)
@@ -191,9 +191,8 @@ class DeviceStaging:
         assert tables is not None
         return tables.result()
 
-    def _prepare_to_quantize(self, engine: LiveExport, memory: Mapping[str, torch.Tensor]) -> None:
+    def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
         """Prepare to quantise into `memory`, if that can be done here."""
-        assert engine.places
         if not self._buffers:
             return
         pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
@@ -201,41 +200,33 @@ class DeviceStaging:
             found = SourcePieces.find(self._plan, self._source_layout, self.source)
             pieces += [found] if found else []
         try:
-            places = StoredPlaces.of(engine.places, memory)
+            places = StoredPlaces.of(export, memory)
             tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
             nbytes = max(each.nbytes for each in tables)
-            if engine.reads:
-                reads = QuantizingReads(self._plan, engine.places.reads(self._plan.tensors), places)
-                self._scratch = self._try_allocating(max(nbytes, reads.nbytes))
-                self._quantizing_reads = None if self._scratch is None else reads
-            if self._scratch is None:
-                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             for each in tables:
                 each.bind(self._scratch)
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             logger.info("the engine rank quantises, not holder %d: %s", self._index, error)
-            self._quantizing_reads = None
             return
-        self._quantizing, self._quantizing_source = tables[0], tables[1] if len(tables) > 1 else None
-
-    def _try_allocating(self, nbytes: int) -> torch.Tensor | None:
-        """Return memory to read from trainers to; None if the device is short of it."""
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
-            logger.info("holder %d quantises buckets, not what it reads: %s", self._index, error)
-            return None
+        self._stored, self._quantizing = export, tables[0]
+        self._quantizing_source = tables[1] if len(tables) > 1 else None
 
     def _quantizing_copy(
         self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
     ) -> QuantizingCopy:
-        if self._quantizing_reads is None or self._scratch is None:
+        """Prepare to quantise `reads`, in scratch memory that an update of buckets uses otherwise."""
+        if self._stored is None or self._quantizing is None or self._scratch is None:
             raise TransportError(f"holder {self._index} cannot quantise what it would read")
         try:
-            address = self._quantizing_reads.bind(self._scratch)
-        except NoKernelError as error:
+            stored = self._stored.reads(self._plan.tensors)
+            quantizing = QuantizingReads(self._plan, stored, self._quantizing.places)
+            scratch = self._scratch
+            if scratch.nbytes < quantizing.nbytes:
+                scratch = torch.empty(quantizing.nbytes, dtype=torch.uint8, device=self.device)
+            return QuantizingCopy(quantizing, reads, memory, scratch)
+        except (NoKernelError, torch.OutOfMemoryError) as error:
             raise TransportError(str(error)) from error
-        return QuantizingCopy(self._quantizing_reads, reads, memory, address)
 
     @collector_paused
     def second_copy(self) -> SecondCopy | None:
@@ -374,7 +365,7 @@ class DeviceStaging:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
-        self._quantizing = self._quantizing_source = self._quantizing_reads = self._scratch = None
+        self._stored = self._quantizing = self._quantizing_source = self._scratch = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

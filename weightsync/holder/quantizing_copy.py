@@ -32,18 +32,20 @@ class QuantizingCopy:
         quantizing: QuantizingReads,
         reads: Sequence[Reads],
         memory: Mapping[tuple[int, str], DeviceHandle],
-        address: Mapping[str, int],
+        scratch: torch.Tensor,
     ) -> None:
         """
         Args:
             reads: all that `quantizing` needs.
             memory: the trainers' buffers, by rank and name.
-            address: of what is read to, see `QuantizingReads.bind`.
+            scratch: memory to read to: uint8, ``quantizing.nbytes`` or more.
 
         Raises:
+            NoKernelError: no kernel quantises one of them.
             TransportError: a trainer's memory cannot be mapped.
         """
-        self._quantizing = quantizing
+        self._quantizing, self._scratch = quantizing, scratch
+        address = quantizing.bind(scratch)
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._trainers = MappedTrainers(memory)
         try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.holder.quantizing_copy import QuantizingCopy
 
     Direct: TypeAlias = LiveDigests | QuantizingCopy
-    """What digests the engine rank's memory meanwhile."""
+    """Copies that digest what the engine rank then holds."""
 
 logger = logging.getLogger("weightsync.holder.update")
 

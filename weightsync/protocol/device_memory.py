@@ -129,7 +129,10 @@ class StoredTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveMemory:
-    """A `LiveExport` in columns."""
+    """A `LiveExport` in columns.
+
+    A holder finds `reads` by itself, from `places`.
+    """
 
     kind: str
     memory: DeviceMemory
@@ -149,10 +152,8 @@ class LiveMemory:
         return cls(export.kind, DeviceMemory.of(export.parameters), places, reads)
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
-        """Return the same with an object for each parameter. It is the same for each `layout`."""
-        places = self.places.export() if self.places else None
-        reads = self.reads.rank_layout() if self.reads else None
-        return LiveExport(self.kind, self.memory.handles(), places, reads)
+        """Return the same with an object for each parameter, without `reads`. Ignores `layout`."""
+        return LiveExport(self.kind, self.memory.handles(), self.places.export() if self.places else None)
 
 
 def read_handles(

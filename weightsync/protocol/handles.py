@@ -144,8 +144,8 @@ class LiveExport:
         parameters: handles by name.
         places: where they hold what is stored, if the holder may quantise into them once they are shown to be
             right. None if it is not known.
-        reads: the boxes of the plan's tensors that the holder then needs, see `StoredExport.reads`. None if
-            it needs whole tensors.
+        reads: for the driver, the boxes of the plan's tensors that the holder then needs, see
+            `StoredExport.reads`. None if it needs whole tensors.
     """
 
     kind: str

@@ -100,7 +100,7 @@ def test_plain_layers_are_written_live(layer: nn.Module) -> None:
         (Layer(UnquantizedFusedMoEMethod("FLASHINFER_CUTLASS")), "1: backend FLASHINFER_CUTLASS"),
         (Layer(FusedMoEModularMethod("AITER")), "1: backend AITER"),
         (MLAAttention(), "1: MLAAttention processes"),
-        (nn.Linear(2, 2), "1.weight does not lie on cuda:0"),
+        (nn.Linear(2, 2), "1.weight is not on cuda:0"),
     ],
 )
 def test_others_are_reloaded(layer: nn.Module, says: str) -> None:

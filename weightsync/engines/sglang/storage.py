@@ -35,7 +35,7 @@ def require_blocks(
 ) -> None:
     """Raise ConfigError unless live parameters are what a checkpoint in FP8 blocks stores.
 
-    Accepts what `stored_otherwise` does, and layers whose kernels read FP8 blocks as they were loaded.
+    Accepts layers that `stored_otherwise` accepts, and those whose kernels read FP8 blocks as loaded.
 
     Args:
         formats: of the weights that the checkpoint has quantised.
@@ -58,7 +58,7 @@ def require_blocks(
 def _why_not(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
-        return f"{away} does not lie on {device}"
+        return f"{away} is not on {device}"
     if hasattr(model, "post_load_weights"):
         return f"{type(model).__name__} derives tensors from its weights"
     reasons = ((name, of(module)) for name, module in model.named_modules())

@@ -36,7 +36,7 @@ def why_not_live(model: torch.nn.Module, device: torch.device) -> str:
     """Return which layer may hold other bytes than the loader's; "" if none does."""
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
-        return f"{away} does not lie on {device}"
+        return f"{away} is not on {device}"
     reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
 
