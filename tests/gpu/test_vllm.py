@@ -74,13 +74,16 @@ def served(checkpoint: str) -> str:
     return str(link)
 
 
-def from_disk(checkpoint: str, num_ranks: int, env: Mapping[str, str] | None = None) -> Answers:
+def from_disk(
+    checkpoint: str, num_ranks: int, env: Mapping[str, str] | None = None, **options: object
+) -> Answers:
     """Of a vLLM of its own; it has ended when this returns, and its memory is free.
 
-    What it held is in the checkpoint's ``live.json``. `env`: further environment variables.
+    What it held is in the checkpoint's ``live.json``. `env`: further environment variables. `options`:
+    further arguments of the engine.
     """
     answers, held = (Path(checkpoint) / name for name in ("answers.json", "live.json"))
-    arguments = [served(checkpoint), str(num_ranks), str(answers), str(held)]
+    arguments = [served(checkpoint), str(num_ranks), str(answers), str(held), json.dumps(options)]
     command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", *arguments]
     done = subprocess.run(
         command,

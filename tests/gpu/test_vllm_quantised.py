@@ -120,14 +120,14 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
 
 def start(
-    bundles: PlacementGroup, path: str, kernels: str = "default", num_ranks: int = 1
+    bundles: PlacementGroup, path: str, kernels: str = "default", num_ranks: int = 1, **options: object
 ) -> ActorHandle[Any]:
-    """A vLLM on the first `num_ranks` GPUs."""
-    arguments = path, "e0", num_ranks
+    """A vLLM on the first `num_ranks` GPUs. `options`: further arguments of the engine."""
+    arguments, env = (path, "e0", num_ranks), KERNELS[kernels]
     if num_ranks == 1:
-        return spawn(VllmEngine, bundles, 0, *arguments, env=KERNELS[kernels])
+        return spawn(VllmEngine, bundles, 0, *arguments, env=env, **options)
     visible = visible_devices(bundles, range(num_ranks))
-    return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=KERNELS[kernels])
+    return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,26 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
     kernels = ray.get(engine.kernels.remote())
     if case.form == "fp8_blocks":
         assert {"deepgemm" in kernel.lower() for kernel in kernels} == {uses_deep_gemm}, kernels
+    end(engine, *trainers)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("untied", 1), ("moe", 1), ("untied", 2)])
+def test_vllm_quantises_online(
+    kind: str, num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    """vLLM takes full precision, and makes FP8 of it, with a scale for each tensor, as when it starts."""
+    if num_gpus < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    paths, _ = paths_in(tmp_path)
+    for seed, path in enumerate(paths):
+        save_qwen3(path, kind, seed)
+    answers = [from_disk(str(path), num_ranks, quantization="fp8") for path in paths]
+    live = [json.loads((path / "live.json").read_text()) for path in paths]
+    saved = Saved(paths, paths, answers, live)
+    engine = start(bundles, served(str(paths[0])), num_ranks=num_ranks, quantization="fp8")
+    trainers = join(bundles, paths[0], tmp_path, 1, None)
+    for report in feed(trainers, engine, saved):
+        assert report.proofs["e0"].startswith("what its loader got")
     end(engine, *trainers)
 
 

@@ -1,6 +1,8 @@
 """Starts vLLM from a checkpoint on disk, without any of our code in it; writes its answers and what it holds.
 
-python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS LIVE
+python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS LIVE [OPTIONS]
+
+OPTIONS are further engine arguments, as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from tests.gpu.vllm_probe import OPTIONS, live, probe
 from weightsync.engines.vllm.api import set_environment
 
 
-def main(model: str, tensor_parallel_size: str, answers: str, held: str) -> None:
+def main(model: str, tensor_parallel_size: str, answers: str, held: str, options: str = "{}") -> None:
     set_environment()  # as our engine has it
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,6 +27,7 @@ def main(model: str, tensor_parallel_size: str, answers: str, held: str) -> None
             skip_tokenizer_init=True,
             disable_log_stats=True,
             **OPTIONS,
+            **json.loads(options),
         )
     )
     Path(answers).write_text(json.dumps(probe(llm)))
