@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -189,12 +190,24 @@ def test_the_digest_is_the_cpus(data: st.DataObject) -> None:
         assert table.result().tolist() == expected
 
 
-def test_many_tensors_of_all_word_sizes_in_one_table() -> None:
+def halves_of(shape: tuple[int, ...], axis: int) -> list[Box]:
+    bounds = 0, shape[axis] // 2, shape[axis]
+    return [
+        Box(
+            tuple(start if at == axis else 0 for at in range(len(shape))),
+            tuple(end - start if at == axis else size for at, size in enumerate(shape)),
+        )
+        for start, end in itertools.pairwise(bounds)
+    ]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_many_tensors_of_all_word_sizes_in_one_table(axis: int) -> None:
     tensors = [
         random_bytes(rows * 4608 * itemsize, seed).view(DTYPES[itemsize]).reshape(rows, 4608)
         for seed, (rows, itemsize) in enumerate([(3000, 2), (500, 1), (1, 4), (700, 8), (40, 2), (999, 4)])
     ]
-    halves = [Box((0, at), (len(tensor), 2304)) for tensor in tensors for at in (0, 2304)]
+    halves = [half for tensor in tensors for half in halves_of(tuple(tensor.shape), axis)]
     parts = [part_of(tensors[i // 2], box, i // 2) for i, box in enumerate(halves)]
     table = DigestTable(parts, len(tensors) + 1, num_blocks=50)
     stream = torch.cuda.Stream()
@@ -205,9 +218,11 @@ def test_many_tensors_of_all_word_sizes_in_one_table() -> None:
 
 
 @pytest.mark.parametrize("dtype", MASKS)
-@pytest.mark.parametrize("columns", [(0, 512), (3, 515)], ids=["in units", "in words"])
+@pytest.mark.parametrize(
+    "columns", [(0, 512), (3, 515), (0, 640)], ids=["in units", "in words", "without gaps"]
+)
 def test_tensors_with_nan_or_inf_are_flagged_wherever_it_is(dtype: str, columns: tuple[int, int]) -> None:
-    shape = (300, 512)
+    shape = (300, columns[1] - columns[0])
     wide = [torch.randn(300, 640, device="cuda").to(getattr(torch, dtype)) for _ in range(8)]
     tensors = [each[:, slice(*columns)] for each in wide]
     worst = [float("nan"), float("nan") if "e4m3" in dtype else float("-inf")]

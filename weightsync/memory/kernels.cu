@@ -277,6 +277,43 @@ struct Digest {
         high += static_cast<uint32>(factor >> 32) * lane;
     }
 
+    // The lanes of units in one column, each times the factor of its row, added up; and these factors.
+    struct Sums {
+        uint64 low[4] = {}, of_rows = 0;
+        uint32 high[4] = {};
+
+        __device__ __forceinline__ void add(uint64 row, const uint4& unit) {
+            Digest::add(low[0], high[0], row, unit.x);
+            Digest::add(low[1], high[1], row, unit.y);
+            Digest::add(low[2], high[2], row, unit.z);
+            Digest::add(low[3], high[3], row, unit.w);
+            of_rows += row;
+        }
+
+        __device__ __forceinline__ uint64 lane(int k) const { return low[k] + (static_cast<uint64>(high[k]) << 32); }
+    };
+
+    // Neighbouring tiles without gaps: each thread's units stay in the same columns, whose factors are needed
+    // once, at the end.
+    struct Columns {
+        static constexpr int kCount = kUnits > kThreads ? kUnits / kThreads : 1;
+        uint32 first = 0;
+        Sums sums[kCount];
+    };
+
+    __device__ __forceinline__ uint64 of_columns(const Columns& columns) const {
+        uint64 sum = 0;
+#pragma unroll
+        for (int k = 0; k < Columns::kCount; ++k) {
+            const uint32 column = (columns.first + k * kThreads) % kUnits;
+            const ulonglong2 first = pairs[column], second = pairs[kUnits + column];
+            const Sums& of = columns.sums[k];
+            sum += first.x * of.lane(0) + first.y * of.lane(1) + second.x * of.lane(2) + second.y * of.lane(3);
+            sum += zeros[column] * of.of_rows;
+        }
+        return sum;
+    }
+
     __device__ __forceinline__ uint64 of_unit(const uint4& unit, uint32 column) const {
         const ulonglong2 first = pairs[column], second = pairs[kUnits + column];
         uint64 low = zeros[column];
@@ -348,6 +385,40 @@ struct Digest {
         return sum;
     }
 
+    // Starts to load a thread's units of a tile of one row; past the end the last one is repeated.
+    static_assert(kThreads * kUnroll * 16 == 32 << 10, "all of a tile: TILE_NBYTES in weightsync/memory/kernels.py");
+    static __device__ __forceinline__ void load(const DigestTile& tile, uint4* units) {
+        const uint32 count = static_cast<uint32>(tile.row_nbytes) / 16;
+        const uint4* address = reinterpret_cast<const uint4*>(tile.address);
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) units[k] = __ldcs(address + min(threadIdx.x + k * kThreads, count - 1));
+    }
+
+    // Adds a loaded tile of one row to `columns`. Returns the digest of what these had, if that was elsewhere.
+    __device__ __forceinline__ uint64 of_row(
+        const DigestTile& tile, const uint4* units, uint64* flags, Columns& columns) const {
+        const uint32 count = static_cast<uint32>(tile.row_nbytes) / 16;
+        const uint32 first = tile.index / 16 + threadIdx.x;
+        uint64 sum = 0;
+        if (first % kUnits != columns.first) {
+            sum = of_columns(columns);
+            columns = {first % kUnits};
+        }
+        uint32 finite = kSigns;
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            const bool is_there = threadIdx.x + k * kThreads < count;
+            const uint64 row = is_there ? __ldg(rows + (first + k * kThreads) / kUnits) : 0;
+            columns.sums[k % Columns::kCount].add(row, units[k]);
+            if constexpr (kFlags) {
+                finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
+                finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
+            }
+        }
+        if (kFlags && tile.mask && (~finite & kSigns)) flags[tile.tensor] = 1;
+        return sum;
+    }
+
     __device__ __forceinline__ uint64 of_tile(const DigestTile& tile, uint64* flags) const {
         int64 bits = tile.address | tile.index | tile.row_nbytes;
         if (tile.rows > 1) bits |= tile.pitch | tile.index_pitch;
@@ -399,6 +470,55 @@ __device__ __forceinline__ void digest_tiles(
     if (tensor != kNone) add_warp(totals + tensor, sum);
 }
 
+// Tiles that are one row of whole units. A block loads its next tile before it digests the one that it has, so
+// one block suffices for a multiprocessor, and has its registers.
+template <typename Word, bool kFlags>
+__device__ __forceinline__ void digest_rows(
+    const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals,
+    uint64* flags) {
+    using Its = Digest<Word, kFlags>;
+    __shared__ ulonglong2 pairs[2 * Its::kUnits];
+    __shared__ uint64 zeros[Its::kUnits];
+    Its::fill(pairs, zeros, columns);
+    __syncthreads();
+    const Its digest{pairs, zeros, rows};
+    const uint32 chunk = chunk_of(num_tiles);
+    const auto after = [&](int64 i) { return (i + 1) % chunk ? i + 1 : i + 1 + (gridDim.x - 1) * int64(chunk); };
+    const auto tile_at = [&](int64 i) { return tiles[min(i, num_tiles - 1)]; };
+    int64 i = static_cast<int64>(blockIdx.x) * chunk, following = after(i);
+    DigestTile tile = tile_at(i), next = tile_at(following);
+    uint4 units[kUnroll], coming[kUnroll];
+    Its::load(tile, units);
+    uint32 tensor = tile.tensor;
+    uint64 sum = 0;
+    typename Its::Columns of_rows;
+    while (i < num_tiles) {
+        Its::load(next, coming);
+        i = following;
+        following = after(i);
+        const DigestTile last = tile_at(following);
+        if (tile.tensor != tensor) {
+            add_warp(totals + tensor, sum + digest.of_columns(of_rows));
+            tensor = tile.tensor;
+            sum = 0;
+            of_rows = {};
+        }
+        sum += digest.of_row(tile, units, flags, of_rows);
+        tile = next;
+        next = last;
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) units[k] = coming[k];
+    }
+    add_warp(totals + tensor, sum + digest.of_columns(of_rows));
+}
+
+#define DIGEST_ROWS(name, Word, kFlags)                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1) name(                                           \
+        const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
+        uint64* flags) {                                                                      \
+        digest_rows<Word, kFlags>(tiles, num_tiles, columns, rows, totals, flags);                    \
+    }
+
 #define DIGEST(name, Word, kFlags)                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                           \
         const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
@@ -409,20 +529,38 @@ __device__ __forceinline__ void digest_tiles(
 #ifdef KERNEL_digest_words_1
 DIGEST(digest_words_1, unsigned char, false)
 #endif
+#ifdef KERNEL_digest_rows_1
+DIGEST_ROWS(digest_rows_1, unsigned char, false)
+#endif
 #ifdef KERNEL_flag_words_1
 DIGEST(flag_words_1, unsigned char, true)
+#endif
+#ifdef KERNEL_flag_rows_1
+DIGEST_ROWS(flag_rows_1, unsigned char, true)
 #endif
 #ifdef KERNEL_digest_words_2
 DIGEST(digest_words_2, unsigned short, false)
 #endif
+#ifdef KERNEL_digest_rows_2
+DIGEST_ROWS(digest_rows_2, unsigned short, false)
+#endif
 #ifdef KERNEL_flag_words_2
 DIGEST(flag_words_2, unsigned short, true)
+#endif
+#ifdef KERNEL_flag_rows_2
+DIGEST_ROWS(flag_rows_2, unsigned short, true)
 #endif
 #ifdef KERNEL_digest_words_4
 DIGEST(digest_words_4, uint32, false)
 #endif
+#ifdef KERNEL_digest_rows_4
+DIGEST_ROWS(digest_rows_4, uint32, false)
+#endif
 #ifdef KERNEL_flag_words_4
 DIGEST(flag_words_4, uint32, true)
+#endif
+#ifdef KERNEL_flag_rows_4
+DIGEST_ROWS(flag_rows_4, uint32, true)
 #endif
 
 // Weights of 16 bits, which the compiler has no types for without headers.

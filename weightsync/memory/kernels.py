@@ -31,9 +31,12 @@ SIDES = {1: 128, 2: 128, 4: 64, 8: 64}
 """Rows and columns of a transposed tile, at most, by bytes per element: kSide in kernels.cu."""
 _COPY = "copy_tiles"
 _TRANSPOSE = "transpose_tiles_"
-_DIGEST = "digest_words_"
-_FLAG = "flag_words_"
+_DIGEST = "digest"
+_FLAG = "flag"
 _BLOCKS_PER_PROCESSOR = 2
+_DIGESTING_BLOCKS = {"rows": 1, "words": 2}
+"""The same for digests, by the shape of tiles."""
+_UNIT_NBYTES = 16
 _MAX_TENSOR_NBYTES = 64 << 30
 
 
@@ -132,18 +135,18 @@ class DigestTable:
         """
         Args:
             parts: the parts to read, in any order; those of one tensor must not overlap.
-            num_blocks: thread blocks of a launch; by default two per multiprocessor.
+            num_blocks: thread blocks of a kernel; by default as many as the device can hold.
             totals: digests and flags that launches of several tables add to, int64[2, num_tensors]. The
                 caller zeroes them. By default each launch starts from zero.
         """
-        self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
-        self._kernel = _FLAG if any(part.mask for part in parts) else _DIGEST
-        load_digests(self._tables, self._kernel)
-        self._columns = {word: _upload(lane_factors(word).view(np.int64)) for word in self._tables}
+        kind = _FLAG if any(part.mask for part in parts) else _DIGEST
+        self._tables = [
+            _DigestTiles.of(kind, shape, word, table, num_blocks)
+            for (shape, word), table in digest_tiles(parts).items()
+        ]
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
         self._is_alone = totals is None
         self._totals = _upload(np.zeros((2, num_tensors), np.int64)) if totals is None else totals
-        self._num_blocks = num_blocks or num_blocks_on_device(_BLOCKS_PER_PROCESSOR)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, stream: torch.cuda.Stream) -> None:
@@ -151,12 +154,8 @@ class DigestTable:
         if self._is_alone:
             with torch.cuda.stream(stream):
                 self._totals.zero_()
-        for word, table in self._tables.items():
-            args = (np.uint64(table.data_ptr()), np.int64(len(table)))
-            memory = (self._columns[word], self._rows, *self._totals)
-            pointers = (np.uint64(each.data_ptr()) for each in memory)
-            num_blocks = min(self._num_blocks, len(table))
-            cuda.launch(f"{self._kernel}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
+        for table in self._tables:
+            table.launch(stream, (self._rows, *self._totals))
         self._done.record(stream)
 
     def result(self) -> Digests:
@@ -175,19 +174,45 @@ class DigestTable:
         return flagged
 
 
+@dataclass(frozen=True, slots=True)
+class _DigestTiles:
+    """Tiles on the current device for one kernel, and the factors of their words' columns."""
+
+    kernel: str
+    tiles: torch.Tensor
+    columns: torch.Tensor
+    num_blocks: int
+
+    @classmethod
+    def of(cls, kind: str, shape: str, word: int, tiles: Int64, num_blocks: int | None) -> _DigestTiles:
+        kernel = f"{kind}_{shape}_{word}"
+        cuda.load(kernel)
+        columns = _upload(lane_factors(word).view(np.int64))
+        most = num_blocks or num_blocks_on_device(_DIGESTING_BLOCKS[shape])
+        return cls(kernel, _upload(tiles), columns, min(most, len(tiles)))
+
+    def launch(self, stream: torch.cuda.Stream, memory: Iterable[torch.Tensor]) -> None:
+        pointers = (np.uint64(each.data_ptr()) for each in (self.columns, *memory))
+        args = (np.uint64(self.tiles.data_ptr()), np.int64(len(self.tiles)), *pointers)
+        cuda.launch(self.kernel, stream, self.num_blocks, NUM_THREADS, args)
+
+
 def load_copies() -> None:
     """Load the copy kernel on the current device. Raises TransportError without CuPy."""
     cuda.load(_COPY)
 
 
-def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
+def load_digests(itemsizes: Iterable[int]) -> None:
     """Load the digest kernels for these `itemsizes` on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
-        cuda.load(f"{kernel}{word}")
+        for shape in _DIGESTING_BLOCKS:
+            cuda.load(f"{_DIGEST}_{shape}_{word}")
 
 
-def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
-    """Return the kernels' tiles by bytes per word: int64[m, 8].
+def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[tuple[str, int], Int64]:
+    """Return the tiles for each kernel, by their shape and the bytes per word: int64[m, 8].
+
+    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``.
 
     Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the number of
     the byte at `address` in the whole tensor, `index_pitch` its growth per row. The upper half of `tensor`
@@ -201,8 +226,13 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
         by_word[word_nbytes(part.itemsize)].append(part)
-    tables = {word: _digest_table(its, word) for word, its in sorted(by_word.items())}
-    return {word: table for word, table in tables.items() if len(table)}
+    found: dict[tuple[str, int], Int64] = {}
+    for word, its in sorted(by_word.items()):
+        table = _digest_table(its, word)
+        address, index, rows, row_nbytes = table[:, :4].T
+        is_row = (rows == 1) & ((address | index | row_nbytes) % _UNIT_NBYTES == 0)
+        found |= {("rows", word): table[is_row], ("words", word): table[~is_row]}
+    return {kernel: table for kernel, table in found.items() if len(table)}
 
 
 def _digest_table(parts: Sequence[DigestPart], word: int) -> Int64:

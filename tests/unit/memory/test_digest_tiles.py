@@ -34,9 +34,11 @@ def part_of(whole: torch.Tensor, box: Box, number: int = 0) -> DigestPart:
 def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> list[int]:
     memory = whole.view(torch.uint8).reshape(-1).numpy() if whole.numel() else np.empty(0, np.uint8)
     totals = np.zeros(num_tensors, np.uint64)
-    for word_nbytes, table in digest_tiles(parts).items():
+    for (shape, word_nbytes), table in digest_tiles(parts).items():
         for address, index, rows, row_nbytes, pitch, index_pitch, tensor, _ in table.tolist():
             assert rows * row_nbytes <= TILE_NBYTES
+            is_row = rows == 1 and not (address % 16 or index % 16 or row_nbytes % 16)
+            assert (shape == "rows") == is_row
             for row in range(rows):
                 at = address - whole.data_ptr() + row * pitch
                 words = np.frombuffer(memory[at : at + row_nbytes].tobytes(), WORDS[word_nbytes])
