@@ -24,13 +24,13 @@ import torch
 from cupy.cuda import runtime
 
 from benchmarks.common import Row, environment, print_table, write_json
-from weightsync.holder.direct_copy import NUM_BLOCKS
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan.copies import Copies
 
 MIB = 1 << 20
 BLOCKS_MIB = (0.25, 1, 4, 16, 64, 1024)
 REPEATS = 9
+_NUM_BLOCKS = 264  # two for each multiprocessor of an H200
 _LAYERS, _WIDTH = 32, 8192
 
 Read = Callable[[torch.cuda.Stream], None]
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _reads(
-    far: torch.Tensor, near: torch.Tensor, block: int, num_blocks: int = NUM_BLOCKS
+    far: torch.Tensor, near: torch.Tensor, block: int, num_blocks: int = _NUM_BLOCKS
 ) -> dict[str, Read]:
     starts = np.arange(0, near.nbytes, block)
     copies = [(far.data_ptr() + s, near.data_ptr() + s, 1, block, block, block) for s in starts.tolist()]
@@ -101,7 +101,7 @@ def _decode_rows(far: torch.Tensor, near: torch.Tensor) -> list[Row]:
     decoding, reading = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
     alone = statistics.median(_timed(decoding, lambda: _decode(weights, state)) for _ in range(REPEATS))
     rows: list[Row] = [{"beside": "nothing", "decode ms": alone * 1e3, "slower": 1.0}]
-    beside = {f"kernel, {n} blocks": _reads(far, near, 64 * MIB, n)["kernel"] for n in (NUM_BLOCKS, 32)}
+    beside = {f"kernel, {n} blocks": _reads(far, near, 64 * MIB, n)["kernel"] for n in (_NUM_BLOCKS, 32)}
     beside["engine"] = _reads(far, near, 64 * MIB)["engine"]
     for name, read in beside.items():
         taken = statistics.median(_beside(decoding, reading, read, weights, state) for _ in range(REPEATS))

@@ -14,6 +14,7 @@ from transformers import Qwen3Config
 
 from tests.patience import patient
 
+pytest.register_assert_rewrite("tests.gpu.quantised_fleet")  # else a failure there says nothing
 ROOT = str(Path(__file__).parents[2])
 # For every process that a test starts: vLLM's compiler would otherwise choose among kernels by timing
 # them, and two vLLMs that are to agree bit for bit could choose differently.

@@ -211,7 +211,10 @@ def test_vllm_quantises_online(
 def test_trainers_quantise_on_their_gpus(
     form: str, num_trainers: int, bundles: PlacementGroup, num_gpus: int, save: Save, tmp_path: Path
 ) -> None:
-    """The first one shares its GPU with vLLM. Two hold halves of each matrix, by FSDP2."""
+    """The first one shares its GPU with vLLM. Two hold halves of each matrix, by FSDP2.
+
+    vLLM casts the scales of channels, which are bfloat16 in a checkpoint, so these come by broadcast.
+    """
     if num_gpus < num_trainers:
         pytest.skip(f"needs {num_trainers} GPUs")
     kernels = "cutlass" if form == "fp8_blocks" else "default"
@@ -219,7 +222,7 @@ def test_trainers_quantise_on_their_gpus(
     engine = start(bundles, served(str(saved.packed[0])), kernels)
     trainers = join(bundles, saved.paths[0], tmp_path, num_trainers, FORMATS[form])
     for number, report in enumerate(feed(trainers, engine, saved)):
-        reads = number > 0 and num_trainers > 1 and form != "int4"
+        reads = number > 0 and num_trainers > 1 and form == "fp8_blocks"
         assert report.routes == ({"e0": "direct: none is converted"} if reads else NONE_CONVERTED)
         assert (report.proofs["e0"] == IN_PLACE) == (form != "int4")
         assert report.nbytes < (saved.paths[0] / "model.safetensors").stat().st_size

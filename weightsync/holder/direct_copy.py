@@ -17,13 +17,12 @@ from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, Reads, Segment
 from weightsync.protocol.handles import DeviceHandle
 
-NUM_BLOCKS = 264
-"""Thread blocks of the kernel. It has the device to itself, since the engine is paused.
-
-Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all others: `benchmarks.bench_pull`.
-"""
 _NUM_BLOCKS_BESIDE = 96
-"""The same for copies that come by a link. They take no longer, and leave multiprocessors to digests."""
+"""Thread blocks of copies that come by a link: they take no longer, and leave multiprocessors to digests.
+
+Other copies have the device to themselves, since the engine is paused. Copy engines are 6 % faster for blocks
+of 64 MiB and more, and slower for all others: `benchmarks.bench_pull`.
+"""
 GROUP_NBYTES, _MOST_GROUPS = 1 << 30, 16
 """Where digests follow copies, a group of these has 1 GiB or, above 16 GiB, a 16th of the bytes."""
 
@@ -70,7 +69,7 @@ class DirectCopy:
             if digests:
                 last = _last_groups(reads, self._groups)
                 self._digests = LiveDigests(plan, segments, address, last, len(self._groups))
-            num_blocks = _NUM_BLOCKS_BESIDE if self._digests else NUM_BLOCKS
+            num_blocks = _NUM_BLOCKS_BESIDE if self._digests else None
             self._kernels = [
                 CopyTable(
                     part.copies(self._trainers.starts, address), _bounds(number, self._groups), num_blocks

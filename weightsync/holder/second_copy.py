@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from weightsync.errors import DeadlineError, ReadError
-from weightsync.holder.direct_copy import NUM_BLOCKS
 from weightsync.holder.snapshots import Held
 from weightsync.memory.bucket_copies import portion_rows
 from weightsync.memory.device import DeviceBuffer
@@ -63,7 +62,7 @@ class SecondCopy:
         ]
         at_address = [[first + at for at in starts] for starts in places]
         copies = portion_rows(plan, segments, address, needs, at_address)
-        self._table = CopyTable(copies, (0, len(copies)), NUM_BLOCKS)
+        self._table = CopyTable(copies, (0, len(copies)))
         self._filling = threading.Lock()  # a fill that the driver gave up may still run
         self._holds: tuple[int, str] | None = None
 
