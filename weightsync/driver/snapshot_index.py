@@ -28,6 +28,8 @@ from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, Snap
 
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
+_LATER_S = 0.005
+"""How long after a commit copying starts: to ask holders takes a millisecond, and the update returns first."""
 _UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
 """States of engines that are filled soon, unless they were given up."""
 
@@ -304,6 +306,7 @@ class SnapshotIndex:
         return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
 
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
+        await asyncio.sleep(_LATER_S)
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
@@ -330,6 +333,7 @@ class SnapshotIndex:
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected, live))
 
     async def _keep_staged(self, staged: StagedVersion) -> None:
+        await asyncio.sleep(_LATER_S)
         calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
         await self.host_copies.free()
