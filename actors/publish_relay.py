@@ -22,10 +22,10 @@ _Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
 MAX_DIRECT_HOSTS = 8
 """Where trainers are on more hosts than that, a holder of each host asks its trainers.
 
-A Ray call costs the driver a millisecond, so 8 hosts of 8 ranks cost it 64 ms, and 125 hosts a second. A
-message to a holder costs 0.2 ms: 25 ms for 125 hosts. On few hosts it is not worth what it takes: Ray keeps
-the calls of one process in order, so trainers that the driver's process asks itself publish after what that
-process had submitted to them before.
+A Ray call costs the driver 1.4 ms, so 8 hosts of 8 ranks cost it 90 ms, and 125 hosts 1.4 s. A message to a
+holder, with the answers of 8 ranks, costs at most 1.8 ms: 0.23 s for 125 hosts. benchmarks/README.md has the
+figures. On few hosts it is not worth what it takes: Ray keeps the calls of one process in order, so trainers
+that the driver's process asks itself publish after what that process had submitted to them before.
 """
 
 
