@@ -86,6 +86,11 @@ class ReadableNotices:
             self._readable.set_result(None)
 
 
+def ticket_of(notices: ReadableNotices | None, readable: asyncio.Future[None]) -> int:
+    """Return the ticket of a trainer's `publish`, whose notice resolves `readable`; 0 if it gives none."""
+    return notices.expect(readable) if notices else 0
+
+
 class ControlChannel:
     """Calls to one process, one at a time.
 
@@ -148,6 +153,11 @@ class ControlChannel:
         except WeightSyncError as error:
             waiting.set_exception(error)
 
+    def hang_up(self) -> None:
+        """Have the process end its part, once it has done what it was asked."""
+        if self.is_open:
+            self._listener.send(self._peer, msgspec.msgpack.encode(Ask(0, "", pack(()))))
+
     def end(self, error: WeightSyncError) -> None:
         """Have the unanswered call raise `error`. Later calls go through Ray."""
         self._peer = b""
@@ -205,6 +215,7 @@ class ControlChannels:
     def forget(self, handle: ActorHandle[Any]) -> None:
         """Hang up on an actor. `open` gives it a new channel."""
         if channel := self._channels.pop(handle, None):
+            channel.hang_up()
             channel.end(PeerError(channel.name, "its control channel was replaced"))
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from weightsync.actors.daemon import await_daemon
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
+from weightsync.actors.publish_relay import PublishRelay, relays_of
 from weightsync.actors.remote import (
     Remote,
     RemoteEngine,
@@ -76,6 +77,7 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._channels = ControlChannels(config.ports)
+        self._relays: Sequence[PublishRelay] = ()
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -372,6 +374,9 @@ class Membership:
         self._fleet.trainers[:] = [
             (peer, placed.holder_of[name][0]) for peer, name in zip(peers, placements, strict=True)
         ]
+        nodes = [placements[name].node for name in trainers]
+        homes = [holders[placed.holder_of[name][0]] for name in trainers]
+        self._relay([] if self._adapter else relays_of([*trainers.values()], nodes, homes))
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())
@@ -380,6 +385,15 @@ class Membership:
             self._fleet.engines[name] = EngineMember(engine, at, records[name])
             if records[name].state is not EngineState.DEAD:
                 self._watch(name, engine)
+
+    def _relay(self, relays: Sequence[PublishRelay]) -> None:
+        """Have trainers be asked through `relays`, and no longer through others."""
+        for gone in {each.handle for each in self._relays} - {each.handle for each in relays}:
+            self._channels.forget(gone)
+        for relay in relays:
+            self._channels.open(relay)
+        self._relays = relays
+        self._fleet.relays[:] = relays
 
     async def check_free(self, name: str) -> None:
         """Check that no living engine is called `name`. Raises ConfigError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import ray
@@ -21,9 +21,15 @@ from ray.exceptions import (
 )
 
 from weightsync.actors.claim import ClaimedPeer
-from weightsync.actors.control_channels import Callee, ControlChannel, Notifier, ReadableNotices
+from weightsync.actors.control_channels import (
+    Callee,
+    ControlChannel,
+    Notifier,
+    ReadableNotices,
+    ticket_of,
+)
 from weightsync.actors.placement import Placement
-from weightsync.channel.control import CALLS
+from weightsync.channel.control import CALLS, ControlOffer
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
@@ -123,8 +129,7 @@ class _Trainer(Remote):
         self.notices: ReadableNotices | None = None
 
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
-        ticket = self.notices.expect(readable) if self.notices else 0
-        report: PublishReport = await self.call("publish", count, ticket)
+        report: PublishReport = await self.call("publish", count, ticket_of(self.notices, readable))
         return report
 
 
@@ -174,6 +179,7 @@ class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
+    async def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
 
 
 def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:

@@ -56,8 +56,11 @@ class TrainerShard(Claimable):
     A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, beside
     ``self.model`` or alone. MTP layers may also be in ``self.model``. See docs/components.md.
 
-    WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
-    to pass one of these arguments.
+    WeightSync calls methods named ``sync_…`` between your own. Wait for your own calls with `ray.get` before
+    `WeightSync.update_weights`: weights have to be final when it begins. Where trainers are on more than 8
+    hosts, a process on each host calls them to publish, and Ray keeps only the calls of one process in order.
+
+    Call ``super().__init__`` only to pass one of these arguments.
 
     Args:
         slot: on a CPU host, a name; the engine with the same slot shares its holder.

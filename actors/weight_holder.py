@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from ray.actor import ActorHandle
 from weightsync.actors.actor_class import actor_class
 from weightsync.actors.detached import detached
 from weightsync.actors.placement import Placement, threaded
+from weightsync.actors.publish_relay import publish_all
+from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
@@ -22,14 +26,15 @@ from weightsync.memory.kernels import load_copies
 from weightsync.memory.tensors import device_id
 from weightsync.transports import transport_class
 
-# watch(), answer_calls(), a refill, snapshot() and replicate() take one each. The rest are for other calls.
-_NUM_THREADS = 9
+# watch(), answer_calls(), relay(), a refill, snapshot() and replicate() take one each. The rest are for other
+# calls.
+_NUM_THREADS = 10
 
 
 def spawn_holder(
     name: str, placement: Placement, transport: str, ports: Ports | None, outlives_as: str = ""
-) -> ActorHandle[Holder]:
-    """Start a Holder actor on the host of `placement`.
+) -> ActorHandle[WeightHolder]:
+    """Start a WeightHolder actor on the host of `placement`.
 
     It reserves no CPU or GPU, and sees that GPU alone.
 
@@ -40,10 +45,23 @@ def spawn_holder(
     options = _options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
         options |= detached(outlives_as)
-    return actor_class(Holder).options(**options).remote(**_settings(name, placement, transport, ports))
+    return actor_class(WeightHolder).options(**options).remote(**_settings(name, placement, transport, ports))
 
 
-class HolderStandby(Holder):
+class WeightHolder(Holder):
+    """A holder's actor, which also asks the trainers of its host for the driver."""
+
+    def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
+        """See `Holder`."""
+        super().__init__(name, host, transport, device, ports=ports)
+        self._relaying = Turns()
+
+    def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have `trainers`, by rank, publish when the driver asks, until the channel is lost or replaced."""
+        answer_calls(offer, {"publish_all": partial(publish_all, trainers)}, self._relaying.begin())
+
+
+class HolderStandby(WeightHolder):
     """A holder's process started ahead of time, with its imports done."""
 
     def __init__(self, gpu: int | str | None) -> None:
@@ -102,7 +120,7 @@ def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby
 
 
 def _settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
-    """Return the arguments of `Holder`."""
+    """Return the arguments of `WeightHolder`."""
     device = placement.device if transport == "nccl" else ""
     return {
         "name": name,

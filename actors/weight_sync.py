@@ -293,6 +293,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
         the background. A version that did not commit may be tried again.
 
+        Wait for your own calls of trainers first, with `ray.get`: their weights have to be final.
+
         Args:
             version: a whole number greater than the last; by default the last plus 1.
             checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it

@@ -37,7 +37,8 @@ is what the plan allocates.
 
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, as `weightsync.actors.remote` calls engines: through Ray and over control channels, in turns. The
-first two rounds of each are left out.
+first two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
+itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from benchmarks.driver_ledger import Instant, Ledger
 from benchmarks.driver_peers import TENSOR_PARALLEL, make_fleet
 from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
+from benchmarks.publish_rounds import measure_publishing
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.actors.remote import RemoteEngine, remote_engine
@@ -164,12 +166,14 @@ def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
         for ranks in (size - size % (args.shards or 1) for size in sizes(args.ranks))
         for mode in args.mode
     ]
-    return [*specs, {"actors": args.actors, "rounds": args.rounds}] if args.actors else specs
+    calls = {"actors": args.actors, "rounds": args.rounds}
+    return [*specs, calls, calls | {"publish": True}] if args.actors else specs
 
 
 def _run_part(spec: Mapping[str, object]) -> None:
     if "actors" in spec:
-        measure_actors(int(str(spec["actors"])), int(str(spec["rounds"])))
+        measure = measure_publishing if "publish" in spec else measure_actors
+        measure(int(str(spec["actors"])), int(str(spec["rounds"])))
         return
     gib = float(str(spec["memory_gib"]))
     resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))

@@ -12,8 +12,10 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
+from weightsync.actors.publish_relay import relayed_ranks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.errors import WeightSyncError
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.alike import Alike, LocalReads
@@ -58,6 +60,23 @@ class TrainerWire(Wire):
         return report
 
 
+class RelayWire(Wire):
+    """A holder that asks the trainer ranks of its host, which are readable at once."""
+
+    def __init__(self, peer: object, ledger: Ledger, host: str, ranks: Sequence[int]) -> None:
+        super().__init__(peer, ledger, host)
+        self.name, self.ranks = f"trainers on {host}", ranks
+
+    async def publish(
+        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+    ) -> Sequence[PublishReport | WeightSyncError]:
+        for each in readable:
+            each.set_result(None)
+        tickets = [1] * len(readable)
+        reports, _ = await self.__getattr__("publish_all")(count, tickets, timeout_s)
+        return [reports[rank] for rank in self.ranks]
+
+
 class Model:
     """Tensors of `bench_plan`, and the digests that both sides report of them.
 
@@ -65,7 +84,8 @@ class Model:
         metas: the tensors.
         share: each trainer rank's digests; equal on all ranks.
         held: each engine's digests, by rank.
-        published: what a trainer rank answers to `publish`, pickled.
+        report: what a trainer rank answers to `publish`.
+        published: the same, pickled.
         loaded: what an engine answers to `load`. Its fingerprints are those of the trainers' sum.
     """
 
@@ -79,7 +99,8 @@ class Model:
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
         nothing = np.zeros(3, np.uint64)
-        self.published = Message.of(PublishReport(fingerprint(share), nothing, {}, [_span("publish")]))
+        self.report = PublishReport(fingerprint(share), nothing, {}, [_span("publish")])
+        self.published = Message.of(self.report)
         total: Digests = share * np.uint64(num_trainers)
         self.held = np.repeat(total[None], TENSOR_PARALLEL, axis=0)
         spans = [[_span("load"), _span("verify")]] * TENSOR_PARALLEL
@@ -181,6 +202,18 @@ class TrainerRank:
 
     def digests(self) -> Digests:
         return self._model.share
+
+
+class Relay:
+    """What a holder does for the trainer ranks of its host."""
+
+    def __init__(self, model: Model, ranks: Sequence[int]) -> None:
+        self._model, self._ranks = model, ranks
+
+    def publish_all(
+        self, count: bool, tickets: Sequence[int], timeout_s: float
+    ) -> tuple[Mapping[int, PublishReport], Mapping[int, object]]:
+        return dict.fromkeys(self._ranks, self._model.report), {}
 
 
 class EngineRanks:
@@ -332,6 +365,10 @@ def make_fleet(
         holders=[cast("HolderPeer", Wire(Holder(model, index), ledger, host)) for host, index in homes],
         nodes=[host for host, _ in homes],
         share=ledger.share,
+        relays=[
+            RelayWire(Relay(model, ranks), ledger, homes[ranks[0]][0], ranks)
+            for ranks in relayed_ranks([host for host, _ in homes[:num_trainers]])
+        ],
     )
 
 

@@ -431,7 +431,7 @@ def test_an_update_calls_holders_and_engines_over_control_channels(
     called, sync = through_channels(monkeypatch), make(stage="host")
     sync.connect()
     sync.update_weights(1)
-    assert called == {*CALLS} - {"move"}
+    assert called == {*CALLS} - {"move", "publish_all"}
     assert holds(sync, "e0")
 
 
@@ -441,7 +441,7 @@ def test_a_fleet_that_does_not_stage_is_moved_over_control_channels(
     called, sync = through_channels(monkeypatch), make()
     sync.connect()
     sync.update_weights(1)
-    assert called == {*CALLS} - {"refill"}
+    assert called == {*CALLS} - {"refill", "publish_all"}
     assert holds(sync, "e0")
 
 

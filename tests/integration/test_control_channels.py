@@ -16,7 +16,8 @@ import zmq
 from ray.exceptions import ActorUnavailableError
 
 from tests.patience import patient
-from weightsync.actors.control_channels import ControlChannel, ControlChannels
+from weightsync.actors.control_channels import Callee, ControlChannel, ControlChannels
+from weightsync.actors.publish_relay import PublishRelay
 from weightsync.actors.remote import answer, remote_engine
 from weightsync.channel.control import Answer, ControlOffer, Hello, Turns, answer_calls, pack
 from weightsync.channel.wire import SentError
@@ -72,11 +73,14 @@ class Process:
 
 async def opened(channels: ControlChannels, process: Process) -> Process:
     channels.open(process)
-    assert process.channel
-    async with asyncio.timeout(patient(10)):
-        while not process.channel.is_open:
-            await asyncio.sleep(0.01)
+    await dialled(process)
     return process
+
+
+async def dialled(callee: Callee) -> None:
+    async with asyncio.timeout(patient(10)):
+        while not (callee.channel and callee.channel.is_open):
+            await asyncio.sleep(0.01)
 
 
 def run(test: Callable[[ControlChannels], Any]) -> None:
@@ -214,6 +218,32 @@ def test_a_call_ends_with_its_process_and_the_next_one_goes_through_ray(kind: ty
     run(test)
 
 
+def test_a_process_that_the_driver_forgets_ends_its_part_after_what_it_does() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), asyncio.Event()
+
+    def resume(version: int) -> None:
+        begun.set()
+        assert may_end.wait(patient(10))
+
+    class Ending(Process):
+        async def answer_calls(self, offer: ControlOffer) -> None:
+            await super().answer_calls(offer)
+            ended.set()
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Ending({"resume": resume}))
+        waiting = asyncio.ensure_future(process.call("resume", 3))
+        await asyncio.to_thread(begun.wait, patient(10))
+        channels.forget(process.handle)
+        with pytest.raises(PeerError, match="was replaced"):
+            await waiting
+        assert not ended.is_set()
+        may_end.set()
+        await asyncio.wait_for(ended.wait(), patient(10))
+
+    run(test)
+
+
 class Cable:
     """Carries one connection to an endpoint, until it holds everything back, as a link that is down."""
 
@@ -269,10 +299,17 @@ class Actor:
         if is_first:
             await self.cable.lay(offer.endpoint)
             offer = msgspec.structs.replace(offer, endpoint=self.cable.endpoint)
-        methods = {"resume": self.by_channel.append}
+        methods = {"resume": self.by_channel.append, "publish_all": self._publish_all}
         serving = asyncio.wrap_future(on_daemon(lambda: answer_calls(offer, methods, is_newest)))
         self.channels.append(serving)
         await serving
+
+    def _publish_all(self, count: bool, tickets: tuple[int, ...], timeout_s: float) -> tuple[Any, Any]:
+        self.by_channel.append(int(timeout_s))
+        return {}, {}
+
+    async def relay(self, offer: ControlOffer, trainers: object) -> None:
+        await self._answer_calls(offer)
 
     def _resume(self, version: int) -> Any:
         self.asked.append(f"resume {version}")
@@ -284,9 +321,7 @@ def test_a_call_that_was_given_up_is_not_carried_out_after_the_next_one() -> Non
         actor = Actor()
         engine = remote_engine("engine e0", cast("Any", actor))
         channels.open(engine)
-        async with asyncio.timeout(patient(10)):
-            while not (engine.channel and engine.channel.is_open):
-                await asyncio.sleep(0.01)
+        await dialled(engine)
         await engine.resume(2)
         actor.cable.hold()
         with pytest.raises(TimeoutError):
@@ -295,10 +330,36 @@ def test_a_call_that_was_given_up_is_not_carried_out_after_the_next_one() -> Non
         assert actor.asked == ["answer_calls", "answer_calls", "resume 4"], "the new channel comes first"
         actor.cable.let_go()
         await asyncio.wait_for(actor.channels[0], patient(10))
-        async with asyncio.timeout(patient(10)):
-            while not engine.channel.is_open:
-                await asyncio.sleep(0.01)
+        await dialled(engine)
         await engine.resume(5)
+        assert actor.by_channel == [2, 5]
+        actor.cable.close()
+
+    run(test)
+
+
+def test_what_a_relay_was_asked_in_vain_is_not_carried_out_later() -> None:
+    async def test(channels: ControlChannels) -> None:
+        actor = Actor()
+        holder = SimpleNamespace(
+            name="holder 0", handle=object(), relay=actor.relay, answers=lambda method: True
+        )
+        relay = PublishRelay(cast("Any", holder), {})
+        channels.open(relay)
+        await dialled(relay)
+        await relay.publish(True, [], 2.0)
+        actor.cable.hold()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(relay.publish(True, [], 3.0), 0.1)
+        with pytest.raises(PeerError, match=r"trainers through holder 0.*no connection"):
+            await relay.publish(True, [], 4.0)
+        async with asyncio.timeout(patient(10)):
+            while len(actor.asked) < 2:
+                await asyncio.sleep(0.01)
+        actor.cable.let_go()
+        await asyncio.wait_for(actor.channels[0], patient(10))
+        await dialled(relay)
+        await relay.publish(True, [], 5.0)
         assert actor.by_channel == [2, 5]
         actor.cable.close()
 

@@ -23,7 +23,14 @@ import zmq
 from weightsync.channel.wire import SentError
 from weightsync.errors import SlowError, WeightSyncError, WireError
 from weightsync.protocol.handshake import dial, hang_up
-from weightsync.protocol.messages import LoadReport, Moved, Refilled, Snapshot, UpdateTask
+from weightsync.protocol.messages import (
+    LoadReport,
+    Moved,
+    PublishReport,
+    Refilled,
+    Snapshot,
+    UpdateTask,
+)
 
 logger = logging.getLogger("weightsync.channel.control")
 
@@ -60,8 +67,15 @@ CALLS: Mapping[str, Call] = {
     "pause": Call(tuple[str, float], None),
     "load": Call(tuple[int, float], LoadReport),
     "resume": Call(tuple[int], None),
+    "publish_all": Call(
+        tuple[bool, tuple[int, ...], float], tuple[dict[int, PublishReport], dict[int, SentError]]
+    ),
 }
-"""The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve."""
+"""The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
+
+`publish_all` is a holder's, for the trainers of its host. It takes whether to count, their tickets and its
+deadline, and returns reports and errors by rank.
+"""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -71,7 +85,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Driver → process: call `method`."""
+    """Driver → process: call `method`. An empty one hangs up."""
 
     ticket: int
     method: str
@@ -146,7 +160,8 @@ def answer_calls(
 ) -> None:
     """Answer the driver's calls of `methods`, one at a time, until the connection is lost.
 
-    Also ends once the channel is not the newest, see `Turns`: what the driver asked by it, it has given up.
+    Also ends when the driver hangs up, and once the channel is not the newest, see `Turns`: what the driver
+    asked by it, it has given up.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket, monitor = dial(context, offer.endpoint, offer.secret, MAX_FRAME_NBYTES)
@@ -160,7 +175,10 @@ def answer_calls(
             if monitor in ready and socket not in ready:
                 return
             if socket in ready and is_newest():
-                socket.send(msgspec.msgpack.encode(_reply(_asks.decode(socket.recv()), methods)))
+                ask = _asks.decode(socket.recv())
+                if not ask.method:
+                    return
+                socket.send(msgspec.msgpack.encode(_reply(ask, methods)))
     finally:
         hang_up(socket, monitor)
         context.term()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
 
 
 def _itself(value: object) -> object:
@@ -37,6 +37,7 @@ class Fleet:
         holders: in order; those from the plan's `num_holders` on were added after it was made.
         nodes: the host of each holder, under any name; holders beyond its end share one host.
         share: makes what calls of peers carry in place of a value that many get; by default the value itself.
+        relays: what asks trainers to publish in the driver's place. Ranks of none are asked directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by a name of theirs.
     """
@@ -46,6 +47,7 @@ class Fleet:
     holders: list[HolderPeer]
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
+    relays: list[RelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
 

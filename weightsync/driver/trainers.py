@@ -11,9 +11,10 @@ from typing import Any
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.gather import Outcome, gather_named
-from weightsync.errors import MovedError, NonfiniteError
+from weightsync.driver.gather import GRACE_S, Outcome, gather_named
+from weightsync.errors import MovedError, NonfiniteError, WeightSyncError
 from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, combine
+from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
 
 logger = logging.getLogger("weightsync.driver.trainers")
@@ -93,11 +94,7 @@ class Trainers:
 
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
         count = self._config.nonfinite != "ignore"
-        calls = {
-            f"trainer {i}": trainer.publish(count, signal)
-            for i, ((trainer, _), signal) in enumerate(zip(self._fleet.trainers, readable, strict=True))
-        }
-        outcome = await gather_named(calls, "publish", self._config.timeout_s)
+        outcome = await self._ask(count, readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         answers = Outcome(outcome.answers, others or outcome.failures).require()
         nonfinite = self._counted(version, answers) if count else {}
@@ -108,6 +105,44 @@ class Trainers:
             combine([each.frozen for each in reports]),
             nonfinite,
         )
+
+    async def _ask(self, count: bool, readable: Sequence[asyncio.Future[None]]) -> Outcome[PublishReport]:
+        """Have ranks publish, each through its relay if it has one. Returns what they said, in rank order."""
+        relayed = {rank for relay in self._fleet.relays for rank in relay.ranks}
+        others = [rank for rank in range(len(readable)) if rank not in relayed]
+        outcomes = await asyncio.gather(
+            self._ask_directly(others, count, readable),
+            *(self._ask_through(relay, count, readable) for relay in self._fleet.relays),
+        )
+        answers = {name: report for each in outcomes for name, report in each.answers.items()}
+        failures = {name: error for each in outcomes for name, error in each.failures.items()}
+        names = [f"trainer {rank}" for rank in range(len(readable))]
+        return Outcome({name: answers[name] for name in names if name in answers}, failures)
+
+    async def _ask_directly(
+        self, ranks: Sequence[int], count: bool, readable: Sequence[asyncio.Future[None]]
+    ) -> Outcome[PublishReport]:
+        calls = {f"trainer {i}": self._fleet.trainers[i][0].publish(count, readable[i]) for i in ranks}
+        return await gather_named(calls, "publish", self._config.timeout_s)
+
+    async def _ask_through(
+        self, relay: RelayPeer, count: bool, readable: Sequence[asyncio.Future[None]]
+    ) -> Outcome[PublishReport]:
+        timeout_s = self._config.timeout_s
+        call = relay.publish(count, [readable[rank] for rank in relay.ranks], timeout_s)
+        relayed = await gather_named({relay.name: call}, "publish", timeout_s + GRACE_S)
+        for error in relayed.failures.values():
+            logger.warning("[driver] asks trainers itself: %s", error)
+            # To publish twice does no harm. Weights do not change in an update, so a trainer copies the same
+            # bytes to the same places and digests them again, after what it was asked before.
+            return await self._ask_directly(relay.ranks, count, readable)
+        outcome: Outcome[PublishReport] = Outcome({}, {})
+        for rank, said in zip(relay.ranks, relayed.answers[relay.name], strict=True):
+            if isinstance(said, WeightSyncError):
+                outcome.failures[f"trainer {rank}"] = said
+            else:
+                outcome.answers[f"trainer {rank}"] = said
+        return outcome
 
     async def digests(self) -> Mapping[str, Digests]:
         """Return the tables that ranks published last, by name. Ranks that do not answer are left out."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
 from weightsync.config import Components, PrefixCache
+from weightsync.errors import WeightSyncError
 from weightsync.plan.alike import LocalReads
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable, Outline
@@ -76,6 +77,22 @@ class TrainerPeer(Protocol):
     ) -> AttachReport: ...
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...
+
+
+class RelayPeer(Protocol):
+    """Another process that asks the trainer ranks of a host, `ranks`, in the driver's place.
+
+    `publish` is that of each rank, with its `readable`. It returns each rank's report or error, within
+    `timeout_s` seconds: a DeadlineError for one that has not answered by then. It raises what keeps the other
+    process itself from answering, which says nothing of the ranks.
+    """
+
+    name: str
+    ranks: Sequence[int]
+
+    async def publish(
+        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+    ) -> Sequence[PublishReport | WeightSyncError]: ...
 
 
 class HolderPeer(Protocol):

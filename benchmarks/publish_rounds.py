@@ -1,0 +1,116 @@
+"""Rounds of publishing real Ray actors, which the driver calls itself or through holders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.cluster import kill, spawn, start_ray
+from benchmarks.driver_ledger import Instant
+from benchmarks.driver_peers import PER_HOST
+from benchmarks.isolate import emit, stage
+from weightsync.actors.control_channels import ControlChannels
+from weightsync.actors.placement import Placement
+from weightsync.actors.publish_relay import PublishRelay
+from weightsync.actors.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
+from weightsync.actors.weight_holder import spawn_holder
+from weightsync.config import SyncConfig
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.trainers import Trainers
+from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.timing import Span
+
+__all__ = ["measure_publishing"]
+
+_NUM_WARM = 2
+
+
+class IdleTrainer:
+    """A trainer's actor that has published at once."""
+
+    def sync_placement(self) -> Placement:
+        return Placement.here()
+
+    def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
+        nothing = np.zeros(3, np.uint64)
+        return PublishReport(nothing, nothing, {}, [Span("publish", 1.8e9, 0.01)])
+
+
+class Rounds:
+    """Trainers, and a holder for each group of 8 of them, which are a host's to the driver."""
+
+    def __init__(self, num_trainers: int) -> None:
+        self._num_trainers = num_trainers
+        self._channels = ControlChannels(None)
+        self.trainers: list[RemoteTrainer] = []
+        self.holders: list[RemoteHolder] = []
+
+    async def start(self) -> None:
+        """Start as many actors at once as there are cores, since each starts a process."""
+        at_once = len(os.sched_getaffinity(0))
+        for first in range(0, self._num_trainers, at_once):
+            stage(f"start of trainer {first}")
+            ranks = range(first, min(first + at_once, self._num_trainers))
+            new = [remote_trainer(f"trainer {rank}", spawn(IdleTrainer, num_threads=1)) for rank in ranks]
+            self.trainers += new
+            placements = await asyncio.gather(*(each.placement() for each in new))
+        for first in range(0, self._num_trainers, PER_HOST):
+            name = f"holder {first // PER_HOST}"
+            stage(f"start of {name}")
+            holder = remote_holder(name, spawn_holder(name, placements[0], "gloo", None))
+            self.holders.append(holder)
+            await holder.ready()
+
+    async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
+        """Publish in turns, both ways."""
+        ranks = dict(enumerate(self.trainers))
+        relays = [
+            PublishRelay(holder, {rank: ranks[rank] for rank in ranks if rank // PER_HOST == number})
+            for number, holder in enumerate(self.holders)
+        ]
+        for relay in relays:
+            self._channels.open(relay)
+        while not all(each.channel and each.channel.is_open for each in relays):
+            await asyncio.sleep(0.1)
+        stage("rounds")
+        members = [(trainer, rank // PER_HOST) for rank, trainer in ranks.items()]
+        fleets = {
+            "Ray": Fleet([*members], {}, []),
+            "holders": Fleet([*members], {}, [], relays=[*relays]),
+        }
+        config = SyncConfig(timeout_s=600.0)
+        drivers = {way: Trainers(config, fleet) for way, fleet in fleets.items()}
+        taken: dict[str, list[Instant]] = {way: [] for way in drivers}
+        for version in range(1, num_rounds + _NUM_WARM + 1):
+            for way, driver in drivers.items():
+                started = Instant.now()
+                await driver.publish(version)
+                taken[way].append(Instant.now() - started)
+        await self._channels.close()
+        return {way: its[_NUM_WARM:] for way, its in taken.items()}
+
+
+def measure_publishing(num_trainers: int, num_rounds: int) -> None:
+    """Have actors publish, called by the driver and by holders in turns, and send a row for each."""
+    start_ray(0)
+    rounds: list[Rounds] = []
+
+    async def work() -> dict[str, Sequence[Instant]]:
+        rounds.append(Rounds(num_trainers))
+        await rounds[0].start()
+        return await rounds[0].take(num_rounds)
+
+    try:
+        for way, its in asyncio.run(work()).items():
+            wall, cpu = (
+                statistics.median(getattr(each, name) for each in its) * 1e3 for name in ("wall", "cpu")
+            )
+            row = {"through": way, "trainers": num_trainers, "groups": len(rounds[0].holders)}
+            row |= {"rounds": num_rounds, "round ms": wall, "driver's CPU ms": cpu}
+            emit({"table": "trainers that publish nothing", **row})
+    finally:
+        kill([each.handle for both in rounds for each in (*both.trainers, *both.holders)])
