@@ -190,7 +190,10 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
 def test_vllm_quantises_online(
     kind: str, num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
 ) -> None:
-    """vLLM takes full precision, and makes FP8 of it, with a scale for each tensor, as when it starts."""
+    """vLLM takes full precision, and makes FP8 of it, with a scale for each tensor, as when it starts.
+
+    Inputs of its experts have one scale for a batch, so that answers depend on what else is in it.
+    """
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     paths, _ = paths_in(tmp_path)
@@ -198,7 +201,7 @@ def test_vllm_quantises_online(
         save_qwen3(path, kind, seed)
     answers = [from_disk(str(path), num_ranks, quantization="fp8") for path in paths]
     live = [json.loads((path / "live.json").read_text()) for path in paths]
-    saved = Saved(paths, paths, answers, live)
+    saved = Saved(paths, paths, [] if kind == "moe" else answers, live)
     engine = start(bundles, served(str(paths[0])), num_ranks=num_ranks, quantization="fp8")
     trainers = join(bundles, paths[0], tmp_path, 1, None)
     for report in feed(trainers, engine, saved):
