@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +48,9 @@ class _Dials(Protocol):
 
     name: str
     handle: ActorHandle[Any]
+
+    @property
+    def key(self) -> Hashable: ...
 
     def answers(self, method: str) -> bool: ...
 
@@ -161,13 +164,13 @@ class ControlChannel:
 
 
 class ControlChannels:
-    """The control channels of all processes that a driver calls, by actor. Used on one event loop."""
+    """The control channels of all processes that a driver calls. Used on one event loop."""
 
     def __init__(self, ports: Ports | None) -> None:
         """`ports`: the range of the port on which it listens; any free one without it."""
         self._ports = ports
         self._listener: _Listener | None = None
-        self._channels: dict[Any, ControlChannel] = {}
+        self._channels: dict[Hashable, ControlChannel] = {}
         self._notices: dict[Any, ReadableNotices] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -176,11 +179,11 @@ class ControlChannels:
 
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
-        if callee.handle not in self._channels and callee.answers("answer_calls"):
+        if callee.key not in self._channels and callee.answers("answer_calls"):
             channel, offer = self._listening().add(callee.name, self)
-            self._channels[callee.handle] = channel
+            self._channels[callee.key] = channel
             self._run(self._keep(callee, channel, offer))
-        callee.channel = self._channels.get(callee.handle)
+        callee.channel = self._channels.get(callee.key)
 
     def open_notices(self, trainer: Notifier) -> None:
         """Have a trainer's actor dial, to say in each update when its weights may be read.
@@ -198,13 +201,13 @@ class ControlChannels:
 
         What is called through Ray after this has returned comes after that.
         """
-        self.forget(callee.handle)
+        self.forget(callee.key)
         self.open(callee)
         await asyncio.sleep(0)  # `_keep` has begun, so Ray has been asked for `answer_calls` first
 
-    def forget(self, handle: ActorHandle[Any]) -> None:
-        """Hang up on an actor. `open` gives it a new channel."""
-        if channel := self._channels.pop(handle, None):
+    def forget(self, key: Hashable) -> None:
+        """Hang up on the callee with this `key`. `open` gives it a new channel."""
+        if channel := self._channels.pop(key, None):
             channel.end(PeerError(channel.name, "its control channel was replaced"))
 
     async def close(self) -> None:
@@ -242,12 +245,12 @@ class ControlChannels:
             await callee.answer_calls(offer)
         except WeightSyncError as raised:
             error = raised
-        replaced = self._channels.get(callee.handle) is not channel
+        replaced = self._channels.get(callee.key) is not channel
         if not isinstance(error, PeerLostError) and ray.is_initialized() and not replaced:
             logger.warning("[%s] is called through Ray from now on: %s", callee.name, error)
         channel.end(error)
         if not replaced:
-            del self._channels[callee.handle]
+            del self._channels[callee.key]
 
 
 class _Listener:

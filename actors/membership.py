@@ -17,6 +17,7 @@ from weightsync.actors.checkpoints import Checkpoints
 from weightsync.actors.claim import Claims, TakenError
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.daemon import await_daemon
+from weightsync.actors.holder_processes import SharedProcesses
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
@@ -60,11 +61,13 @@ class Membership:
         controller: Controller,
         run: str | None,
         adapter: AdapterSpec | None = None,
+        shared: SharedProcesses | None = None,
     ) -> None:
         """
         Args:
             run: the name under which holders outlive this process, if they do.
             adapter: the adapter that is moved, in place of the model.
+            shared: the processes that its holders share with those of other adapters.
         """
         self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
@@ -72,7 +75,7 @@ class Membership:
         self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._placements: dict[str, list[Placement]] = {}
-        self._holders = Holders(config, run)
+        self._holders = Holders(config, run, shared)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._channels = ControlChannels(config.ports)
@@ -299,14 +302,19 @@ class Membership:
 
     async def connect(self) -> None:
         try:
-            await self._place()
-            await self._controller.connect()
+            await self._connect()
+            if self._controller.plan and self._holders.split(self._controller.plan):
+                await self._connect()
         except PlanError as error:
             raise self.with_file(error) from error
         finally:
             if self._controller.plan is None:  # another WeightSync may connect these actors
                 await self._claims.release()
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
+
+    async def _connect(self) -> None:
+        await self._place()
+        await self._controller.connect()
 
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
         """Return `error`, with the file at fault added if weights come from checkpoints."""
@@ -364,6 +372,9 @@ class Membership:
             self._watch_holder(holder)
         for trainer in trainers.values():
             self._channels.open_notices(trainer)
+        for gone in (each for each in self._fleet.holders if each not in holders):
+            if isinstance(gone, Remote):
+                self._channels.forget(gone.key)
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [placement.node for placement in placed.placements]
         for (rank, _), name in zip(ranks, placements, strict=False):
@@ -474,4 +485,5 @@ class Membership:
         self._holders.close()
         await self._watches.close()
         await self._channels.close()
+        await self._holders.ended()
         await self._claims.release()

@@ -45,7 +45,7 @@ class Process:
     channel: ControlChannel | None = None
 
     def __init__(self, methods: Mapping[str, Callable[..., object]], dials: bool = True) -> None:
-        self.handle: Any = object()
+        self.key: Any = object()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.offers: list[ControlOffer] = []
         self._methods, self._dials = methods, dials
@@ -208,7 +208,7 @@ def test_a_call_ends_with_its_process_and_the_next_one_goes_through_ray(kind: ty
         may_end.set()
         assert not process.channel.is_open
         again = Process({"resume": lambda version: None})
-        again.handle = process.handle
+        again.key = process.key
         assert await (await opened(channels, again)).call("resume", 3) is None, "a new channel can be opened"
 
     run(test)
