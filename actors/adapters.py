@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.coverage import coverage
 from weightsync.actors.handles import check_version
+from weightsync.actors.holder_processes import SharedProcesses
 from weightsync.actors.joint_update import Part
 from weightsync.actors.membership import Membership
 from weightsync.actors.remote import answer, share
@@ -40,7 +41,14 @@ _BUCKET_NBYTES = 32 << 20
 class Adapter:
     """One adapter. Between GPUs of one host it is read in place, as a model is."""
 
-    def __init__(self, spec: AdapterSpec, config: SyncConfig, trainers: Sequence[ActorHandle[Any]]) -> None:
+    def __init__(
+        self,
+        spec: AdapterSpec,
+        config: SyncConfig,
+        trainers: Sequence[ActorHandle[Any]],
+        processes: SharedProcesses,
+    ) -> None:
+        """`processes` are those of the holders of all adapters."""
         self.spec = spec
         self._config = replace(
             config,
@@ -53,7 +61,7 @@ class Adapter:
         self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self._config, self._fleet)
         parts = self._config, self._fleet, self._controller
-        self._members = members = Membership(*parts, None, spec)
+        self._members = members = Membership(*parts, None, spec, processes)
         members.trainers = list(trainers)
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._following = asyncio.Lock()
@@ -165,6 +173,7 @@ class Adapters:
     def __init__(self, config: SyncConfig, engines: Engines) -> None:
         """`engines` returns the engines that are registered now."""
         self._config, self._engines = config, engines
+        self._processes = SharedProcesses()
         self._held: dict[str, Adapter] = {}
 
     async def register(self, name: str, trainers: Sequence[ActorHandle[Any]], adapter: str) -> None:
@@ -178,7 +187,7 @@ class Adapters:
             for i, handle in enumerate(trainers)
         }
         specs = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
-        new = Adapter(specs["trainer 0"], self._config, trainers)
+        new = Adapter(specs["trainer 0"], self._config, trainers, self._processes)
         try:
             await new.connect(self._engines())
         except WeightSyncError:
@@ -218,8 +227,7 @@ class Adapters:
 
     async def close(self) -> None:
         """Close all adapters."""
-        for held in self._held.values():
-            await self._closed(held)
+        await asyncio.gather(*map(self._closed, self._held.values()))
         self._held.clear()
 
     async def _closed(self, adapter: Adapter) -> None:

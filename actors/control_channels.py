@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import ray
 import zmq
-from ray.actor import ActorHandle
 
 from weightsync.channel.control import (
     CALLS,
@@ -47,7 +46,9 @@ class _Dials(Protocol):
     """An actor that may be able to dial."""
 
     name: str
-    handle: ActorHandle[Any]
+
+    @property
+    def key(self) -> Hashable: ...
 
     def answers(self, method: str) -> bool: ...
 
@@ -171,14 +172,14 @@ class ControlChannel:
 
 
 class ControlChannels:
-    """The control channels of all processes that a driver calls, by actor. Used on one event loop."""
+    """The control channels of all processes that a driver calls. Used on one event loop."""
 
     def __init__(self, ports: Ports | None) -> None:
         """`ports`: the range of the port on which it listens; any free one without it."""
         self._ports = ports
         self._listener: _Listener | None = None
-        self._channels: dict[Any, ControlChannel] = {}
-        self._notices: dict[Any, ReadableNotices] = {}
+        self._channels: dict[Hashable, ControlChannel] = {}
+        self._notices: dict[Hashable, ReadableNotices] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, callee: Callee) -> None:
@@ -186,35 +187,35 @@ class ControlChannels:
 
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
-        if callee.handle not in self._channels and callee.answers("answer_calls"):
+        if callee.key not in self._channels and callee.answers("answer_calls"):
             channel, offer = self._listening().add(callee.name, self)
-            self._channels[callee.handle] = channel
+            self._channels[callee.key] = channel
             self._run(self._keep(callee, channel, offer))
-        callee.channel = self._channels.get(callee.handle)
+        callee.channel = self._channels.get(callee.key)
 
     def open_notices(self, trainer: Notifier) -> None:
         """Have a trainer's actor dial, to say in each update when its weights may be read.
 
         Raises as `open`.
         """
-        if trainer.handle not in self._notices and trainer.answers("dial"):
+        if trainer.key not in self._notices and trainer.answers("dial"):
             notices, offer = self._listening().add_notices()
-            self._notices[trainer.handle] = notices
+            self._notices[trainer.key] = notices
             self._run(self._have_dialled(trainer, offer))
-        trainer.notices = self._notices.get(trainer.handle)
+        trainer.notices = self._notices.get(trainer.key)
 
     async def replace(self, callee: Callee) -> None:
         """Give `callee` a new channel. Calls that come later by the earlier one are not carried out.
 
         What is called through Ray after this has returned comes after that.
         """
-        self.forget(callee.handle)
+        self.forget(callee.key)
         self.open(callee)
         await asyncio.sleep(0)  # `_keep` has begun, so Ray has been asked for `answer_calls` first
 
-    def forget(self, handle: ActorHandle[Any]) -> None:
-        """Hang up on an actor. `open` gives it a new channel."""
-        if channel := self._channels.pop(handle, None):
+    def forget(self, key: Hashable) -> None:
+        """Hang up on the callee with this `key`. `open` gives it a new channel."""
+        if channel := self._channels.pop(key, None):
             channel.hang_up()
             channel.end(PeerError(channel.name, "its control channel was replaced"))
 
@@ -239,7 +240,7 @@ class ControlChannels:
             await trainer.dial(offer)
         except WeightSyncError as error:
             logger.warning("[%s] its weights are read after its digests are taken: %s", trainer.name, error)
-            self._notices.pop(trainer.handle, None)
+            self._notices.pop(trainer.key, None)
 
     def _run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
         task = asyncio.ensure_future(work)
@@ -253,12 +254,12 @@ class ControlChannels:
             await callee.answer_calls(offer)
         except WeightSyncError as raised:
             error = raised
-        replaced = self._channels.get(callee.handle) is not channel
+        replaced = self._channels.get(callee.key) is not channel
         if not isinstance(error, PeerLostError) and ray.is_initialized() and not replaced:
             logger.warning("[%s] is called through Ray from now on: %s", callee.name, error)
         channel.end(error)
         if not replaced:
-            del self._channels[callee.handle]
+            del self._channels[callee.key]
 
 
 class _Listener:

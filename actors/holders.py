@@ -9,20 +9,20 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from weightsync.actors.daemon import await_daemon
-from weightsync.actors.detached import actor_name, end, find, names, run_prefix
+from weightsync.actors.detached import end, find, names, run_prefix
+from weightsync.actors.holder_processes import HolderProcesses, OwnProcesses, SharedProcesses
 from weightsync.actors.placement import Placement, choose_transport
 from weightsync.actors.process import PATIENCE_S, ask_pid, end_pid
 from weightsync.actors.remote import RemoteHolder, remote_holder
 from weightsync.actors.standbys import AsksPlacements, Standbys
-from weightsync.actors.weight_holder import spawn_holder
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
+from weightsync.plan import Plan
 
 _DEVICES = ("slot:", "cuda:")
 
@@ -30,15 +30,16 @@ _DEVICES = ("slot:", "cuda:")
 class Holders:
     """The holders that run, at most one for each placement."""
 
-    def __init__(self, config: SyncConfig, run: str | None) -> None:
-        """`run`: the name under which holders outlive their driver.
-
-        Without it they end with the driver.
+    def __init__(self, config: SyncConfig, run: str | None, shared: SharedProcesses | None = None) -> None:
         """
-        self._config, self._run = config, run
+        Args:
+            run: the name under which holders outlive their driver. Without it they end with the driver.
+            shared: processes that they share with holders of others. Without it each has its own.
+        """
+        self._config, self._run, self._shared = config, run, shared
         self._on: dict[tuple[str, str], RemoteHolder] = {}
-        self._pids: dict[Any, ObjectRef[int]] = {}
-        self._transport = ""
+        self._own = OwnProcesses(run)
+        self._transport, self._apart, self._broadcasts = "", False, False
         self._standbys = Standbys(self._on.keys())
         self._beginning, self._begun = asyncio.Lock(), set[tuple[str, str]]()
 
@@ -51,11 +52,12 @@ class Holders:
             with suppress(ConfigError):  # `place` raises it
                 transport = choose_transport(self._config.transport, [placement.device])
                 if not self._transport:
-                    await self._change(transport)
+                    await self._change(transport, self._must_be_apart(transport, [placement]))
                 has_one = placement.key in self._on or self._standbys.has_one_for(placement)
                 if transport == self._transport and not has_one:
+                    if not self._processes.runs(placement, transport):
+                        self._begun.add(placement.key)
                     self._start(placement, trainer)
-                    self._begun.add(placement.key)
 
     def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
         """Start processes on that host ahead of time.
@@ -74,17 +76,21 @@ class Holders:
 
         Not for holders that outlive their driver, which would have to take over those of an earlier one.
         """
-        if not self._run:
+        if not self._run and not self._shared:
             self._standbys.follow(trainers, engines)
 
     async def place(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
         """Return a holder that answers for each placement, in order. Ends all other holders."""
         transport = choose_transport(self._config.transport, [each.device for each in placements])
-        if transport != self._transport:
-            await self._change(transport)
+        apart = self._must_be_apart(transport, placements)
+        if (transport, apart) != (self._transport, self._apart):
+            await self._change(transport, apart)
         # A holder that lost its engine may still map its memory, which the next engine on that GPU needs.
         for key in self._on.keys() - {placement.key for placement in placements}:
             self._end(key)
+        for index, placement in enumerate(placements):
+            if self._processes.runs(placement, transport):
+                self._start(placement, index)  # and see whether that process answers
         running = {
             f"holder on {placement.device}": placement
             for placement in placements
@@ -96,9 +102,9 @@ class Holders:
             if running[name].key not in self._on:
                 continue  # `lost` was faster
             if isinstance(error, DeadlineError):
-                await self._end_hung(running[name].key)
+                await self._kill_hung(running[name].key)
             else:
-                self._end(running[name].key)
+                self._kill(running[name].key)
         await self._bind_standbys(placements)
         return [self._start(placement, index) for index, placement in enumerate(placements)]
 
@@ -110,7 +116,7 @@ class Holders:
         ports, timeout_s = self._config.ports, self._config.timeout_s
         bound = await self._standbys.bind(missing, self._transport, ports, timeout_s)
         for name, (holder, pid) in bound.items():
-            self._keep(missing[name], holder, pid)
+            self._on[missing[name].key] = self._own.keep(holder, pid)
 
     def place_late(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
         """Return the holder for a late rank: existing, left by its predecessor, or new.
@@ -120,12 +126,32 @@ class Holders:
         alone = left is not None and left.device.startswith("slot:pid-") and left.node == placement.node
         if alone and left and placement.key not in self._on and left.key in self._on:
             self._on[placement.key] = self._on.pop(left.key)
+            self._processes.move(self._on[placement.key], placement)
         return self._start(placement, index)
 
     def lost(self, holder: RemoteHolder) -> None:
         """Forget a holder that ended. The next rank placed there gets another."""
         for key in [key for key, known in self._on.items() if known is holder]:
-            self._end(key)
+            self._kill(key)
+
+    def split(self, plan: Plan) -> bool:
+        """Return whether holders have to leave shared processes for `plan`: `place` has to follow then.
+
+        Kernels of NCCL wait for their peers on the GPU. Those of several communicators in one process may
+        wait for one another.
+        """
+        was_apart, self._broadcasts = self._apart, plan.slots > 0 and plan.members.num_holders > 1
+        return self._must_be_apart(self._transport, ()) and not was_apart
+
+    def _must_be_apart(self, transport: str, placements: Collection[Placement]) -> bool:
+        """Whether holders at `placements` move bytes by NCCL, as far as that is known."""
+        hosts = {placement.node for placement in placements}
+        broadcasts = self._broadcasts or self._config.mode == "broadcast"
+        return self._shared is not None and transport == "nccl" and (broadcasts or len(hosts) > 1)
+
+    @property
+    def _processes(self) -> HolderProcesses:
+        return self._own if self._shared is None or self._apart else self._shared
 
     def close(self) -> None:
         """End all holders, also those that an earlier driver of this run left."""
@@ -135,22 +161,26 @@ class Holders:
         for name in self._left():  # a driver died, and this one never connected
             end(name)
 
-    async def _change(self, transport: str) -> None:
+    async def ended(self) -> None:
+        """Wait until holders that ended have freed their memory."""
+        await self._processes.ended()
+
+    async def _change(self, transport: str, apart: bool) -> None:
         """Switch to `transport`: end other holders, take over those of an earlier driver.
 
         One that listens on other ports than this driver wants is ended, too.
         """
         for key in [*self._on]:
             self._end(key)
-        self._transport = transport
+        self._transport, self._apart = transport, apart
         left = {name: remote_holder(name, handle) for name in self._left() if (handle := find(name))}
         pings = {name: holder.ready() for name, holder in left.items()}
         answers = (await gather_named(pings, "ping", self._config.timeout_s)).answers
         for name, holder in left.items():
             called, *settings = answers.get(name, ("", "", None))
             if settings == [transport, self._config.ports]:
-                self._on[_key(name, self._prefix)] = remote_holder(called, holder.handle)
-                self._pids[holder.handle] = ask_pid(holder.handle)
+                found = self._own.keep(remote_holder(called, holder.handle), ask_pid(holder.handle))
+                self._on[_key(name, self._prefix)] = found
             else:
                 end(name)
 
@@ -166,25 +196,21 @@ class Holders:
     def _start(self, placement: Placement, index: int) -> RemoteHolder:
         if placement.key not in self._on:
             name = _unused(index, self._names())
-            outlives_as = actor_name(self._run, *placement.key) if self._run else ""
-            ports = self._config.ports
-            handle = spawn_holder(name, placement, self._transport, ports, outlives_as)
-            self._keep(placement, remote_holder(name, handle), ask_pid(handle))
+            self._on[placement.key] = self._processes.start(
+                name, placement, self._transport, self._config.ports
+            )
         return self._on[placement.key]
 
     def _names(self) -> set[str]:
         return {holder.name for holder in self._on.values()}
 
-    def _keep(self, placement: Placement, holder: RemoteHolder, pid: ObjectRef[int]) -> None:
-        self._on[placement.key], self._pids[holder.handle] = holder, pid
-
-    async def _end_hung(self, key: tuple[str, str]) -> None:
+    async def _kill_hung(self, key: tuple[str, str]) -> None:
         """End a holder that does not answer.
 
         Ray's own kill does not end a stopped process.
         """
-        asked = self._pids.get(self._on[key].handle)
-        self._end(key)
+        asked = self._processes.pid(self._on[key])
+        self._kill(key)
         if asked and ray.wait([asked], timeout=0)[0]:
             try:
                 pid = ray.get(asked)
@@ -193,11 +219,10 @@ class Holders:
             await await_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
 
     def _end(self, key: tuple[str, str]) -> None:
-        handle = self._on.pop(key).handle
-        self._pids.pop(handle, None)
-        ray.kill(handle)
-        if self._run:
-            end(actor_name(self._run, *key))  # the next holder there may need the name
+        self._processes.end(self._on.pop(key), key)
+
+    def _kill(self, key: tuple[str, str]) -> None:
+        self._processes.kill(self._on.pop(key), key)
 
 
 def _unused(index: int, names: Collection[str]) -> str:

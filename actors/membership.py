@@ -17,10 +17,11 @@ from weightsync.actors.checkpoints import Checkpoints
 from weightsync.actors.claim import Claims, TakenError
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.daemon import await_daemon
+from weightsync.actors.holder_processes import SharedProcesses
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
-from weightsync.actors.publish_relay import PublishRelay, relays_of
+from weightsync.actors.publish_relay import Relays, relays_of
 from weightsync.actors.remote import (
     Remote,
     RemoteEngine,
@@ -61,11 +62,13 @@ class Membership:
         controller: Controller,
         run: str | None,
         adapter: AdapterSpec | None = None,
+        shared: SharedProcesses | None = None,
     ) -> None:
         """
         Args:
             run: the name under which holders outlive this process, if they do.
             adapter: the adapter that is moved, in place of the model.
+            shared: the processes that its holders share with those of other adapters.
         """
         self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
@@ -73,11 +76,11 @@ class Membership:
         self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._placements: dict[str, list[Placement]] = {}
-        self._holders = Holders(config, run)
+        self._holders = Holders(config, run, shared)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._channels = ControlChannels(config.ports)
-        self._relays: Sequence[PublishRelay] = ()
+        self._relays = Relays(self._channels, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -301,14 +304,19 @@ class Membership:
 
     async def connect(self) -> None:
         try:
-            await self._place()
-            await self._controller.connect()
+            await self._connect()
+            if self._controller.plan and self._holders.split(self._controller.plan):
+                await self._connect()
         except PlanError as error:
             raise self.with_file(error) from error
         finally:
             if self._controller.plan is None:  # another WeightSync may connect these actors
                 await self._claims.release()
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
+
+    async def _connect(self) -> None:
+        await self._place()
+        await self._controller.connect()
 
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
         """Return `error`, with the file at fault added if weights come from checkpoints."""
@@ -366,6 +374,9 @@ class Membership:
             self._watch_holder(holder)
         for trainer in trainers.values():
             self._channels.open_notices(trainer)
+        for gone in (each for each in self._fleet.holders if each not in holders):
+            if isinstance(gone, Remote):
+                self._channels.forget(gone.key)
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [placement.node for placement in placed.placements]
         for (rank, _), name in zip(ranks, placements, strict=False):
@@ -376,7 +387,7 @@ class Membership:
         ]
         nodes = [placements[name].node for name in trainers]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
-        self._relay([] if self._adapter else relays_of([*trainers.values()], nodes, homes))
+        self._relays.use([] if self._adapter else relays_of([*trainers.values()], nodes, homes))
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())
@@ -385,15 +396,6 @@ class Membership:
             self._fleet.engines[name] = EngineMember(engine, at, records[name])
             if records[name].state is not EngineState.DEAD:
                 self._watch(name, engine)
-
-    def _relay(self, relays: Sequence[PublishRelay]) -> None:
-        """Have trainers be asked through `relays`, and no longer through others."""
-        for gone in {each.handle for each in self._relays} - {each.handle for each in relays}:
-            self._channels.forget(gone)
-        for relay in relays:
-            self._channels.open(relay)
-        self._relays = relays
-        self._fleet.relays[:] = relays
 
     async def check_free(self, name: str) -> None:
         """Check that no living engine is called `name`. Raises ConfigError."""
@@ -488,4 +490,5 @@ class Membership:
         self._holders.close()
         await self._watches.close()
         await self._channels.close()
+        await self._holders.ended()
         await self._claims.release()

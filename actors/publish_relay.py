@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.control_channels import ControlChannel, ticket_of
+from weightsync.actors.control_channels import ControlChannel, ControlChannels, ticket_of
 from weightsync.actors.remote import RemoteHolder, RemoteTrainer, answer
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.wire import SentError
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerError, WeightSyncError
 from weightsync.protocol.messages import PublishReport
@@ -34,7 +35,7 @@ class PublishRelay:
 
     Attributes:
         ranks: those of the trainers.
-        handle: tells it from other relays, as an actor's handle tells actors apart.
+        key: tells it from other relays.
     """
 
     channel: ControlChannel | None = None
@@ -45,7 +46,7 @@ class PublishRelay:
         self.ranks: Sequence[int] = tuple(trainers)
         self._holder, self._trainers = holder, trainers
         self._actors = {rank: trainer.handle for rank, trainer in trainers.items()}
-        self.handle: Any = (holder.handle, *self._actors.items())
+        self.key: Hashable = (holder.key, *self._actors.items())
 
     def answers(self, method: str) -> bool:
         """Whether the holder's process can relay calls."""
@@ -69,6 +70,23 @@ class PublishRelay:
         told: _Told = await called
         reports, errors = told
         return [reports[rank] if rank in reports else errors[rank].rebuild() for rank in self.ranks]
+
+
+class Relays:
+    """The relays in use, each with a control channel."""
+
+    def __init__(self, channels: ControlChannels, fleet: Fleet) -> None:
+        self._channels, self._fleet = channels, fleet
+        self._used: Sequence[PublishRelay] = ()
+
+    def use(self, relays: Sequence[PublishRelay]) -> None:
+        """Have trainers be asked through `relays`, and no longer through others."""
+        for gone in {each.key for each in self._used} - {each.key for each in relays}:
+            self._channels.forget(gone)
+        for relay in relays:
+            self._channels.open(relay)
+        self._used = relays
+        self._fleet.relays[:] = relays
 
 
 def publish_all(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import ray
@@ -86,6 +86,12 @@ class Remote:
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
         self.channel: ControlChannel | None = None
 
+    @property
+    def key(self) -> Hashable:
+        """What it is known by. Equal for peers that call the same actor, or the same part of one."""
+        handle: Hashable = self.handle
+        return handle
+
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
@@ -150,12 +156,38 @@ class _Holder(Remote):
         return await super().call(method, *args)
 
 
+class _Part(_Holder):
+    """One holder of a process that has several."""
+
+    def __init__(
+        self, name: str, handle: ActorHandle[Any], part: int, opening: asyncio.Future[None] | None
+    ) -> None:
+        super().__init__(name, handle, opening)
+        self._part = part
+
+    @property
+    def key(self) -> Hashable:
+        return self.handle, self._part
+
+    def answers(self, method: str) -> bool:
+        return True
+
+    def close(self) -> Awaitable[None]:
+        """Free its memory and sockets. The process goes on."""
+        return answer(self.name, self.handle.close_part.remote(self._part))
+
+    def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return functools.partial(self.handle.call_part.remote, self._part, method)
+
+
 class _Actor(Protocol):
     """What every actor of a fleet answers."""
 
     name: str
     handle: ActorHandle[Any]
 
+    @property
+    def key(self) -> Hashable: ...
     async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
 
 
@@ -180,6 +212,7 @@ class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
     async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
     async def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def close(self) -> None: ...
 
 
 def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:
@@ -197,3 +230,10 @@ def remote_holder(
 ) -> RemoteHolder:
     """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
     return cast("RemoteHolder", _Holder(name, handle, becoming))
+
+
+def remote_part(
+    name: str, handle: ActorHandle[Any], part: int, opening: asyncio.Future[None]
+) -> RemoteHolder:
+    """Return part `part` of a `HolderParts` actor as a peer called `name`. Calls wait for `opening`."""
+    return cast("RemoteHolder", _Part(name, handle, part, opening))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
 import ray
@@ -24,18 +24,18 @@ class Watches:
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
-        self._tasks: dict[Any, asyncio.Task[None]] = {}
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
 
     def engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
         """Call `heard` at each heartbeat of `engine`, and `lost` at the first that it misses or when it ends.
 
         One that missed heartbeats may be heard again, and lost again.
         """
-        self._begin(engine.handle, lambda: self._engine(engine, lost, heard))
+        self._begin(engine.key, lambda: self._engine(engine, lost, heard))
 
     def holder(self, holder: RemoteHolder, lost: Lost) -> None:
         """Call `lost` once when `holder` ends."""
-        self._begin(holder.handle, lambda: self._ended(holder.watch(), lost))
+        self._begin(holder.key, lambda: self._ended(holder.watch(), lost))
 
     async def close(self) -> None:
         """End all watches, and wait until they have ended."""
@@ -44,12 +44,12 @@ class Watches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, handle: Any, work: Callable[[], Coroutine[object, object, None]]) -> None:  # noqa: ANN401
-        if handle in self._tasks:
+    def _begin(self, key: Hashable, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        if key in self._tasks:
             return
         task = asyncio.create_task(work())
-        self._tasks[handle] = task
-        task.add_done_callback(lambda _: self._tasks.pop(handle))
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key))
 
     async def _engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
         waiting, is_silent = asyncio.ensure_future(engine.watch()), False

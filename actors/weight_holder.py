@@ -42,10 +42,14 @@ def spawn_holder(
 
     Ray does not restart it: a new process would hold nothing, so the controller has to know.
     """
-    options = _options(placement.node, placement.gpu if transport == "nccl" else None)
+    options = process_options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
         options |= detached(outlives_as)
-    return actor_class(WeightHolder).options(**options).remote(**_settings(name, placement, transport, ports))
+    return (
+        actor_class(WeightHolder)
+        .options(**options)
+        .remote(**holder_settings(name, placement, transport, ports))
+    )
 
 
 class WeightHolder(Holder):
@@ -93,7 +97,7 @@ class HolderStandby(WeightHolder):
     def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
         """Become the holder `name` at `placement`."""
         os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
-        super().__init__(**_settings(name, placement, transport, ports))
+        super().__init__(**holder_settings(name, placement, transport, ports))
         for log in (sys.stdout, sys.stderr):  # as Ray writes when an actor starts: logs are known by it
             log.write(f":actor_name:{self!r}\n")
             log.flush()
@@ -116,11 +120,13 @@ def _see(gpu: int | str) -> str:
 
 def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby]:
     """Start a `HolderStandby` actor on host `node`. It ends with its driver."""
-    return actor_class(HolderStandby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
+    return (
+        actor_class(HolderStandby).options(**process_options(node, "" if gpu is None else None)).remote(gpu)
+    )
 
 
-def _settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
-    """Return the arguments of `WeightHolder`."""
+def holder_settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
+    """Return the arguments of `Holder`."""
     device = placement.device if transport == "nccl" else ""
     return {
         "name": name,
@@ -131,7 +137,10 @@ def _settings(name: str, placement: Placement, transport: str, ports: Ports | No
     }
 
 
-def _options(node: str, gpu: str | None) -> dict[str, Any]:
-    """`gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets."""
+def process_options(node: str, gpu: str | None, num_threads: int = _NUM_THREADS) -> dict[str, Any]:
+    """Return Ray's options of a process with holders, for `num_threads` calls at the same time.
+
+    `gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets.
+    """
     visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
-    return visible | threaded(node, _NUM_THREADS)
+    return visible | threaded(node, num_threads)

@@ -46,7 +46,7 @@ class Process:
     channel: ControlChannel | None = None
 
     def __init__(self, methods: Mapping[str, Callable[..., object]], dials: bool = True) -> None:
-        self.handle: Any = object()
+        self.key: Any = object()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.offers: list[ControlOffer] = []
         self._methods, self._dials = methods, dials
@@ -212,7 +212,7 @@ def test_a_call_ends_with_its_process_and_the_next_one_goes_through_ray(kind: ty
         may_end.set()
         assert not process.channel.is_open
         again = Process({"resume": lambda version: None})
-        again.handle = process.handle
+        again.key = process.key
         assert await (await opened(channels, again)).call("resume", 3) is None, "a new channel can be opened"
 
     run(test)
@@ -234,7 +234,7 @@ def test_a_process_that_the_driver_forgets_ends_its_part_after_what_it_does() ->
         process = await opened(channels, Ending({"resume": resume}))
         waiting = asyncio.ensure_future(process.call("resume", 3))
         await asyncio.to_thread(begun.wait, patient(10))
-        channels.forget(process.handle)
+        channels.forget(process.key)
         with pytest.raises(PeerError, match="was replaced"):
             await waiting
         assert not ended.is_set()
@@ -342,7 +342,7 @@ def test_what_a_relay_was_asked_in_vain_is_not_carried_out_later() -> None:
     async def test(channels: ControlChannels) -> None:
         actor = Actor()
         holder = SimpleNamespace(
-            name="holder 0", handle=object(), relay=actor.relay, answers=lambda method: True
+            name="holder 0", key=object(), relay=actor.relay, answers=lambda method: True
         )
         relay = PublishRelay(cast("Any", holder), {})
         channels.open(relay)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from weightsync.memory import device
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.messages import UpdateTask
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer, LocalTrainer
 
@@ -172,6 +175,17 @@ def test_a_trainer_that_is_connected_again_lets_go_of_what_it_had_mapped() -> No
         trainer.sync_attach(plan, 0, holder.prepare(plan, 0, "").send_buffer)
         holder.close()
     assert num_mapped() - before <= 2
+
+
+def test_nothing_of_a_holder_that_was_closed_waits_on() -> None:
+    holder = Holder("holder 0", "127.0.0.1")
+    holder.prepare(plan_of(500), 0, "")
+    watching = on_daemon(holder.watch)
+    assert not wait([watching], 0.1).done
+    holder.close()
+    watching.result(patient(5))
+    with pytest.raises(StateError, match="holder 0 has no plan"):
+        holder.move(1, False, UpdateTask(), 1.0)
 
 
 def test_a_holder_is_ready_until_its_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:

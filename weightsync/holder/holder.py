@@ -92,7 +92,6 @@ class Holder:
             ports: the range of the ports on which it listens; any free ones without it.
         """
         keep_to_interface_of(host)
-        self._make_staging = make_staging
         self.name, self._host, self._ports, self._device = name, host, ports, device
         self._transport_name, self._transport = transport, transport_class(transport)
         self._sampler: MemorySampler | None = None
@@ -108,8 +107,8 @@ class Holder:
         self._feed: HolderFeed | None = None
         self.snapshot_store: SnapshotStore | None = None
         self._staged_parts: StagedParts | None = None
-        self._live_source, self._refills = LiveSource(name, host, ports), RefillRuns(name)
-        self._moving, self._preparing = threading.Lock(), threading.Lock()
+        self._live_source, self._runs = LiveSource(name, host, ports), RefillRuns(name)
+        self._moving, self._preparing, self._make_staging = threading.Lock(), threading.Lock(), make_staging
         self._watched, self._turns = threading.Event(), Turns()
 
     def __repr__(self) -> str:
@@ -132,14 +131,14 @@ class Holder:
         return self.name, self._transport_name, self._ports
 
     def watch(self) -> None:
-        """Block until this process ends, or until a new driver calls `watch`."""
+        """Block until this process ends, until `close`, or until a new driver calls `watch`."""
         self.sample_memory(on=False)  # a driver that died may have left it on
         self._watched.set()
         self._watched = watched = threading.Event()
         watched.wait()
 
     def answer_calls(self, offer: ControlOffer) -> None:
-        """Answer calls of `move` and `refill` on a control channel, until it is lost or replaced."""
+        """Answer `move` and `refill` on a control channel, until it is lost or replaced, or until `close`."""
         answer_calls(offer, {"move": self.move, "refill": self.refill}, self._turns.begin())
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
@@ -174,11 +173,9 @@ class Holder:
         before, self._plan = self._plan, None  # if this fails half-way, the next call keeps no buffer
         trainers, digest = plan.members.trainers, plan.digest()
         trainer = trainers.index(index) if index in trainers else -1
-        in_place = bool(self._device) and source == self._device
+        sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer = self._send_buffer, None
-        self._send_buffer = send_buffer_for(
-            plan, -1 if in_place else trainer, source, self._device, before, send_buffer
-        )
+        self._send_buffer = send_buffer_for(plan, sender, source, self._device, before, send_buffer)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -380,7 +377,7 @@ class Holder:
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float, others: Sequence[Offer] = ()) -> Offer:
         """Copy another holder's snapshot, as `RefillRuns.copy`. Raises as `refill`."""
-        return self._refills.copy(self._store(), snapshot_part, others, timeout_s)
+        return self._runs.copy(self._store(), snapshot_part, others, timeout_s)
 
     def release(self, header: SnapshotHeader) -> None:
         """Free a snapshot that `replicate` made, as `SnapshotStore.release`."""
@@ -423,13 +420,12 @@ class Holder:
         with self._moving, self._live_source.writing(attempt), staging.queue():
             if self._pushed:
                 self._pushed.drain(timeout_s)
-            store = self.snapshot_store if may_map else None
             consumer = open_consumer(staging, feed, True, attempt, plan.slots, timeout_s, limit_s, snapshot)
-            return self._refills.run(plan, snapshot, store, staging, consumer, may_map, timeout_s)
+            return self._runs.run(plan, snapshot, self.snapshot_store, staging, consumer, may_map, timeout_s)
 
     def stop_refill(self, cause: str) -> None:
         """End a running `refill` or `replicate`, which then raises TransportError."""
-        self._refills.stop(cause)
+        self._runs.stop(cause)
 
     def offer_live(self, header: SnapshotHeader, attempt: int) -> Offer:
         """Let peers read the engine rank's live memory, as `LiveSource.offer`. A `move` is waited for."""
@@ -460,13 +456,16 @@ class Holder:
         return self._device, seen
 
     def close(self) -> None:
-        """Leave the communicators and free the memory."""
-        self._leave()
-        for taken in (*self._slots, *self._retired, self._send_buffer, self.snapshot_store):
-            if taken:
-                taken.close()
-        self._slots = self._retired = ()
-        self._send_buffer = self._plan = self.snapshot_store = None
+        """End what runs, leave the communicators and free the memory. `watch` and `answer_calls` return."""
+        self.abort(cause := f"{self.name} is closed")
+        self.stop_refill(cause)
+        self._turns.begin()
+        self._watched.set()
+        with self._preparing:
+            self._leave()
+            for taken in (self.snapshot_store, self._send_buffer, *self._slots, *self._retired):
+                if taken:
+                    taken.close()
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
         send_buffer = None if self._device else written(self._send_buffer)

@@ -279,7 +279,8 @@ class RefillRuns:
     ) -> Refilled:
         """Run the refill that `open_refill` returns for these. On an error the engine rank is told."""
         try:
-            return self._run(open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s))
+            store = snapshots if may_map else None
+            return self._run(open_refill(plan, snapshot, store, staging, consumer, may_map, timeout_s))
         except Exception as error:
             consumer.cancel(f"{self._holder}: {type(error).__name__}: {error}")
             raise

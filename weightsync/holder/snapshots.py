@@ -301,9 +301,11 @@ class SnapshotStore:
             raise ReadError(offer.holder, f"it holds {found or 'no snapshot'}, not {wanted}")
 
     def close(self) -> None:
+        """Free the memory, once nothing is copied there any more."""
         for taken in (self._shares, self._spares):
             for part in [*taken]:
-                self._drop(taken, part)
+                with self._changing[part]:
+                    self._drop(taken, part)
         while self._mapped:
             for held in self._mapped.popitem()[1]:
                 held.buffer.close()
