@@ -87,6 +87,51 @@ def test_it_answers_as_one_that_the_engine_read_from_files(
     ray.kill(trainer)
 
 
+def test_two_adapters_switch_together_and_one_is_unregistered(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    """Their holders share one process on the GPU."""
+    pytest.importorskip("vllm")
+    path = str(tmp_path / "base")
+    save_qwen3(tmp_path / "base", "untied", 0)
+    names = "math", "code"
+    trainers = {name: spawn(AdapterTrainer, bundles, 0, share=0.2) for name in names}
+    engine = spawn(VllmAdapters, bundles, 0, path, "e0", 1, RANK, max_loras=5)
+    started = [trainer.start.remote(path, RANK) for trainer in trainers.values()]
+    ray.get([*started, engine.sync_layout.remote()], timeout=patient(200))
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine})
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        for name, trainer in trainers.items():
+            sync.register_adapter(name, [trainer])
+
+        def check(name: str, version: int) -> None:
+            folder = str(tmp_path / f"{name}-{version}")
+            ray.get(trainers[name].save.remote(folder))
+            sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "adapter": name}
+            rollout = ray.get(engine.generate.remote(PROMPTS, sampling))
+            by_file = engine.by_file.remote(folder, PROMPTS, NUM_TOKENS)
+            assert rollout.adapter_version == version
+            assert rollout.tokens == ray.get(by_file, timeout=patient(60))
+
+        for version in range(2, 5):  # that of the base is 1
+            ray.get([each.train.remote(10 * version + i) for i, each in enumerate(trainers.values())])
+            report = sync.update_weights(version, components=[f"adapter {name}" for name in names])
+            sys.stdout.write(f"{report} {report.seconds * 1e3:.1f} ms\n")
+            for each in report.components.values():
+                assert (each.routes, each.proofs) == ({"e0": "direct"}, {"e0": "live weights"})
+            for name in names:
+                check(name, version)
+        sync.unregister_adapter("code")
+        ray.get(trainers["math"].train.remote(99))
+        assert sync.update_adapter("math").verified
+        check("math", 5)
+    for actor in (engine, *trainers.values()):
+        ray.kill(actor)
+
+
 def test_a_killed_engine_gets_it_from_holders(
     served_by: type[EngineActor], bundles: PlacementGroup, tmp_path: Path
 ) -> None:
