@@ -22,7 +22,7 @@ class Trainer:
     notices: ReadableNotices | None = None
 
     def __init__(self) -> None:
-        self.handle: Any = object()
+        self.key: Any = object()
         self.offers: asyncio.Queue[ControlOffer] = asyncio.Queue()
 
     def answers(self, method: str) -> bool:
@@ -105,7 +105,7 @@ def test_a_notice_resolves_the_publish_of_its_ticket_alone() -> None:
 def test_a_trainer_dials_once_however_often_it_is_connected() -> None:
     async def test(channels: ControlChannels, trainer: Trainer, offer: ControlOffer) -> None:
         again = Trainer()
-        again.handle = trainer.handle
+        again.key = trainer.key
         channels.open_notices(again)
         assert again.notices is trainer.notices
         await asyncio.sleep(0)
