@@ -25,7 +25,7 @@ from weightsync.recipes.engine_reads import reads_floor
 from weightsync.recipes.grids import TrainersGrid, engine_layout
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
-from weightsync.recipes.quantised import INT4, explain_formats, formats_text
+from weightsync.recipes.quantised import INT4, explain_formats, formats_text, why_whole
 from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.report import DIRECT, Covered, bytes_text, coverage_table
@@ -200,8 +200,10 @@ def forecast(scene: Scene) -> str:
         "broadcast": _broadcast(sides),
         "direct": _direct(sides),
     }
+    in_parts = not (scene.offloaded or _why_whole(sides))
     for quantization in dict.fromkeys(filter(None, sides.quantizations)):
-        sections["quantised"] = explain_formats(_held(tensors, quantization), quantization)
+        held = _held(tensors, quantization)
+        sections["quantised"] = explain_formats(held, quantization, in_parts=in_parts)
     for title, section in sections.items():
         lines += ["", title, *(f"  {line}" for line in section)]
     return "\n".join(lines)
@@ -241,7 +243,8 @@ def _served(sides: _Sides) -> list[Covered]:
         if (engine, quantization) not in known:
             converts = formats_text(sides.tensors, quantization) if quantization else ""
             same, _ = same_dtype_tensors(source, name, engine)
-            whole = converts or scene.offloaded or casts(dtypes(travelling), engine.tensors)
+            is_whole = converts and _why_whole(sides)
+            whole = is_whole or scene.offloaded or casts(dtypes(travelling), engine.tensors)
             is_direct = same and not whole and scene.sync.mode != "broadcast"
             route = DIRECT if is_direct else "broadcast"
             known[engine, quantization] = [
@@ -278,8 +281,8 @@ def _direct(sides: _Sides) -> list[str]:
     scene = sides.scene
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
-    if any(scene.quantizations):
-        return ["none: a quantised engine takes whole tensors"]
+    if reason := _why_whole(sides):
+        return [f"none: a quantised engine takes whole tensors, since {reason}"]
     name, engine = next(iter(sides.engines.items()))
     names, reasons = same_dtype_tensors(sides.source.stated, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
@@ -288,7 +291,36 @@ def _direct(sides: _Sides) -> list[str]:
     if not names:
         return lines
     floor = reads_floor(sides.source, sides.engines, sides.members, names, scene.cluster)
-    return [*str(floor).splitlines(), *lines]
+    lines = [*str(floor).splitlines(), *lines]
+    if any(scene.quantizations):
+        lines.append("quantised engines do so from the second update on: the first one shows where bytes go")
+    return lines
+
+
+def _why_whole(sides: _Sides) -> str:
+    """Return why quantised engines do not read just what their ranks keep; "" if they do, or none is."""
+    scene, members = sides.scene, sides.members
+    quantised = [
+        (engine, gpus, quantization)
+        for engine, (_, gpus), quantization in zip(
+            sides.engines.values(), members.engines, sides.quantizations, strict=True
+        )
+        if quantization
+    ]
+    if not quantised:
+        return ""
+    if scene.sync.mode != "auto":
+        return f"sync.mode is {scene.sync.mode}"
+    if members.num_holders == 1:
+        return "its holder has the trainer's memory on its own GPU"
+    if casts(dtypes(sides.tensors), quantised[0][0].tensors):
+        return "they are cast"
+    per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
+    gpus_used = {*members.trainers, *(gpu for _, gpus, _ in quantised for gpu in gpus)}
+    if len({gpu // per_host for gpu in gpus_used}) > 1:
+        return "some trainers are on other hosts"
+    kinds = dict.fromkeys((engine, quantization) for engine, _, quantization in quantised)
+    return next(filter(None, (why_whole(*kind) for kind in kinds)), "")
 
 
 def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from weightsync.errors import ConfigError
-from weightsync.plan import TensorMeta
+from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.explain import count_text, size_text
 from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
 
@@ -73,8 +74,34 @@ def formats_text(tensors: Sequence[TensorMeta], quantization: Quantization) -> s
     return ", ".join(f"{count} become {form}" for form, count in counts.items())
 
 
-def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -> list[str]:
+def why_whole(engine: Layout, quantization: Quantization) -> str:
+    """Return why the ranks of an engine take whole tensors; "" if each can read just what it keeps.
+
+    It can if it keeps all that shares a scale, and kernels read values as a checkpoint stores them.
+    """
+    numbers: defaultdict[Format, list[int]] = defaultdict(list)
+    for number, meta in enumerate(engine.tensors):
+        if form := _format_of(meta, quantization):
+            numbers[form].append(number)
+    for form, its in numbers.items():
+        if form.packed or form.powers_of_two or not form.block[0]:
+            return f"the engine's loader stores {form}"
+        held = np.flatnonzero(np.isin(engine.tensor, its))
+        tensor, first = engine.tensor[held], engine.offset[held, :2]
+        end, whole = first + engine.extent[held, :2], engine.shape[tensor, :2]
+        block = np.where(form.block, form.block, whole)
+        cut = ((first % block != 0) | ((end % block != 0) & (end != whole))).any(axis=1)
+        if cut.any():
+            return f"a rank keeps a part of what shares a scale, of {engine.names[tensor[cut.argmax()]]}"
+    return ""
+
+
+def explain_formats(
+    tensors: Sequence[TensorMeta], quantization: Quantization, *, in_parts: bool
+) -> list[str]:
     """Return a line for each format, with its bytes, and one for what stays as it is.
+
+    `in_parts`: each engine rank reads just what it keeps.
 
     Raises:
         PlanError: a weight does not fit its format.
@@ -95,4 +122,6 @@ def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -
         lines.append(said)
     if rules.intersection(MICROSCALING):
         return [*lines, "no engine has been shown to take this format: connect() refuses it"]
+    if in_parts:
+        return [*lines, "each engine rank's holder reads what the rank keeps, and quantises it on its device"]
     return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]

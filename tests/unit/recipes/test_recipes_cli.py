@@ -29,6 +29,7 @@ from weightsync.recipes.engine_reads import sample
 from weightsync.recipes.forecast import planned
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
 from weightsync.recipes.page import page
+from weightsync.recipes.quantised import INT4
 from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.run_report import RunReport, read_report
 
@@ -413,19 +414,22 @@ def test_engines_of_different_ranks_are_planned_each_for_itself() -> None:
     )
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 QUANTISED = ["plan", "--model", "qwen3-30b-a3b", "--trainers", "fsdp=8", "--engine", "tp=8", "--quantization"]
 
 
 def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    file.write_text(json.dumps({"quantization_config": fp8}))
+    file.write_text(json.dumps({"quantization_config": FP8}))
     result = RUNNER.invoke(cli.app, [*QUANTISED, str(file)])
     assert result.exit_code == 0
     matrices = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 3 * 768 * 2048)
     scales, kept = matrices * 4 / 128**2, 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
     direct, quantised = result.output.split("\ndirect\n")[1].split("\nquantised\n")
-    assert direct.strip() == "none: a quantised engine takes whole tensors"
+    assert direct.strip() == (
+        "none: a quantised engine takes whole tensors, since a rank keeps a part of what shares a scale, "
+        "of model.layers.0.mlp.experts.0.gate_proj.weight"  # 768 rows by 8
+    )
     assert [line.strip() for line in quantised.splitlines()] == [
         f"{2 + 48 * 5 + 1} tensors stay bfloat16: {2 * kept / 2**30:.1f} GiB",
         f"{48 * (4 + 128 * 3)} tensors become float8_e4m3fn with a scale for 128 x 128: "
@@ -433,6 +437,39 @@ def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_
         f"in place of {2 * matrices / 2**30:.1f} GiB",
         "each engine rank gets whole tensors by broadcast, quantised on its own device",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "says"),
+    [
+        (FP8, ["--engine", "tp=2"], ""),
+        (FP8, ["--engine", "tp=8,ep=8"], ""),
+        (FP8, ["--engine", "tp=2", "--apart", "--cluster", "8xh200"], "some trainers are on other hosts"),
+        (FP8 | {"scale_fmt": "ue8m0"}, ["--engine", "tp=2"], "the engine's loader stores float8_e4m3fn"),
+        (INT4, ["--engine", "tp=2"], "the engine's loader stores int4 with a scale for 1 x 32"),
+        (FP8, ["--trainers", "fsdp=1", "--engine", "tp=1"], "its holder has the trainer's memory"),
+    ],
+    ids=["dense", "experts", "hosts", "powers of two", "packed", "alone"],
+)
+def test_a_plan_says_whether_ranks_of_a_quantised_engine_read_just_what_they_keep(
+    config: dict[str, object], arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"quantization_config": config}))
+    command = ["plan", "--model", "qwen3-30b-a3b", "--trainers", "fsdp=8", "--quantization", str(file)]
+    plain, quantised = (
+        RUNNER.invoke(cli.app, [*given, *arguments]).output for given in (command[:-2], command)
+    )
+    (said,) = [line for line in quantised.splitlines() if line.startswith("  engine-0  model")]
+    assert ("direct" in said) == (not says)
+    direct = quantised.split("\ndirect\n")[1].split("\n\n")[0]
+    if says:
+        assert f"none: a quantised engine takes whole tensors, since {says}" in direct
+        assert "  each engine rank gets whole tensors by broadcast" in quantised
+        return
+    last = "  quantised engines do so from the second update on: the first one shows where bytes go"
+    assert direct == plain.split("\ndirect\n")[1].rstrip("\n") + f"\n{last}"
+    assert "  each engine rank's holder reads what the rank keeps" in quantised
 
 
 def test_a_plan_says_of_nvfp4_that_no_engine_takes_it(tmp_path: Path) -> None:
