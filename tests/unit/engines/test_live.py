@@ -183,15 +183,36 @@ def laid_out(draw: st.DrawFn) -> tuple[Plan, RankLayout, dict[str, torch.dtype],
     return plan, engine, dtypes, weights
 
 
+def test_views_with_gaps_of_one_byte_and_of_eight_are_digested_together() -> None:
+    """Copies without gaps are aligned to their elements, whatever comes before them."""
+    metas = tuple(
+        TensorMeta(f"t{i}", dtype, (3, 3)) for i, dtype in enumerate(("uint8", "int64", "bfloat16"))
+    )
+    columns = tuple(Segment(m.name, whole(m.shape), m.name, 0, _packed(m)[::-1]) for m in metas)
+    engine = RankLayout(metas, columns, buffers=metas)
+    trainer = RankLayout(metas, tuple(map(Segment.whole, metas)))
+    plan = make_plan(
+        Layout.from_ranks([trainer]),
+        {"e": Layout.from_ranks([engine])},
+        Members(2, (0,), (("e", (1,)),)),
+        bucket_bytes=512,
+        max_staging_bytes=1 << 20,
+    )
+    live = {m.name: torch.arange(9).view(3, 3).to(DTYPES.get(m.dtype)) for m in metas}
+    digests = LiveWriter(plan, engine, live, []).digests()
+    assert digests.tolist() == [tensor_digest(live[m.name].T, m.shape) for m in plan.tensors]
+
+
 def _packed(meta: TensorMeta) -> tuple[int, ...]:
     return tuple(meta.itemsize * step for step in torch.empty(meta.shape, device="meta").stride())
 
 
-@pytest.mark.parametrize("chunk_nbytes", [8, 1 << 22])
+@pytest.mark.parametrize(("chunk_nbytes", "gathered_nbytes"), [(8, 64), (1 << 22, 1 << 20)])
 def test_buckets_known_beforehand_are_written_and_digested_as_unknown_ones(
-    monkeypatch: pytest.MonkeyPatch, chunk_nbytes: int
+    monkeypatch: pytest.MonkeyPatch, chunk_nbytes: int, gathered_nbytes: int
 ) -> None:
     monkeypatch.setattr(host_live, "CHUNK_NBYTES", chunk_nbytes)
+    monkeypatch.setattr(host_live, "GATHERED_NBYTES", gathered_nbytes)
 
     @given(laid_out())
     def check(

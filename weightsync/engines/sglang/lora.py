@@ -99,8 +99,8 @@ def peft_config(spec: AdapterSpec) -> dict[str, Any]:
 def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:
     """Return `digits` in place of an adapter's tensors, by PEFT's names, padded to its largest rank."""
     return {
-        _peft_name(meta.name): _padded(digits(spec, axis, base, index), meta.name, spec.rank)
-        for index, meta in enumerate(spec.tensors)
+        _peft_name(meta.name): _padded(digit, meta.name, spec.rank)
+        for meta, digit in zip(spec.tensors, digits(spec, axis, base), strict=True)
     }
 
 

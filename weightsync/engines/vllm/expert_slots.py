@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -20,15 +20,25 @@ def require_experts(manager: Any, loras: Mapping[str, Any]) -> None:  # noqa: AN
         manager: its ``LoRAModelManager``.
         loras: A and B of each module, by vLLM's names.
     """
-    for path, module in manager.modules.items():
-        if not is_of_experts(module):
-            continue
-        names = manager.packed_modules.get(path, ())
-        found = [name for name in loras if name.startswith(f"{path}.")]
-        if found:
+    layers = {path: module for path, module in manager.modules.items() if is_of_experts(module)}
+    within = _by_layer(loras, layers)
+    for path, module in layers.items():
+        if found := within.get(path):
             _require_slots(found[0], module)
             _require_places(found[0], module)
+            names = manager.packed_modules.get(path, ())
             _require_all(names, found, loras, len(module.w13_lora_a_stacked) + 1)
+
+
+def _by_layer(names: Iterable[str], layers: Container[str]) -> Mapping[str, Sequence[str]]:
+    """Return the names that are within each of the layers."""
+    within: dict[str, list[str]] = {}
+    for name in names:
+        path = name
+        while (path := path.rpartition(".")[0]) and path not in layers:
+            pass
+        within.setdefault(path, []).append(name)
+    return within
 
 
 def _require_slots(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's

@@ -6,9 +6,8 @@ into a free slot, cut for tensor parallelism. Sources: vLLM's ``lora/`` of 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +53,9 @@ class LoraSlots:
         manager = self._manager()
         self._require_room(spec, manager, len(numbers))
         layout = self._find(manager, spec, numbers[0])
-        slots = []
+        slots, zero = [], torch.zeros(1, 1)
         for number in numbers:
-            self._activate(manager, spec, number, lambda at: torch.zeros(spec.tensors[at].shape))
+            self._activate(manager, spec, number, [zero.expand(meta.shape) for meta in spec.tensors])
             manager.pin_adapter(number)
             slots.append(Slot(number, layout, dict(_stacks(manager, number))))
         return slots
@@ -90,7 +89,7 @@ class LoraSlots:
         """Have vLLM load coordinates in place of an adapter, and see where each element came."""
         places = AdapterPlaces(spec)
         for axis, base in passes(spec):
-            self._activate(manager, spec, number, partial(digits, spec, axis, base))
+            self._activate(manager, spec, number, digits(spec, axis, base))
             places.add(axis, base, dict(_stacks(manager, number)))
             manager.remove_adapter(number)
         return places.layout()
@@ -100,11 +99,11 @@ class LoraSlots:
         manager: Any,  # noqa: ANN401 - vLLM's
         spec: AdapterSpec,
         number: int,
-        value: Callable[[int], torch.Tensor],
+        values: Sequence[torch.Tensor],
     ) -> None:
-        """Have vLLM load an adapter of `value(i)` for tensor i into a slot, by its own loader."""
-        tensors = {f"base_model.model.{meta.name}": value(i) for i, meta in enumerate(spec.tensors)}
-        model = lora_model(manager, number, spec.rank, tensors)
+        """Have vLLM load an adapter with `values` for its tensors into a slot, by its own loader."""
+        names = (f"base_model.model.{meta.name}" for meta in spec.tensors)
+        model = lora_model(manager, number, spec.rank, dict(zip(names, values, strict=True)))
         require_experts(manager, model.loras)
         manager.add_adapter(model)
         manager.activate_adapter(number)
@@ -113,7 +112,7 @@ class LoraSlots:
 def _stacks(manager: Any, number: int) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - vLLM's
     """Yield each layer's matrices in the slot of adapter `number`, by names of ours.
 
-    Of experts, only those of layers that the adapter has: they are many.
+    Those of all experts of a layer are one stack. Only layers that the adapter has are here: they are large.
     """
     at = manager.lora_index_to_id.index(number)
     adapted_layers = manager.get_adapter(number).loras
@@ -126,5 +125,4 @@ def _stacks(manager: Any, number: int) -> Iterator[tuple[str, torch.Tensor]]:  #
         elif path in adapted_layers:
             for kind in _OF_EXPERTS:
                 for part, stack in enumerate(getattr(module, kind)):
-                    for expert, matrix in enumerate(stack[at]):
-                        yield f"{path}.{kind}.{part}.{expert}", matrix
+                    yield f"{path}.{kind}.{part}", stack[at]
