@@ -88,7 +88,7 @@ class ReadableNotices:
 
 
 def ticket_of(notices: ReadableNotices | None, readable: asyncio.Future[None]) -> int:
-    """Return the ticket of a trainer's `publish`, whose notice resolves `readable`; 0 if it gives none."""
+    """Expect a notice that resolves `readable`. Returns its ticket; 0 if the trainer gives no notices."""
     return notices.expect(readable) if notices else 0
 
 

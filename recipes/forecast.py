@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
@@ -70,7 +71,7 @@ class Scene:
         return Members(max(num_trainers, start), tuple(range(num_trainers)), tuple(engines))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Sides:
     """The layouts of a scene, from which each way of moving is planned."""
 
@@ -80,6 +81,11 @@ class _Sides:
     source: TrainersGrid
     engines: Mapping[str, Layout]
     quantizations: Sequence[Quantization | None]
+
+    @cached_property
+    def why_whole(self) -> str:
+        """Why quantised engines do not read just what their ranks keep; "" if they do, or none is."""
+        return _why_whole(self)
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
@@ -200,7 +206,7 @@ def forecast(scene: Scene) -> str:
         "broadcast": _broadcast(sides),
         "direct": _direct(sides),
     }
-    in_parts = not (scene.offloaded or _why_whole(sides))
+    in_parts = not (scene.offloaded or sides.why_whole)
     for quantization in dict.fromkeys(filter(None, sides.quantizations)):
         held = _held(tensors, quantization)
         sections["quantised"] = explain_formats(held, quantization, in_parts=in_parts)
@@ -243,7 +249,7 @@ def _served(sides: _Sides) -> list[Covered]:
         if (engine, quantization) not in known:
             converts = formats_text(sides.tensors, quantization) if quantization else ""
             same, _ = same_dtype_tensors(source, name, engine)
-            is_whole = converts and _why_whole(sides)
+            is_whole = converts and sides.why_whole
             whole = is_whole or scene.offloaded or casts(dtypes(travelling), engine.tensors)
             is_direct = same and not whole and scene.sync.mode != "broadcast"
             route = DIRECT if is_direct else "broadcast"
@@ -281,7 +287,7 @@ def _direct(sides: _Sides) -> list[str]:
     scene = sides.scene
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
-    if reason := _why_whole(sides):
+    if reason := sides.why_whole:
         return [f"none: a quantised engine takes whole tensors, since {reason}"]
     name, engine = next(iter(sides.engines.items()))
     names, reasons = same_dtype_tensors(sides.source.stated, name, engine)
@@ -298,7 +304,7 @@ def _direct(sides: _Sides) -> list[str]:
 
 
 def _why_whole(sides: _Sides) -> str:
-    """Return why quantised engines do not read just what their ranks keep; "" if they do, or none is."""
+    """Return `_Sides.why_whole`. One engine that takes whole tensors speaks for all."""
     scene, members = sides.scene, sides.members
     quantised = [
         (engine, gpus, quantization)

@@ -29,7 +29,7 @@ from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, Snap
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
 _LATER_S = 0.002
-"""How long after a commit copying starts. To ask holders takes a millisecond: the update returns first."""
+"""How long after a commit copying starts, so that the update returns before Ray is asked to call holders."""
 _UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
 """States of engines that are filled soon, unless they were given up."""
 

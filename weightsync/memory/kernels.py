@@ -35,7 +35,7 @@ _DIGEST = "digest"
 _FLAG = "flag"
 _BLOCKS_PER_PROCESSOR = 2
 _DIGESTING_BLOCKS = {"rows": 1, "words": 2}
-"""The same for digests, by the shape of tiles."""
+"""Thread blocks that digest on each multiprocessor, by the shape of tiles."""
 _UNIT_NBYTES = 16
 _MAX_TENSOR_NBYTES = 64 << 30
 

@@ -35,7 +35,7 @@ def require_blocks(
 ) -> None:
     """Raise ConfigError unless live parameters are what a checkpoint in FP8 blocks stores.
 
-    Accepts layers that `stored_otherwise` accepts, and those whose kernels read FP8 blocks as loaded.
+    It accepts what `stored_otherwise` accepts, and layers with kernels that read FP8 blocks as loaded.
 
     Args:
         formats: of the weights that the checkpoint has quantised.
