@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.common import Row, environment, print_table, write_json
 from benchmarks.triton_copy import TritonCopy
-from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
+from weightsync.memory.digest_tiles import DigestPart
+from weightsync.memory.kernels import CopyTable, DigestTable
 from weightsync.plan import Box
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 

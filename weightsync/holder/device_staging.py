@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.errors import ConfigError, DeadlineError, TransportError
-from weightsync.holder.direct_copy import DirectCopy, come_by_a_link
-from weightsync.holder.live_digests import LiveDigests
+from weightsync.holder.direct_copy import DirectCopy
 from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.second_copy import SecondCopy
@@ -250,16 +249,9 @@ class DeviceStaging:
         if not self.target:
             self._direct_copy = self._quantizing_copy(reads, memory)
         else:
-            self._direct_copy = DirectCopy(
-                self._plan,
-                self._segments,
-                reads,
-                memory,
-                self._address(),
-                digests=come_by_a_link(reads, memory),
-            )
+            self._direct_copy = DirectCopy(self._plan, self._segments, reads, memory, self._address())
 
-    def start_direct_copy(self, frozen: bool = True) -> LiveDigests | QuantizingCopy | None:
+    def start_direct_copy(self, frozen: bool = True) -> DirectCopy | QuantizingCopy | None:
         """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.
 
         Returns the digests of all that the rank then holds, complete after `wait_written`. None if they do

@@ -20,10 +20,10 @@ from weightsync.transports import Pending
 
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
-    from weightsync.holder.live_digests import LiveDigests
+    from weightsync.holder.direct_copy import DirectCopy
     from weightsync.holder.quantizing_copy import QuantizingCopy
 
-    Direct: TypeAlias = LiveDigests | QuantizingCopy
+    Direct: TypeAlias = DirectCopy | QuantizingCopy
     """Copies that digest what the engine rank then holds."""
 
 logger = logging.getLogger("weightsync.holder.update")

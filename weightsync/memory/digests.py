@@ -32,7 +32,8 @@ from weightsync.memory.digest_factors import (
     lane_ones,
     word_nbytes,
 )
-from weightsync.memory.kernels import DigestPart, DigestTable
+from weightsync.memory.digest_tiles import DigestPart
+from weightsync.memory.kernels import DigestTable
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, Plan, Segment
 from weightsync.protocol.messages import Digests

@@ -22,6 +22,12 @@ struct __align__(16) DigestTile {
     int64 unused;
 };
 
+// Rows that are copied from src to live.address first, and then digested there.
+struct __align__(16) WriteTile {
+    DigestTile live;
+    int64 src, src_pitch;
+};
+
 // Number / divisor without a division; exact while both are below 2**16.
 struct Divider {
     uint32 divisor, factor;
@@ -335,7 +341,7 @@ struct Digest {
         const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / 16;
         const uint32 count = tile.rows * per_row;
         const Divider row_of(per_row);
-        // In units, 32 bits suffice up to 64 GiB, the limit in weightsync/memory/kernels.py.
+        // In units, 32 bits suffice up to 64 GiB, the limit in weightsync/memory/digest_tiles.py.
         const uint32 first = tile.index / 16, index_pitch = tile.index_pitch / 16;
         uint64 sum = 0;
 #pragma unroll 1
@@ -386,7 +392,7 @@ struct Digest {
     }
 
     // Starts to load a thread's units of a tile of one row; past the end the last one is repeated.
-    static_assert(kThreads * kUnroll * 16 == 32 << 10, "all of a tile: TILE_NBYTES in weightsync/memory/kernels.py");
+    static_assert(kThreads * kUnroll * 16 == 32 << 10, "all of a tile: TILE_NBYTES in weightsync/memory/digest_tiles.py");
     static __device__ __forceinline__ void load(const DigestTile& tile, uint4* units) {
         const uint32 count = static_cast<uint32>(tile.row_nbytes) / 16;
         const uint4* address = reinterpret_cast<const uint4*>(tile.address);
@@ -511,6 +517,106 @@ __device__ __forceinline__ void digest_rows(
     }
     add_warp(totals + tensor, sum + digest.of_columns(of_rows));
 }
+
+// A thread's units of a tile of whole units, all of which fit its registers: past the end it has the last one.
+struct Units {
+    const uint32 per_row, count;
+    const Divider row_of;
+
+    __device__ explicit Units(const DigestTile& tile)
+        : per_row(static_cast<uint32>(tile.row_nbytes) / 16), count(static_cast<uint32>(tile.rows) * per_row), row_of(per_row) {}
+
+    // Calls act(k, i, row, at) for unit number i: unit `at` of its row.
+    template <typename Act>
+    __device__ __forceinline__ void each(Act act) const {
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            const uint32 i = min(threadIdx.x + k * kThreads, count - 1), row = row_of(i);
+            act(k, row, i - row * per_row, threadIdx.x + k * kThreads < count);
+        }
+    }
+};
+
+__device__ __forceinline__ void load_source(const WriteTile& tile, uint4* units) {
+    Units(tile.live).each([&](int k, uint32 row, uint32 at, bool) {
+        units[k] = __ldcs(reinterpret_cast<const uint4*>(tile.src + row * tile.src_pitch) + at);
+    });
+}
+
+// A volatile load gets what a thread has stored from where all of the device sees it: it passes by the caches
+// of a multiprocessor, and the compiler may not put the stored registers in its place.
+__device__ __forceinline__ uint4 read_back(const uint4* address) {
+    uint4 unit;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+                 : "l"(address)
+                 : "memory");
+    return unit;
+}
+
+// Copies tiles and digests what it reads back: mostly from the L2 cache. A block loads its next tile meanwhile.
+template <typename Word>
+__device__ __forceinline__ void write_tiles(
+    const WriteTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals) {
+    using Its = Digest<Word, false>;
+    __shared__ ulonglong2 pairs[2 * Its::kUnits];
+    __shared__ uint64 zeros[Its::kUnits];
+    Its::fill(pairs, zeros, columns);
+    __syncthreads();
+    const Its digest{pairs, zeros, rows};
+    const uint32 chunk = chunk_of(num_tiles);
+    const auto after = [&](int64 i) { return (i + 1) % chunk ? i + 1 : i + 1 + (gridDim.x - 1) * int64(chunk); };
+    const auto tile_at = [&](int64 i) { return tiles[min(i, num_tiles - 1)]; };
+    int64 i = static_cast<int64>(blockIdx.x) * chunk, following = after(i);
+    WriteTile tile = tile_at(i), next = tile_at(following);
+    uint4 units[kUnroll];
+    load_source(tile, units);
+    uint32 tensor = tile.live.tensor;
+    uint64 sum = 0;
+    while (i < num_tiles) {
+        const DigestTile live = tile.live;
+        const Units its(live);
+        const auto place = [&](uint32 row, uint32 at) { return reinterpret_cast<uint4*>(live.address + row * live.pitch) + at; };
+        its.each([&](int k, uint32 row, uint32 at, bool is_there) {
+            if (is_there) __stcg(place(row, at), units[k]);
+        });
+        load_source(next, units);
+        i = following;
+        following = after(i);
+        tile = next;
+        next = tile_at(following);
+        uint4 back[kUnroll];
+        its.each([&](int k, uint32 row, uint32 at, bool) { back[k] = read_back(place(row, at)); });
+        if (live.tensor != tensor) {
+            add_warp(totals + tensor, sum);
+            tensor = live.tensor;
+            sum = 0;
+        }
+        const uint32 first = live.index / 16, index_pitch = live.index_pitch / 16;
+        its.each([&](int k, uint32 row, uint32 at, bool is_there) {
+            const uint32 index = first + row * index_pitch + at;
+            if (is_there) sum += digest.of_unit(back[k], index % Its::kUnits) * __ldg(rows + index / Its::kUnits);
+        });
+    }
+    add_warp(totals + tensor, sum);
+}
+
+#define WRITE(name, Word)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1) name(                                           \
+        const WriteTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
+        uint64*) {                                                                                            \
+        write_tiles<Word>(tiles, num_tiles, columns, rows, totals);                                           \
+    }
+
+#ifdef KERNEL_write_tiles_1
+WRITE(write_tiles_1, unsigned char)
+#endif
+#ifdef KERNEL_write_tiles_2
+WRITE(write_tiles_2, unsigned short)
+#endif
+#ifdef KERNEL_write_tiles_4
+WRITE(write_tiles_4, uint32)
+#endif
 
 #define DIGEST_ROWS(name, Word, kFlags)                                                               \
     extern "C" __global__ void __launch_bounds__(kThreads, 1) name(                                           \

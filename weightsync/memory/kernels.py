@@ -5,39 +5,39 @@ A table is uploaded, and its kernel loaded, once. A launch then costs the host s
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from weightsync.errors import PlanError
 from weightsync.memory import cuda
-from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors, word_nbytes
-from weightsync.plan import Box
-from weightsync.plan.copies import Copies, strided_copies, tiles
-from weightsync.plan.layout import padded
+from weightsync.memory.digest_factors import lane_factors, row_factors, word_nbytes
+from weightsync.memory.digest_tiles import (
+    TILE_NBYTES,
+    DigestPart,
+    Int64,
+    digest_runs,
+    digest_tiles,
+    num_factor_rows,
+)
+from weightsync.memory.read_back import ReadBack
+from weightsync.plan.copies import Copies, tiles
 from weightsync.plan.transposes import Transposes
 from weightsync.protocol.messages import Digests
 
-Int64 = npt.NDArray[np.int64]
-
 NUM_THREADS = 512  # kThreads in kernels.cu
-TILE_NBYTES = 32 << 10
 SIDES = {1: 128, 2: 128, 4: 64, 8: 64}
 """Rows and columns of a transposed tile, at most, by bytes per element: kSide in kernels.cu."""
 _COPY = "copy_tiles"
 _TRANSPOSE = "transpose_tiles_"
 _DIGEST = "digest"
 _FLAG = "flag"
+_WRITE = "write_tiles"
 _BLOCKS_PER_PROCESSOR = 2
 _DIGESTING_BLOCKS = {"rows": 1, "words": 2}
 """Thread blocks that digest on each multiprocessor, by the shape of tiles."""
-_UNIT_NBYTES = 16
-_MAX_TENSOR_NBYTES = 64 << 30
+_WRITING_BLOCKS = 1
 
 
 class CopyTable:
@@ -102,28 +102,6 @@ def copy_tiles(copies: Copies, bounds: Sequence[int]) -> Iterator[tuple[str, Int
         yield f"{_TRANSPOSE}{itemsize}", *found.tiles(itemsize, SIDES[itemsize])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DigestPart:
-    """`box` of a tensor of `shape`, on the device.
-
-    Attributes:
-        tensor: its number among the digests.
-        address: the address of the box's first element.
-        strides: bytes per dimension of the box.
-        itemsize: bytes per element.
-        mask: bits of a word that are all set only in NaN and Inf, as in
-            `weightsync.memory.nonfinite.word_mask`; 0 looks for none.
-    """
-
-    tensor: int
-    address: int
-    strides: tuple[int, ...]
-    box: Box
-    shape: tuple[int, ...]
-    itemsize: int
-    mask: int = 0
-
-
 class DigestTable:
     """Digests of tensors on the current device, computed in parts as `weightsync.memory.digests` says."""
 
@@ -142,11 +120,8 @@ class DigestTable:
                 caller zeroes them. By default each launch starts from zero.
         """
         kind = _FLAG if any(part.mask for part in parts) else _DIGEST
-        self._tables = [
-            _DigestTiles.of(kind, shape, word, table, num_blocks)
-            for (shape, word), table in digest_tiles(parts).items()
-        ]
-        self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
+        self._tables = _tables(kind, digest_runs(parts), num_blocks)
+        self._rows = _upload(row_factors(num_factor_rows(parts)).view(np.int64))
         self._is_alone = totals is None
         self._totals = _upload(np.zeros((2, num_tensors), np.int64)) if totals is None else totals
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -176,6 +151,49 @@ class DigestTable:
         return flagged
 
 
+class WrittenDigests:
+    """Copies on the current device, and digests of what is then in their targets.
+
+    A block reads back what it has just written, so most digests come from the device's L2 cache and take a
+    quarter of the time that a second pass takes. Copies that `ReadBack` does not find are made first, and
+    what they write is digested after them.
+    """
+
+    def __init__(self, copies: Copies, parts: Sequence[DigestPart], num_tensors: int) -> None:
+        """
+        Args:
+            copies: between device addresses, also in mapped memory of other processes. They do not overlap.
+            parts: all that is digested, also what others write before a launch.
+        """
+        runs = digest_runs(parts)
+        found: dict[int, ReadBack] = {}
+        for word, its in runs.items():
+            found[word] = ReadBack.find(copies, its)
+            copies = found[word].copies
+        self._copies = CopyTable(copies, [0, len(copies)])
+        self._tables = [
+            _DigestTiles.of(_WRITE, word, its.tiles(), num_blocks_on_device(_WRITING_BLOCKS))
+            for word, its in found.items()
+            if len(its.pairs)
+        ]
+        self._tables += _tables(_DIGEST, {word: its.runs for word, its in found.items()})
+        self._rows = _upload(row_factors(num_factor_rows(parts)).view(np.int64))
+        self._totals = _upload(np.zeros((2, num_tensors), np.int64))
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Start all copies and digests on `stream`, without waiting for them."""
+        with torch.cuda.stream(stream):
+            self._totals.zero_()
+        self._copies.launch(0, stream)
+        for table in self._tables:
+            table.launch(stream, (self._rows, *self._totals))
+
+    def result(self) -> Digests:
+        """Return each tensor's sum over its parts, after `stream` was waited for: uint64[num_tensors]."""
+        totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
+        return totals
+
+
 @dataclass(frozen=True, slots=True)
 class _DigestTiles:
     """Tiles on the current device for one kernel, and the factors of their words' columns."""
@@ -186,17 +204,27 @@ class _DigestTiles:
     num_blocks: int
 
     @classmethod
-    def of(cls, kind: str, shape: str, word: int, tiles: Int64, num_blocks: int | None) -> _DigestTiles:
-        kernel = f"{kind}_{shape}_{word}"
+    def of(cls, kind: str, word: int, tiles: Int64, num_blocks: int) -> _DigestTiles:
+        kernel = f"{kind}_{word}"
         cuda.load(kernel)
         columns = _upload(lane_factors(word).view(np.int64))
-        most = num_blocks or num_blocks_on_device(_DIGESTING_BLOCKS[shape])
-        return cls(kernel, _upload(tiles), columns, min(most, len(tiles)))
+        return cls(kernel, _upload(tiles), columns, min(num_blocks, len(tiles)))
 
     def launch(self, stream: torch.cuda.Stream, memory: Iterable[torch.Tensor]) -> None:
         pointers = (np.uint64(each.data_ptr()) for each in (self.columns, *memory))
         args = (np.uint64(self.tiles.data_ptr()), np.int64(len(self.tiles)), *pointers)
         cuda.launch(self.kernel, stream, self.num_blocks, NUM_THREADS, args)
+
+
+def _tables(kind: str, runs: Mapping[int, Int64], num_blocks: int | None = None) -> list[_DigestTiles]:
+    """Cut runs into tiles, for the kernels of one kind."""
+    return [
+        _DigestTiles.of(
+            f"{kind}_{shape}", word, table, num_blocks or num_blocks_on_device(_DIGESTING_BLOCKS[shape])
+        )
+        for word, its in runs.items()
+        for shape, table in digest_tiles(its).items()
+    ]
 
 
 def load_copies() -> None:
@@ -209,61 +237,6 @@ def load_digests(itemsizes: Iterable[int]) -> None:
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
         for shape in _DIGESTING_BLOCKS:
             cuda.load(f"{_DIGEST}_{shape}_{word}")
-
-
-def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[tuple[str, int], Int64]:
-    """Return the tiles for each kernel, by their shape and the bytes per word: int64[m, 8].
-
-    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``.
-
-    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the number of
-    the byte at `address` in the whole tensor, `index_pitch` its growth per row. The upper half of `tensor`
-    has the part's mask, repeated to 32 bits.
-
-    Raises:
-        PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
-    """
-    by_word: dict[int, list[DigestPart]] = defaultdict(list)
-    for part in parts:
-        if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
-            raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        by_word[word_nbytes(part.itemsize)].append(part)
-    found: dict[tuple[str, int], Int64] = {}
-    for word, its in sorted(by_word.items()):
-        table = _digest_table(its, word)
-        address, index, rows, row_nbytes = table[:, :4].T
-        is_row = (rows == 1) & ((address | index | row_nbytes) % _UNIT_NBYTES == 0)
-        found |= {("rows", word): table[is_row], ("words", word): table[~is_row]}
-    return {kernel: table for kernel, table in found.items() if len(table)}
-
-
-def _digest_table(parts: Sequence[DigestPart], word: int) -> Int64:
-    """Tile parts whose words have `word` bytes, as copies to addresses that number the tensor's bytes."""
-    boxes = [part.box for part in parts]
-    ndim = max([1, *(box.ndim for box in boxes)])
-    extent = padded((box.extent for box in boxes), ndim, 1)
-    shape = padded((part.shape for part in parts), ndim, 1)
-    strides = padded((part.strides for part in parts), ndim, 0)
-    itemsize, address, tensor, mask = np.array(
-        [(part.itemsize, part.address, part.tensor, part.mask) for part in parts], np.int64
-    ).T
-    numbers = np.ones_like(shape)
-    numbers[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    numbers *= itemsize[:, None]
-    first = (padded((box.offset for box in boxes), ndim, 0) * numbers).sum(axis=1)
-    copies, box = strided_copies(extent, itemsize, address, first, strides, numbers)
-    kept = np.flatnonzero((extent[box] > 0).all(axis=1))
-    cut, copy = tiles(Copies(*copies[kept].T), TILE_NBYTES)
-    owner = tensor | sum(mask << shift for shift in range(0, 32, 8 * word)) << 32
-    table = np.zeros((len(cut), 8), np.int64)
-    table[:, :6], table[:, 6] = cut, owner[box[kept]][copy]
-    return table
-
-
-def _num_rows(parts: Sequence[DigestPart]) -> int:
-    """Return the number of rows of 4096 words in the longest tensor."""
-    words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
-    return -(-max(words, default=0) // COLUMNS)
 
 
 def _upload(table: Int64) -> torch.Tensor:

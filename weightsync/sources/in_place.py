@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from weightsync.memory.kernels import DigestPart, DigestTable
+from weightsync.memory.digest_tiles import DigestPart
+from weightsync.memory.kernels import DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, Plan

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.memory.test_verify import cuts, tensors
 from weightsync.errors import PlanError
 from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors
+from weightsync.memory.digest_tiles import TILE_NBYTES, DigestPart, Int64, digest_runs, digest_tiles
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.kernels import TILE_NBYTES, DigestPart, digest_tiles
 from weightsync.plan import Box
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -34,13 +34,20 @@ def part_of(whole: torch.Tensor, box: Box, number: int = 0) -> DigestPart:
 def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> list[int]:
     memory = whole.view(torch.uint8).reshape(-1).numpy() if whole.numel() else np.empty(0, np.uint8)
     totals = np.zeros(num_tensors, np.uint64)
-    for (shape, word_nbytes), table in digest_tiles(parts).items():
+    for word_nbytes, runs in digest_runs(parts).items():
+        add(totals, runs, word_nbytes, memory, whole.data_ptr())
+    return totals.tolist()
+
+
+def add(totals: np.ndarray, runs: Int64, word_nbytes: int, memory: np.ndarray, start: int) -> None:
+    """Add the digests of runs in `memory`, uint8[n], whose first byte has the address `start`."""
+    for shape, table in digest_tiles(runs).items():
         for address, index, rows, row_nbytes, pitch, index_pitch, tensor, _ in table.tolist():
             assert rows * row_nbytes <= TILE_NBYTES
             is_row = rows == 1 and not (address % 16 or index % 16 or row_nbytes % 16)
             assert (shape == "rows") == is_row
             for row in range(rows):
-                at = address - whole.data_ptr() + row * pitch
+                at = address - start + row * pitch
                 words = np.frombuffer(memory[at : at + row_nbytes].tobytes(), WORDS[word_nbytes])
                 first = (index + row * index_pitch) // word_nbytes
                 number = np.arange(first, first + len(words))
@@ -48,7 +55,6 @@ def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> l
                 factors = factors * column_factors(word_nbytes)[number % COLUMNS]
                 products = factors * (words.astype(np.uint64) + np.uint64(1))
                 totals[tensor : tensor + 1] += products.sum(dtype=np.uint64)
-    return totals.tolist()
 
 
 @given(st.data())
@@ -69,9 +75,9 @@ def test_across_rows_and_tiles(at: int) -> None:
 
 
 def test_no_parts_no_work_and_too_large_a_tensor() -> None:
-    assert digest_tiles([]) == {}
+    assert digest_runs([]) == {}
     empty = torch.empty(0, 3)
-    assert digest_tiles([part_of(empty, Box((0, 0), (0, 3)))]) == {}
+    assert digest_runs([part_of(empty, Box((0, 0), (0, 3)))]) == {}
     huge = DigestPart(tensor=3, address=0, strides=(1,), box=Box((0,), (1,)), shape=(1 << 37,), itemsize=1)
     with pytest.raises(PlanError, match="tensor 3"):
-        digest_tiles([huge])
+        digest_runs([huge])

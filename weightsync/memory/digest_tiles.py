@@ -1,0 +1,113 @@
+"""The work list of the kernels that digest: runs of rows, cut into tiles."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import PlanError
+from weightsync.memory.digest_factors import COLUMNS, word_nbytes
+from weightsync.plan import Box
+from weightsync.plan.copies import Copies, strided_copies, tiles
+from weightsync.plan.layout import padded
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+TILE_NBYTES = 32 << 10
+UNIT_NBYTES = 16
+"""What a thread loads at once. Rows of whole units are digested and copied the fastest."""
+_MAX_TENSOR_NBYTES = 64 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestPart:
+    """`box` of a tensor of `shape`, on the device.
+
+    Attributes:
+        tensor: its number among the digests.
+        address: the address of the box's first element.
+        strides: bytes per dimension of the box.
+        itemsize: bytes per element.
+        mask: bits of a word that are all set only in NaN and Inf, as in
+            `weightsync.memory.nonfinite.word_mask`; 0 looks for none.
+    """
+
+    tensor: int
+    address: int
+    strides: tuple[int, ...]
+    box: Box
+    shape: tuple[int, ...]
+    itemsize: int
+    mask: int = 0
+
+
+def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
+    """Return what the kernels digest, by the bytes per word: int64[n, 8], not yet cut into tiles.
+
+    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the number of
+    the byte at `address` in the whole tensor, `index_pitch` its growth per row. The upper half of `tensor`
+    has the part's mask, repeated to 32 bits. The last is 0.
+
+    Raises:
+        PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
+    """
+    by_word: dict[int, list[DigestPart]] = defaultdict(list)
+    for part in parts:
+        if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
+            raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
+        by_word[word_nbytes(part.itemsize)].append(part)
+    found = {word: _runs(its, word) for word, its in sorted(by_word.items())}
+    return {word: runs for word, runs in found.items() if len(runs)}
+
+
+def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
+    """Cut runs into tiles, for each kernel by their shape: int64[m, 8].
+
+    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``.
+    """
+    cut, number = tiles(Copies(*runs[:, :6].T), TILE_NBYTES)
+    table = np.concatenate([cut, runs[number, 6:]], axis=1)
+    are_rows = is_row(table)
+    found = {"rows": table[are_rows], "words": table[~are_rows]}
+    return {shape: its for shape, its in found.items() if len(its)}
+
+
+def is_row(table: Int64) -> Bool:
+    """Return which runs or tiles are one row of whole units."""
+    address, index, rows, row_nbytes = table[:, :4].T
+    found: Bool = (rows == 1) & ((address | index | row_nbytes) % UNIT_NBYTES == 0)
+    return found
+
+
+def num_factor_rows(parts: Sequence[DigestPart]) -> int:
+    """Return the number of rows of 4096 words in the longest tensor."""
+    words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
+    return -(-max(words, default=0) // COLUMNS)
+
+
+def _runs(parts: Sequence[DigestPart], word: int) -> Int64:
+    """Return runs of words of `word` bytes, as copies to addresses that number a tensor's bytes."""
+    boxes = [part.box for part in parts]
+    ndim = max([1, *(box.ndim for box in boxes)])
+    extent = padded((box.extent for box in boxes), ndim, 1)
+    shape = padded((part.shape for part in parts), ndim, 1)
+    strides = padded((part.strides for part in parts), ndim, 0)
+    itemsize, address, tensor, mask = np.array(
+        [(part.itemsize, part.address, part.tensor, part.mask) for part in parts], np.int64
+    ).T
+    numbers = np.ones_like(shape)
+    numbers[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    numbers *= itemsize[:, None]
+    first = (padded((box.offset for box in boxes), ndim, 0) * numbers).sum(axis=1)
+    copies, box = strided_copies(extent, itemsize, address, first, strides, numbers)
+    kept = np.flatnonzero((extent[box] > 0).all(axis=1))
+    owner = tensor | sum(mask << shift for shift in range(0, 32, 8 * word)) << 32
+    table = np.zeros((len(kept), 8), np.int64)
+    table[:, :6], table[:, 6] = copies[kept], owner[box[kept]]
+    return table

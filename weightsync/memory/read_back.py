@@ -1,0 +1,114 @@
+"""Finds the copies that a kernel can digest as it makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.memory.digest_tiles import TILE_NBYTES, UNIT_NBYTES, Bool, Int64
+from weightsync.plan.copies import Copies, flattened, repeated, tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadBack:
+    """Copies whose targets are digested, and what is copied or digested alone.
+
+    Attributes:
+        pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are those of `digest_runs` without the
+            last, then src, src_pitch and 0: rows are copied from `src` to `address`, and digested there.
+        copies: all others.
+        runs: int64[n, 8], the runs that are not written by `pairs`.
+    """
+
+    pairs: Int64
+    copies: Copies
+    runs: Int64
+
+    @classmethod
+    def find(cls, copies: Copies, runs: Int64) -> ReadBack:
+        """Pair copies with the runs that they write.
+
+        A run is taken if such copies write all of it. Copies of one row are cut where runs begin and end. All
+        stay in their order.
+
+        Args:
+            copies: between addresses. No two write the same byte.
+            runs: as of `digest_runs`.
+        """
+        runs = runs[np.argsort(runs[:, 0])]
+        pieces = _cut(copies.table(), np.unique(np.concatenate([runs[:, 0], _ends(runs)])))
+        number = np.searchsorted(runs[:, 0], pieces[:, 1], side="right") - 1
+        if not len(runs):
+            return cls(np.zeros((0, 10), np.int64), Copies(*pieces.T), runs)
+        pairs, fits = _paired(pieces, runs[number])
+        fits &= number >= 0
+        written = np.bincount(number[fits], pairs[fits, 2] * pairs[fits, 3], len(runs)).astype(np.int64)
+        whole = written == runs[:, 2] * runs[:, 3]
+        fits &= whole[number]
+        return cls(pairs[fits], Copies(*pieces[~fits].T), runs[~whole])
+
+    def tiles(self) -> Int64:
+        """Cut the pairs into tiles: int64[k, 10]."""
+        cut, number = tiles(Copies(*self.pairs[:, :6].T), TILE_NBYTES)
+        pair = self.pairs[number]
+        done = cut[:, 0] - pair[:, 0]
+        rows, rest = np.divmod(done, pair[:, 4])
+        src = pair[:, 7] + np.where(pair[:, 2] == 1, done, rows * pair[:, 8] + rest)
+        return np.concatenate([cut, pair[:, 6:7], src[:, None], pair[:, 8:]], axis=1)
+
+
+def _ends(runs: Int64) -> Int64:
+    """Return the address after each run's last row."""
+    address, _, rows, row_nbytes, pitch = runs[:, :5].T
+    ends: Int64 = address + (rows - 1) * pitch + row_nbytes
+    return ends
+
+
+def _cut(table: Int64, points: Int64) -> Int64:
+    """Cut copies of one row at the addresses `points` of their targets, which ascend."""
+    table = flattened(table)
+    begin, end = table[:, 1], table[:, 1] + table[:, 3]
+    first = np.searchsorted(points, begin, side="right")
+    inside = np.where(table[:, 2] == 1, np.searchsorted(points, end, side="left") - first, 0)
+    number, nth = repeated(np.maximum(inside, 0) + 1)
+    cut = table[number]
+    at = first[number] + nth
+    later, more = nth > 0, nth < inside[number]
+    cut[later, 1] = points[at[later] - 1]
+    cut[:, 0] += cut[:, 1] - begin[number]
+    stop = end[number]
+    stop[more] = points[at[more]]
+    cut[:, 3] = np.where(cut[:, 2] == 1, stop - cut[:, 1], cut[:, 3])
+    return cut
+
+
+def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
+    """Return the pair of each piece with its run, and whether it is one.
+
+    In a run of one row, whose bytes are numbered on and on, a piece may have rows of any pitch. In others it
+    has rows of the run, or all bytes of some if these follow one another.
+    """
+    src, dst, height, nbytes, src_pitch, dst_pitch = pieces.T
+    address, index, rows, row_nbytes, pitch, index_pitch, owner, _ = runs.T
+    single, at = rows == 1, dst - address
+    straight = ~single & (height == 1) & (pitch == row_nbytes) & (nbytes % row_nbytes == 0)
+    height = np.where(straight, nbytes // row_nbytes, height)
+    nbytes, src_pitch, dst_pitch = (
+        np.where(straight, row_nbytes, each) for each in (nbytes, src_pitch, dst_pitch)
+    )
+    row, within = np.divmod(at, pitch)
+    index = index + np.where(single, at, row * index_pitch)
+    index_pitch = np.where(single, dst_pitch, index_pitch)
+    inside = np.where(
+        single,
+        at + (height - 1) * dst_pitch + nbytes <= row_nbytes,
+        (within == 0) & (nbytes == row_nbytes) & (row + height <= rows),
+    )
+    inside &= (height == 1) | single | (dst_pitch == pitch)
+    bits = src | dst | nbytes | index
+    bits |= np.where(height == 1, 0, src_pitch | dst_pitch | index_pitch)
+    columns = (dst, index, height, nbytes, dst_pitch, index_pitch, owner, src, src_pitch, np.zeros_like(src))
+    fits: npt.NDArray[np.bool_] = inside & (bits % UNIT_NBYTES == 0)
+    return np.stack(columns, axis=1), fits
