@@ -526,7 +526,7 @@ struct Units {
     __device__ explicit Units(const DigestTile& tile)
         : per_row(static_cast<uint32>(tile.row_nbytes) / 16), count(static_cast<uint32>(tile.rows) * per_row), row_of(per_row) {}
 
-    // Calls act(k, i, row, at) for unit number i: unit `at` of its row.
+    // Calls act(k, row, at, is_there) for the k-th unit: unit `at` of its row.
     template <typename Act>
     __device__ __forceinline__ void each(Act act) const {
 #pragma unroll

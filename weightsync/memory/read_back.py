@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.memory.digest_tiles import TILE_NBYTES, UNIT_NBYTES, Bool, Int64
-from weightsync.plan.copies import Copies, flattened, repeated, tiles
+from weightsync.plan.copies import Copies, cut, flattened, repeated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,8 +16,8 @@ class ReadBack:
     """Copies whose targets are digested, and what is copied or digested alone.
 
     Attributes:
-        pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are those of `digest_runs` without the
-            last, then src, src_pitch and 0: rows are copied from `src` to `address`, and digested there.
+        pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are those of `digest_runs`, then src and
+            src_pitch: rows are copied from `src` to `address`, and digested there.
         copies: all others.
         runs: int64[n, 8], the runs that are not written by `pairs`.
     """
@@ -38,7 +38,7 @@ class ReadBack:
             runs: as of `digest_runs`.
         """
         runs = runs[np.argsort(runs[:, 0])]
-        pieces = _cut(copies.table(), np.unique(np.concatenate([runs[:, 0], _ends(runs)])))
+        pieces = _pieces(copies.table(), np.unique(np.concatenate([runs[:, 0], _ends(runs)])))
         number = np.searchsorted(runs[:, 0], pieces[:, 1], side="right") - 1
         if not len(runs):
             return cls(np.zeros((0, 10), np.int64), Copies(*pieces.T), runs)
@@ -51,12 +51,12 @@ class ReadBack:
 
     def tiles(self) -> Int64:
         """Cut the pairs into tiles: int64[k, 10]."""
-        cut, number = tiles(Copies(*self.pairs[:, :6].T), TILE_NBYTES)
+        table, number = cut(self.pairs[:, :6], TILE_NBYTES)
         pair = self.pairs[number]
-        done = cut[:, 0] - pair[:, 0]
+        done = table[:, 0] - pair[:, 0]
         rows, rest = np.divmod(done, pair[:, 4])
-        src = pair[:, 7] + np.where(pair[:, 2] == 1, done, rows * pair[:, 8] + rest)
-        return np.concatenate([cut, pair[:, 6:7], src[:, None], pair[:, 8:]], axis=1)
+        src = pair[:, 8] + np.where(pair[:, 2] == 1, done, rows * pair[:, 9] + rest)
+        return np.concatenate([table, pair[:, 6:8], src[:, None], pair[:, 9:]], axis=1)
 
 
 def _ends(runs: Int64) -> Int64:
@@ -66,22 +66,22 @@ def _ends(runs: Int64) -> Int64:
     return ends
 
 
-def _cut(table: Int64, points: Int64) -> Int64:
+def _pieces(table: Int64, points: Int64) -> Int64:
     """Cut copies of one row at the addresses `points` of their targets, which ascend."""
     table = flattened(table)
     begin, end = table[:, 1], table[:, 1] + table[:, 3]
     first = np.searchsorted(points, begin, side="right")
     inside = np.where(table[:, 2] == 1, np.searchsorted(points, end, side="left") - first, 0)
     number, nth = repeated(np.maximum(inside, 0) + 1)
-    cut = table[number]
+    pieces = table[number]
     at = first[number] + nth
     later, more = nth > 0, nth < inside[number]
-    cut[later, 1] = points[at[later] - 1]
-    cut[:, 0] += cut[:, 1] - begin[number]
+    pieces[later, 1] = points[at[later] - 1]
+    pieces[:, 0] += pieces[:, 1] - begin[number]
     stop = end[number]
     stop[more] = points[at[more]]
-    cut[:, 3] = np.where(cut[:, 2] == 1, stop - cut[:, 1], cut[:, 3])
-    return cut
+    pieces[:, 3] = np.where(pieces[:, 2] == 1, stop - pieces[:, 1], pieces[:, 3])
+    return pieces
 
 
 def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
@@ -91,7 +91,7 @@ def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
     has rows of the run, or all bytes of some if these follow one another.
     """
     src, dst, height, nbytes, src_pitch, dst_pitch = pieces.T
-    address, index, rows, row_nbytes, pitch, index_pitch, owner, _ = runs.T
+    address, index, rows, row_nbytes, pitch, index_pitch, owner, unused = runs.T
     single, at = rows == 1, dst - address
     straight = ~single & (height == 1) & (pitch == row_nbytes) & (nbytes % row_nbytes == 0)
     height = np.where(straight, nbytes // row_nbytes, height)
@@ -109,6 +109,6 @@ def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
     inside &= (height == 1) | single | (dst_pitch == pitch)
     bits = src | dst | nbytes | index
     bits |= np.where(height == 1, 0, src_pitch | dst_pitch | index_pitch)
-    columns = (dst, index, height, nbytes, dst_pitch, index_pitch, owner, src, src_pitch, np.zeros_like(src))
+    columns = (dst, index, height, nbytes, dst_pitch, index_pitch, owner, unused, src, src_pitch)
     fits: npt.NDArray[np.bool_] = inside & (bits % UNIT_NBYTES == 0)
     return np.stack(columns, axis=1), fits

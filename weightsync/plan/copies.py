@@ -83,9 +83,14 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     ascending. Long rows are cut at multiples of 128 bytes, so that parts of an aligned row are aligned.
     `max_nbytes` must be such a multiple.
     """
+    return cut(flattened(copies.table()), max_nbytes)
+
+
+def cut(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
+    """Do as `tiles` for a table of copies, without joining rows that are contiguous on both sides."""
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
-    table, number = _cut_columns(flattened(copies.table()), max_nbytes)
+    table, number = _cut_columns(table, max_nbytes)
     table, parent = _cut_rows(table, max_nbytes)
     return table, number[parent]
 
