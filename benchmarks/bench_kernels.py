@@ -20,7 +20,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ import torch
 from benchmarks.common import Row, environment, print_table, write_json
 from benchmarks.triton_copy import TritonCopy
 from weightsync.memory.digest_tiles import DigestPart
-from weightsync.memory.kernels import CopyTable, DigestTable
+from weightsync.memory.kernels import CopyTable, DigestTable, WrittenDigests
 from weightsync.plan import Box
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 
@@ -199,6 +199,46 @@ def digest_call(pairs: Sequence[Pair], itemsize: int, num_blocks: int | None = N
     return lambda: table.launch(torch.cuda.current_stream())
 
 
+def written_rows(pools: Pools) -> Iterator[Row]:
+    """Yield milliseconds of copies and of digests after them, and of both by one kernel."""
+    for nbytes in SIZES:
+        for layout in CONTIGUOUS:
+            turns = [segments(layout, *turn) for turn in pools.turns(nbytes)]
+            row: dict[str, object] = {"layout": layout, "MiB": nbytes // MIB}
+            for name, make in {"one after the other": after_call, "together": written_call}.items():
+                row[f"{name} ms"] = 1e3 * seconds([make(pairs) for pairs in turns])
+            yield row
+
+
+def after_call(pairs: Sequence[Pair]) -> Call:
+    """Return a call that copies, and then digests the targets."""
+    copy, table = kernel_call(pairs), DigestTable(target_parts(pairs), len(pairs))
+
+    def call() -> None:
+        copy()
+        table.launch(torch.cuda.current_stream())
+
+    return call
+
+
+def written_call(pairs: Sequence[Pair]) -> Call:
+    """Return a call that digests targets as it writes them."""
+    table = WrittenDigests(copies(pairs), target_parts(pairs), len(pairs))
+    return lambda: table.launch(torch.cuda.current_stream())
+
+
+def target_parts(pairs: Sequence[Pair]) -> list[DigestPart]:
+    """Return targets as whole tensors, or as a quarter of a matrix' columns."""
+    return [
+        replace(
+            digest_part(n, source, 2),
+            address=target.data_ptr(),
+            strides=tuple(2 * each for each in target.stride()),
+        )
+        for n, (source, target) in enumerate(pairs)
+    ]
+
+
 def digest_part(number: int, source: torch.Tensor, itemsize: int) -> DigestPart:
     extent = (*source.shape[:-1], source.shape[-1] * 2 // itemsize)
     offset = (0,) if source.ndim == 1 else (0, extent[-1])
@@ -256,6 +296,7 @@ def main() -> None:
     tables = {
         "segment copies": copy_rows,
         "digests": digest_rows,
+        "copies with digests of their targets": written_rows,
         "by thread blocks, 256 MiB, GB/s": block_rows,
         "on the host": host_rows,
     }

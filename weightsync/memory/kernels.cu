@@ -524,7 +524,9 @@ struct Units {
     const Divider row_of;
 
     __device__ explicit Units(const DigestTile& tile)
-        : per_row(static_cast<uint32>(tile.row_nbytes) / 16), count(static_cast<uint32>(tile.rows) * per_row), row_of(per_row) {}
+        : per_row(static_cast<uint32>(tile.row_nbytes) / 16),
+          count(static_cast<uint32>(tile.rows) * per_row),
+          row_of(per_row) {}
 
     // Calls act(k, row, at, is_there) for the k-th unit: unit `at` of its row.
     template <typename Act>
@@ -576,7 +578,9 @@ __device__ __forceinline__ void write_tiles(
     while (i < num_tiles) {
         const DigestTile live = tile.live;
         const Units its(live);
-        const auto place = [&](uint32 row, uint32 at) { return reinterpret_cast<uint4*>(live.address + row * live.pitch) + at; };
+        const auto place = [&](uint32 row, uint32 at) {
+            return reinterpret_cast<uint4*>(live.address + row * live.pitch) + at;
+        };
         its.each([&](int k, uint32 row, uint32 at, bool is_there) {
             if (is_there) __stcg(place(row, at), units[k]);
         });

@@ -154,9 +154,8 @@ class DigestTable:
 class WrittenDigests:
     """Copies on the current device, and digests of what is then in their targets.
 
-    A block reads back what it has just written, so most digests come from the device's L2 cache and take a
-    quarter of the time that a second pass takes. Copies that `ReadBack` does not find are made first, and
-    what they write is digested after them.
+    A block reads back what it has just written, which is mostly in the device's L2 cache: a second pass would
+    read all from memory. Copies that `ReadBack` does not pair are made first, and digested after them.
     """
 
     def __init__(self, copies: Copies, parts: Sequence[DigestPart], num_tensors: int) -> None:
