@@ -13,7 +13,7 @@ import yaml
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.explain import count_text, size_text
-from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
+from weightsync.plan.formats import FIELD, Format, Quantization, unproven
 
 INT4 = {
     "quant_method": "compressed-tensors",
@@ -106,11 +106,13 @@ def explain_formats(
     Raises:
         PlanError: a weight does not fit its format.
     """
-    rules = {group.format.rule for group in quantization.groups}
+    refusals: dict[str, None] = {}
     groups: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for meta in tensors:
         form = _format_of(meta, quantization)
         values, *others = form.stored(meta) if form else (meta,)
+        if form and (why := unproven(meta.name, form)):
+            refusals[f"{why}: connect() refuses it"] = None
         row = meta.nbytes, values.nbytes, sum(each.nbytes for each in others)
         groups[f"become {form}" if form else f"stay {meta.dtype}"].append(row)
     lines = []
@@ -120,8 +122,8 @@ def explain_formats(
         if change.startswith("become"):
             said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
         lines.append(said)
-    if rules.intersection(MICROSCALING):
-        return [*lines, "no engine has been shown to take this format: connect() refuses it"]
+    if refusals:
+        return [*lines, *refusals]
     if in_parts:
         return [*lines, "each engine rank's holder reads what the rank keeps, and quantises it on its device"]
     return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]

@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import FP4, MICROSCALING, Format, Quantization
+from weightsync.plan.formats import FP4, MICROSCALING, NEAREST, Format, Quantization
 from weightsync.recipes.quantised import INT4
 
 __all__ = [
+    "AWQ",
+    "CONFIGS",
+    "DTYPES",
+    "GPTQ",
     "INT4",
     "by_library",
+    "by_vllm",
     "check_declared",
+    "dequantised",
     "fp8_blocks",
     "int4",
     "same_bits",
@@ -27,6 +33,22 @@ __all__ = [
     "weights",
 ]
 
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["lm_head"],
+}
+GPTQ: dict[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "modules_in_block_to_quantize": [["self_attn", "mlp"]],
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_GROUPS = {
     ("mx", FP4): "mxfp4-pack-quantized",
@@ -100,11 +122,60 @@ def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, t
         return dict(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
 
 
+def by_vllm(weight: torch.Tensor, form: Format) -> dict[str, torch.Tensor]:
+    """vLLM's values of AWQ or GPTQ, and how it packs them. GPTQ's zero points are stored less one."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+    from vllm.scalar_type import scalar_types
+
+    (rows, columns), bits = weight.shape, form.num_bits
+    kinds = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
+    kind = kinds[bits] if form.symmetric else scalar_types.uint4
+    group = form.block[1] or columns
+    _, values, scales, zero_points = quant_utils.quantize_weights(
+        weight.T.contiguous(), kind, group, zero_points=not form.symmetric
+    )
+    if form.rule == "awq":
+        packed = (quant_utils.awq_pack(each, bits, len(each), rows) for each in (values, zero_points))
+        return dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True))
+    zero_points = torch.full((len(scales), rows), 2 ** (bits - 1) - 1)
+    return {
+        "qweight": quant_utils.gptq_pack(values, bits, columns, rows),
+        "qzeros": quant_utils.pack_cols(zero_points, bits, len(scales), rows),
+        "scales": scales,
+        "g_idx": torch.tensor([column // group for column in range(columns)], dtype=torch.int32),
+    }
+
+
+def dequantised(stored: dict[str, torch.Tensor], form: Format) -> torch.Tensor:
+    """Return the [rows, columns] that AWQ's or GPTQ's definition makes of what a checkpoint stores."""
+    values, zero_points, bits = stored["qweight"], stored["qzeros"], form.num_bits
+    if form.rule == "awq":
+        values, zero_points = (_unpacked(each, bits)[:, _places(each)] for each in (values, zero_points))
+        groups = torch.arange(len(values)) // (form.block[1] or len(values))
+    else:
+        values, zero_points = _unpacked(values.T, bits).T, _unpacked(zero_points, bits) + 1
+        groups = stored["g_idx"].long()
+    return ((values - zero_points[groups]) * stored["scales"][groups]).T
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((words.unsqueeze(2) >> torch.arange(0, 32, bits)) & (2**bits - 1)).flatten(1)
+
+
+def _places(words: torch.Tensor) -> list[int]:
+    """Return where AWQ has each column: the second four of eight lie between the first four."""
+    return [8 * word + place for word in range(words.shape[1]) for place in (0, 4, 1, 5, 2, 6, 3, 7)]
+
+
 def int4(symmetric: bool) -> dict[str, Any]:
     """Return `INT4`, or the same with zero points."""
     config: dict[str, Any] = copy.deepcopy(INT4)
     config["config_groups"]["group_0"]["weights"]["symmetric"] = symmetric
     return config
+
+
+CONFIGS = {"int4": int4(True), "zero points": int4(False), "awq": AWQ, "gptq": GPTQ}
+"""A ``quantization_config`` of each format in four bits."""
 
 
 def save_quantised(source: Path, target: Path, config: dict[str, Any]) -> None:
@@ -148,6 +219,8 @@ def _by_its_library(weight: torch.Tensor, form: Format) -> dict[str, torch.Tenso
         else:
             values, scales = fp8_blocks(weight, form)
         return {"weight": values, "weight_scale_inv": scales}
+    if form.rule in NEAREST:
+        return by_vllm(weight, form)
     if form.block[0] > 1:
         return by_library(weight, form, "block")
     return by_library(weight, form, {(0, 0): "tensor", (1, 0): "channel"}.get(form.block, "group"))

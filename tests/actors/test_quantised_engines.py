@@ -1,4 +1,4 @@
-"""bf16 trainers and a real vLLM of int4 weights, which answers as one that starts from an int4 checkpoint."""
+"""bf16 trainers and a real vLLM in four bits, which answers as one that starts from a packed checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.actors.bf16_trainer import Bf16Trainer
 from tests.actors.faulty import pid
 from tests.actors.fleet import spawn, until
 from tests.actors.flipped_engine import FlippedEngine
-from tests.contract.test_vllm_quantized import Served
+from tests.contract.test_vllm_quantized import Served, needs_kernel
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from tests.quantised import INT4, int4, save_quantised
+from tests.quantised import CONFIGS, INT4, save_quantised
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
@@ -29,15 +29,13 @@ from weightsync.errors import PlanError, VerifyError
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(400),
+    needs_kernel,
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-KINDS = {"int4": True, "zero points": False}
-"""Formats of engines, and whether these are symmetric."""
-
 Checkpoints = list[tuple[Path, dict[str, list[int]]]]
-"""Checkpoints, each with what vLLMs answer that start from its int4 ones."""
+"""Checkpoints, each with what vLLMs answer that start from it in each of `CONFIGS`."""
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +44,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     for seed in range(2):
         path, answers = folder / str(seed), {}
         build_tiny_qwen3(path, seed=seed)
-        for kind, symmetric in KINDS.items():
-            save_quantised(path, packed := folder / f"{seed}-{kind}", int4(symmetric))
+        for kind, config in CONFIGS.items():
+            save_quantised(path, packed := folder / f"{seed}-{kind}", config)
             served = Served(packed, "auto")
             answers[kind] = served.says()
             served.close()
         found.append((path, answers))
-    assert len({tuple(each) for _, answers in found for each in answers.values()}) == 4
+    for kind in CONFIGS:
+        assert found[0][1][kind] != found[1][1][kind]
     return found
 
 
@@ -66,17 +65,17 @@ def trainers(cluster: None, checkpoints: Checkpoints, tmp_path_factory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def start_int4(checkpoints: Checkpoints) -> Callable[[str], Any]:
+def start(checkpoints: Checkpoints) -> Callable[[str], Any]:
     """As docs/quantised.md starts an engine."""
     names: dict[str, Any] = {}
     exec(compile(blocks("docs/quantised.md")[0], "docs/quantised.md", "exec"), names)
     assert names["INT4"] == INT4
 
-    def start(kind: str) -> Any:
-        names["INT4"] = int4(KINDS[kind])
+    def start_engine(kind: str) -> Any:
+        names["INT4"] = CONFIGS[kind]
         return names["start_engine"](str(checkpoints[0][0]), num_gpus=0)
 
-    return start
+    return start_engine
 
 
 def says(engine: Any) -> list[int]:
@@ -94,10 +93,24 @@ def end(*engines: Any) -> None:
         ray.kill(engine)
 
 
-def test_engines_of_int4_and_of_bf16_take_every_version_together(
-    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+@pytest.mark.parametrize(
+    "said",
+    [
+        {
+            "int4": "int4 with a scale for 1 x 32",
+            "zero points": "int4 with a scale and a zero point for 1 x 32",
+        },
+        {
+            "awq": "int4 (AWQ) with a scale and a zero point for 1 x 32",
+            "gptq": "int4 (GPTQ) with a scale for 1 x 32",
+        },
+    ],
+    ids=" and ".join,
+)
+def test_engines_of_two_formats_and_of_bf16_take_every_version_together(
+    said: dict[str, str], trainers: list[Any], checkpoints: Checkpoints, start: Callable[[str], Any]
 ) -> None:
-    quantised = {kind: start_int4(kind) for kind in KINDS}
+    quantised = {kind: start(kind) for kind in said}
     bf16 = spawn(EngineActor, "torch", str(checkpoints[0][0]), "bf16", {"dtype": "bfloat16"}, "1")
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers(trainers)
@@ -106,16 +119,12 @@ def test_engines_of_int4_and_of_bf16_take_every_version_together(
         for version, (path, answers) in enumerate([*checkpoints, checkpoints[0]], start=1):
             train(trainers, path)
             report = sync.update_weights(version)
-            assert report.engines == dict.fromkeys([*KINDS, "bf16"], version)
-            assert report.routes["int4"] == (
-                "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
-            )
-            assert report.proofs == {
-                "int4": "what its loader got; no engine is alike",
-                "zero points": "what its loader got; no engine is alike",
-                "bf16": "live weights",
-            }
-            assert {kind: says(engine) for kind, engine in quantised.items()} == answers
+            assert report.engines == dict.fromkeys([*said, "bf16"], version)
+            for kind, form in said.items():
+                assert report.routes[kind] == f"it takes whole tensors, of which 14 become {form}"
+                assert report.proofs[kind] == "what its loader got; no engine is alike"
+                assert says(quantised[kind]) == answers[kind]
+            assert report.proofs["bf16"] == "live weights"
     end(*quantised.values(), bf16)
 
 
@@ -154,23 +163,26 @@ def test_a_bit_that_flips_in_packed_weights_serves_nowhere(
     end(*engines.values())
 
 
-@pytest.mark.parametrize("stage", ["none", "host"])
-def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files(
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("int4", "none"), ("int4", "host"), ("awq", "none"), ("gptq", "host")]
+)
+def test_a_killed_engine_is_filled_again_from_snapshots_and_then_from_files(
+    kind: str,
     stage: Literal["none", "host"],
     trainers: list[Any],
     checkpoints: Checkpoints,
-    start_int4: Callable[[str], Any],
+    start: Callable[[str], Any],
 ) -> None:
-    started = [start_int4("int4")]
+    started = [start(kind)]
 
     def respawn(_: str) -> Any:
-        started.append(start_int4("int4"))
+        started.append(start(kind))
         return started[-1]
 
     config = SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60), stage=stage)
     with WeightSync(config) as sync:
         sync.register_trainers(trainers)
-        sync.register_engines({"int4": started[0]}, respawn=respawn)
+        sync.register_engines({kind: started[0]}, respawn=respawn)
         sync.connect()
         for version, (path, _) in enumerate(checkpoints, start=1):
             train(trainers, path)
@@ -179,55 +191,56 @@ def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files
         train(trainers, checkpoints[0][0])  # what is not published yet must not be read
         assert until(lambda: len(started) > 1, patient(30))
         sync.settle(patient(90))
-        assert sync.engine_states() == {"int4": EngineState.SERVING}
-        assert says(started[1]) == checkpoints[1][1]["int4"]
+        assert sync.engine_states() == {kind: EngineState.SERVING}
+        assert says(started[1]) == checkpoints[1][1][kind]
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
-        sync.register_engines({"int4": started[1]})
+        sync.register_engines({kind: started[1]})
         sync.register_checkpoint("first", [str(checkpoints[0][0])])
         sync.connect()
         assert sync.update_weights(checkpoint="first").verified
-        assert says(started[1]) == checkpoints[0][1]["int4"]
+        assert says(started[1]) == checkpoints[0][1][kind]
     end(started[1])
 
 
+@pytest.mark.parametrize("kind", ["int4", "awq", "gptq"])
 def test_checkpoints_that_are_quantised_alike_are_served_as_they_are_stored(
-    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+    kind: str, trainers: list[Any], checkpoints: Checkpoints, start: Callable[[str], Any]
 ) -> None:
     """In place of trainers, and before them. An engine that is killed in between is filled with the same."""
-    started = [start_int4("int4")]
+    started = [start(kind)]
 
     def respawn(_: str) -> Any:
-        started.append(start_int4("int4"))
+        started.append(start(kind))
         return started[-1]
 
     config = SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60))
     with WeightSync(config) as sync:
-        sync.register_engines({"int4": started[0]}, respawn=respawn)
+        sync.register_engines({kind: started[0]}, respawn=respawn)
         for path, _ in checkpoints:
-            sync.register_checkpoint(path.name, [str(path.with_name(f"{path.name}-int4"))], stored=True)
+            sync.register_checkpoint(path.name, [str(path.with_name(f"{path.name}-{kind}"))], stored=True)
         sync.connect()
         for path, answers in [*checkpoints, checkpoints[0]]:
             report = sync.update_weights(checkpoint=path.name)
-            assert report.routes == {"int4": "it takes whole tensors, of which none is converted"}
-            assert report.proofs == {"int4": "what its loader got; no engine is alike"}
-            assert says(started[-1]) == answers["int4"]
+            assert report.routes == {kind: "it takes whole tensors, of which none is converted"}
+            assert report.proofs == {kind: "what its loader got; no engine is alike"}
+            assert says(started[-1]) == answers[kind]
         os.kill(pid(started[0]), signal.SIGKILL)
         assert until(lambda: len(started) > 1, patient(30))
         sync.settle(patient(90))
-        assert says(started[1]) == checkpoints[0][1]["int4"]
+        assert says(started[1]) == checkpoints[0][1][kind]
         train(trainers, checkpoints[1][0])
         sync.register_trainers(trainers)
         sync.connect()
         report = sync.update_weights()
-        assert report.routes["int4"].startswith("it takes whole tensors, of which 14 become int4")
-        assert says(started[1]) == checkpoints[1][1]["int4"]
+        assert report.routes[kind].startswith("it takes whole tensors, of which 14 become int4 ")
+        assert says(started[1]) == checkpoints[1][1][kind]
     end(started[1])
 
 
 def test_a_checkpoint_in_another_format_than_the_engine_does_not_connect(
-    cluster: None, checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+    cluster: None, checkpoints: Checkpoints, start: Callable[[str], Any]
 ) -> None:
-    engine = start_int4("int4")
+    engine = start("int4")
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_engines({"int4": engine})
         sync.register_checkpoint("other", [str(checkpoints[0][0].with_name("0-zero points"))], stored=True)
@@ -237,12 +250,12 @@ def test_a_checkpoint_in_another_format_than_the_engine_does_not_connect(
 
 
 def test_trainers_that_quantise_send_a_third_and_engines_answer_alike(
-    cluster: None, checkpoints: Checkpoints, start_int4: Callable[[str], Any], tmp_path: Path
+    cluster: None, checkpoints: Checkpoints, start: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """Two FSDP2 ranks hold halves of each matrix."""
     arguments = (2, str(tmp_path / "meeting"), str(checkpoints[0][0]), INT4)
     trainers = [spawn(Bf16Trainer, rank, *arguments) for rank in range(2)]
-    engine = start_int4("int4")
+    engine = start("int4")
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers(trainers)
         sync.register_engines({"int4": engine})

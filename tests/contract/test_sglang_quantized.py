@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
-from tests.quantised import INT4, fp8_blocks, same_bits
+from tests.quantised import AWQ, INT4, fp8_blocks, same_bits
 from weightsync.engines.live_digest import LiveParameters, parameters_of
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.draft import Speculation
@@ -367,7 +367,8 @@ def test_what_sglang_quantises_and_the_configuration_does_not_is_named(tmp_path:
     ("quantization", "field", "remedy"),
     [
         (INT4, r"quantization_config of .*q_proj\.weight", "serve this format with vLLM"),
-        (BLOCKS | {"quant_method": "awq"}, r"quantization_config\.quant_method", "fp8"),
+        (BLOCKS | {"quant_method": "gguf"}, r"quantization_config\.quant_method", "fp8"),
+        (AWQ, r"quantization_config of .*q_proj\.weight", "serve this format with vLLM"),
         (BLOCKS | {"weight_block_size": None}, r"quantization_config\.weight_block_size", r"\[128, 128\]"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import given
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from tests.quantised import check_declared, int4, same_bits, save_quantised, weights
+from tests.quantised import CONFIGS, check_declared, same_bits, save_quantised, weights
 from weightsync.engines.checkpoint import checkpoint_of
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
@@ -39,6 +39,10 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
+
+needs_kernel = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "AVX2", reason="vLLM's kernel for four bits needs AVX-512"
+)
 
 
 class Layer(nn.Module):
@@ -108,6 +112,10 @@ STORED = Format(rule="compressed-tensors", values="int8", block=(1, 0))
         (None, "not quantised"),
         (Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)), "float8_e4m3fn with a scale"),
         (Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True), "int4 with a scale"),
+        (
+            Format(rule="gptq", values="int8", block=(1, 0), packed=True),
+            "int8 (GPTQ) with a scale",
+        ),
     ],
 )
 def test_a_layer_that_is_stored_otherwise_is_named_when_connecting(form: Format | None, given: str) -> None:
@@ -122,6 +130,8 @@ def test_a_layer_that_is_stored_otherwise_is_named_when_connecting(form: Format 
     assert raised.value.field == "quantization_config of proj.weight"
     assert given in str(raised.value.value)
     assert "vLLM's layer has weight (int8), weight_scale (float32)" in raised.value.remedy
+    named = form is not None and form.rule == "gptq"
+    assert ("modules_in_block_to_quantize" in raised.value.remedy) == named
 
 
 class Served:
@@ -190,6 +200,7 @@ def dummy(checkpoint, from_disk) -> Iterator[Served]:
     served.close()
 
 
+@needs_kernel
 @pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_each_tensor_of_a_quantized_checkpoint_has_to_come(
@@ -235,15 +246,15 @@ def test_fp8_blocks_are_vllms(powers_of_two: bool, weight: torch.Tensor) -> None
 
 @pytest.mark.faults
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoint(
-    symmetric: bool, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     wanted, digests, weights = [], [], []
     for seed in range(2):
         source, packed = tmp_path / str(seed), tmp_path / f"{seed}-int4"
         model = build_tiny_qwen3(source, seed=seed)
-        save_quantised(source, packed, int4(symmetric))
+        save_quantised(source, packed, CONFIGS[name])
         served = Served(packed, "auto")
         wanted.append(served.live())
         digests.append(served.digest())
@@ -262,7 +273,7 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
             assert live.keys() == wanted[number].keys()
             assert [name for name in live if not same_bits(live[name], wanted[number][name])] == []
             assert fed.digest() == digests[number]
-        packed_names = [name for name in live if name.endswith("weight_packed")]
+        packed_names = [name for name in live if name.endswith(("weight_packed", "qweight"))]
         assert packed_names
         assert not any(same_bits(wanted[0][name], wanted[1][name]) for name in packed_names)
         assert digests[0].kind == digests[1].kind

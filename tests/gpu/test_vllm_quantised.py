@@ -34,7 +34,7 @@ from tests.gpu.quantised_fleet import (
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
 from tests.patience import patient
-from tests.quantised import int4, save_quantised
+from tests.quantised import AWQ, GPTQ, int4, save_quantised
 from weightsync import WeightSync
 
 pytestmark = [
@@ -64,6 +64,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": dynamic("int-quantized", "int"),
     "fp8": dynamic("float-quantized", "float"),
     "fp8_blocks": FP8_BLOCKS,
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq_int8": GPTQ | {"bits": 8, "group_size": 128},
 }
 KERNELS: dict[str, dict[str, str]] = {
     "default": {},
@@ -147,6 +150,9 @@ class Case:
 CASES = {
     "int4": Case("untied", "int4", in_place=False),
     "zero_points": Case("untied", "zero_points", in_place=False),
+    "awq": Case("untied", "awq", in_place=False),
+    "gptq": Case("untied", "gptq", in_place=False),
+    "gptq_int8": Case("untied", "gptq_int8", in_place=False),
     "int8": Case("untied", "int8", in_place=True),
     "fp8": Case("untied", "fp8", in_place=True),
     "powers_of_two": Case("untied", "fp8_blocks", in_place=False),
@@ -154,6 +160,8 @@ CASES = {
     "cutlass_moe": Case("moe", "fp8_blocks", in_place=True, kernels="cutlass"),
     "deep_gemm": Case("untied", "fp8_blocks", in_place=True, kernels="deep_gemm"),
     "deep_gemm_moe": Case("moe", "fp8_blocks", in_place=True, kernels="deep_gemm"),
+    "two_ranks_awq": Case("untied", "awq", in_place=False, num_ranks=2),
+    "two_ranks_gptq": Case("untied", "gptq", in_place=False, num_ranks=2),
     "two_ranks_fp8": Case("untied", "fp8", in_place=True, num_ranks=2),
     "two_ranks_cutlass": Case("untied", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
     "two_ranks_cutlass_moe": Case("moe", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
@@ -273,6 +281,8 @@ def test_checkpoints_in_fp8_blocks_are_served_as_they_are_stored(
     ("form", "kernels", "version"),
     [
         ("zero_points", "default", 1),
+        ("awq", "default", 1),
+        ("gptq", "default", 1),
         ("int8", "default", 1),
         ("fp8", "default", 1),
         ("fp8_blocks", "cutlass", 2),

@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
+from weightsync.plan.formats import FIELD, Format, Quantization, unproven
 
 
 def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Format]:
@@ -28,9 +28,8 @@ def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, 
         is_expert = meta.name != whole
         form = quantization.of(meta.name) if is_expert or whole in checkpoint.linears else None
         if form is not None:
-            if form.rule in MICROSCALING:
-                remedy = "another format: no engine has been shown to take this one"
-                raise ConfigError(f"{FIELD} of {meta.name}", str(form), remedy)
+            if why := unproven(meta.name, form):
+                raise ConfigError(f"{FIELD} of {meta.name}", str(form), f"another format: {why}")
             form.stored(meta)
             found[meta.name] = form
     return found

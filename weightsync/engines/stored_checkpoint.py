@@ -17,6 +17,15 @@ from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import FIELD, Format, Quantization
 
+_MAY_BE_LEFT = {"g_idx"}
+"""What vLLM 0.24 loads of each layer, and later ones leave in the checkpoint."""
+
+_NAMED_BY = {
+    "awq": "modules_to_not_convert, such as [lm_head]",
+    "gptq": "modules_in_block_to_quantize, such as [self_attn, mlp]",
+}
+"""Keys without which vLLM takes from the files in its folder which layers are quantised."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
@@ -96,14 +105,14 @@ def require_stored(
         paths = (f"{parent}.{each}" if parent else each for each in holders)
         has = next((layers[each] for each in paths if each in layers), {})
         form = formats.get(name)
-        wanted = {"weight"} if form is None else set(form.suffixes)
+        wanted = {"weight"} if form is None else {*form.suffixes} - _MAY_BE_LEFT
         is_whole = form is not None or "weight" not in has or has["weight"].dtype in FULL
         if has and not (wanted <= has.keys() and is_whole):
             found = ", ".join(f"{key} ({_dtype(each)})" for key, each in sorted(has.items()))
-            remedy = (
-                f"{engine}'s layer has {found}: name {path} in its targets, or as ignored, "
-                f"as {engine} reads them"
-            )
+            how = f"name {path} in its targets, or as ignored, as {engine} reads them"
+            if form is not None and form.rule in _NAMED_BY and "weight" in has:
+                how = f"give {_NAMED_BY[form.rule]}, or start it from a folder with a checkpoint like it"
+            remedy = f"{engine}'s layer has {found}: {how}"
             raise ConfigError(f"{FIELD} of {name}", str(form or "not quantised"), remedy)
 
 

@@ -15,7 +15,9 @@ import torch
 from weightsync.memory.division import divided
 from weightsync.memory.microscaling import microscale
 from weightsync.memory.quantize_kernels import can_quantize, quantize_into
-from weightsync.plan.formats import MICROSCALING, Format
+from weightsync.memory.round_to_nearest import round_to_nearest
+from weightsync.memory.words import in_words
+from weightsync.plan.formats import MICROSCALING, NEAREST, Format
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_FP8 = 1e-4
@@ -33,6 +35,9 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     """
     if form.rule in MICROSCALING:
         yield from microscale(weight, form)
+        return
+    if form.rule in NEAREST:
+        yield from round_to_nearest(weight, form)
         return
     if can_quantize(weight, form):
         yield from _by_kernel(weight, form)
@@ -109,9 +114,4 @@ def _fp8_scales(blocks: torch.Tensor, form: Format) -> torch.Tensor:
 
 def _pack(values: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Pack int8[rows, columns] along rows: made unsigned, the first value in the lowest bits of an int32."""
-    per_word = 32 // num_bits
-    unsigned = (values + (1 << (num_bits - 1))).to(torch.uint8)
-    padded = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
-    words = padded.view(len(values), -1, per_word).to(torch.int32)
-    shifts = torch.arange(per_word, device=values.device, dtype=torch.int32) * num_bits
-    return (words << shifts).sum(2, dtype=torch.int32)
+    return in_words((values + (1 << (num_bits - 1))).to(torch.uint8), num_bits)

@@ -1,6 +1,7 @@
 """Formats of quantised weights, read from the ``quantization_config`` of a model's config.json.
 
-Sources: compressed-tensors' ``QuantizationConfig`` of 0.17, and the keys of vLLM's ``Fp8Config``.
+Sources: compressed-tensors' ``QuantizationConfig`` of 0.17, and the keys of vLLM's ``Fp8Config``,
+``AutoAWQConfig`` and ``AutoGPTQConfig`` of 0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan.segment import TensorMeta
 
 FIELD = "quantization_config"
-_METHODS = ("compressed-tensors", "fp8")
+_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 FP4 = "float4_e2m1fn"
 MICROSCALING = ("mx", "nvfp4")
 """Rules for small groups of FP4 or FP8 values with scales of 8 bits."""
+
+NEAREST = ("awq", "gptq")
+"""Rules that round to the nearest value, where the format's own tools calibrate by data."""
+
+_GROUP_SIZES = (128, 64, 32, -1)
+"""Columns of a group of AWQ and GPTQ; -1 stands for all."""
+
+_AWQ_LEFT, _GPTQ_LAYERS = "modules_to_not_convert", "modules_in_block_to_quantize"
 
 _SMALL_GROUPS = {
     "mxfp4-pack-quantized": ("mx", FP4, 32, "uint8"),
@@ -37,7 +46,8 @@ class Format:
 
     Attributes:
         rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
-            ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor).
+            ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor);
+            ``awq`` or ``gptq``, which store the transposed matrix.
         values: int4, int8, float8_e4m3fn or float4_e2m1fn.
         block: rows and columns that share a scale. 0 stands for all of them.
         packed: whether int32 words hold several values each, the first in the lowest bits. FP4 values are
@@ -61,6 +71,8 @@ class Format:
     @property
     def scale_suffix(self) -> str:
         """The last part of the name of the scales."""
+        if self.rule in NEAREST:
+            return "scales"
         return "weight_scale_inv" if self.rule == "fp8" else "weight_scale"
 
     @property
@@ -68,6 +80,8 @@ class Format:
         """The last parts of the names of the tensors that `stored` returns."""
         if not self.packed:
             return "weight", self.scale_suffix
+        if self.rule in NEAREST:
+            return ("qweight", "qzeros", "scales", *(("g_idx",) if self.rule == "gptq" else ()))
         if self.rule in MICROSCALING:
             whole = ("weight_global_scale",) if self.rule == "nvfp4" else ()
             return ("weight_packed", self.scale_suffix, *whole)
@@ -85,10 +99,14 @@ class Format:
         """Return the tensors that a checkpoint has in place of `weight`, ``….weight`` [rows, columns].
 
         Raises:
-            PlanError: it is no such matrix, or groups do not divide its columns.
+            PlanError: it is no such matrix, or groups or words do not divide it.
         """
         self._check(weight)
         rows, columns = weight.shape
+        base = weight.name.removesuffix("weight")
+        if self.rule in NEAREST:
+            packed = self._transposed(weight)
+            return tuple(TensorMeta(base + suffix, *packed[suffix]) for suffix in self.suffixes)
         scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
         dtypes = {"fp8": "float32", "mx": "uint8", "nvfp4": "float8_e4m3fn"}
         words = ("uint8", columns // 2) if self.values == FP4 else ("int32", self._num_words(columns))
@@ -100,8 +118,19 @@ class Format:
             "weight_zero_point": ("int32", (self._num_words(rows), scales[-1])),
             "weight_shape": ("int64", (2,)),
         }
-        base = weight.name.removesuffix("weight")
         return tuple(TensorMeta(base + suffix, *parts[suffix]) for suffix in self.suffixes)
+
+    def _transposed(self, weight: TensorMeta) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtypes and shapes of what AWQ or GPTQ stores: AWQ packs along rows, GPTQ along columns."""
+        rows, columns = weight.shape
+        groups, words = self.grid(weight.shape)[1], self._num_words(rows)
+        values = (columns, words) if self.rule == "awq" else (self._num_words(columns), rows)
+        return {
+            "qweight": ("int32", values),
+            "qzeros": ("int32", (groups, words)),
+            "scales": (weight.dtype, (groups, rows)),
+            "g_idx": ("int32", (columns,)),
+        }
 
     def _num_words(self, num_values: int) -> int:
         return -(-num_values // (32 // self.num_bits))
@@ -112,18 +141,32 @@ class Format:
                 weight.name,
                 f"shape {weight.shape} is none of a matrix, as {self} needs; list its module as ignored",
             )
-        group = self.block[1]
-        if self.block[0] == 1 and group and weight.shape[1] % group:
-            raise PlanError(
-                weight.name,
-                f"groups of {group} do not divide its {weight.shape[1]} columns; give a group_size that does",
-            )
+        (rows, columns), group = weight.shape, self.block[1]
+        if self.block[0] == 1 and group and columns % group:
+            fits = "that does"
+            if self.rule in NEAREST:
+                fits = f"of {next(size for size in _GROUP_SIZES if columns % size == 0)}"
+            problem = f"groups of {group} do not divide its {columns} columns; give a group_size {fits}"
+            raise PlanError(weight.name, problem)
+        word = 32 // self.num_bits
+        if self.rule in NEAREST and (rows % word or (self.rule == "gptq" and columns % word)):
+            problem = f"words of {word} values do not divide its shape {weight.shape}, as {self} needs"
+            raise PlanError(weight.name, f"{problem}; serve it in another format")
 
     def __str__(self) -> str:
+        values = f"{self.values} ({self.rule.upper()})" if self.rule in NEAREST else self.values
         rows, columns = (size or "all" for size in self.block)
         scale = "a scale" if self.symmetric else "a scale and a zero point"
         whole = ", and one for all" if self.rule == "nvfp4" else ""
-        return f"{self.values} with {scale} for {rows} x {columns}{whole}"
+        return f"{values} with {scale} for {rows} x {columns}{whole}"
+
+
+def unproven(weight: str, form: Format) -> str:
+    """Return why no engine is offered `weight` in its format; "" if engines take it."""
+    if form.rule in MICROSCALING:
+        return "no engine has been shown to take this format"
+    is_expert = ".experts." in weight
+    return "no engine has been shown to take experts of it" if form.rule in NEAREST and is_expert else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +197,11 @@ class Quantization:
         if method == "fp8":
             ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
             return cls((Group(("Linear",), _read_fp8(config)),), ("lm_head", *ignored))
+        if method == "awq":
+            return cls((Group(("Linear",), _read_awq(config)),), ("lm_head", *_paths_with(config, _AWQ_LEFT)))
+        if method == "gptq":
+            targets = _paths_with(config, _GPTQ_LAYERS) or ("Linear",)
+            return cls((Group(targets, _read_gptq(config)),), ("lm_head",))
         _refuse("quant_method", method, nearest(str(method), _METHODS))
 
     def of(self, weight: str) -> Format | None:
@@ -276,6 +324,49 @@ def _read_fp8(config: Mapping[str, Any]) -> Format:
         block=_pair("weight_block_size", block),
         powers_of_two=scales == "ue8m0",
     )
+
+
+def _read_awq(config: Mapping[str, Any]) -> Format:
+    _require_number(config, "bits", (4,))
+    _require(config, "zero_point", (True,), "AWQ has zero points; quant_method: gptq has none")
+    _require(config, "version", ("gemm", None), "vLLM reads values in this order")
+    return _read_nearest(config, "int4", symmetric=False)
+
+
+def _read_gptq(config: Mapping[str, Any]) -> Format:
+    _require_number(config, "bits", (4, 8))
+    _require(config, "sym", (True,), "vLLM serves GPTQ without zero points; quant_method: awq has them")
+    _require(config, "desc_act", (False, None), "an order of columns comes from data that calibrates")
+    _require(config, "checkpoint_format", ("gptq", None), "other layouts are not known here")
+    if config.get("dynamic"):
+        _refuse("dynamic", config["dynamic"], f"leave it out; {_GPTQ_LAYERS} says what is quantised")
+    return _read_nearest(config, f"int{config['bits']}", symmetric=True)
+
+
+def _read_nearest(config: Mapping[str, Any], values: str, *, symmetric: bool) -> Format:
+    _require_number(config, "group_size", _GROUP_SIZES)
+    _require(config, "lm_head", (False, None), "the output head stays as it is")
+    block = (1, max(config["group_size"], 0))
+    return Format(rule=config["quant_method"], values=values, block=block, packed=True, symmetric=symmetric)
+
+
+def _require(config: Mapping[str, Any], key: str, valid: Sequence[object], why: str) -> None:
+    if config.get(key) not in valid:
+        _refuse(key, config.get(key), f"{str(valid[0]).lower()}: {why}")
+
+
+def _require_number(config: Mapping[str, Any], key: str, valid: Sequence[int]) -> None:
+    value = config.get(key)
+    if value not in valid:
+        near = min(valid, key=lambda each: abs(each - value)) if isinstance(value, int) else valid[0]
+        _refuse(key, value, f"{near}; valid: {', '.join(map(str, valid))}")
+
+
+def _paths_with(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return expressions for paths with one of the names under `key`, which GPTQ may have in lists."""
+    given = config.get(key) or ()
+    names = [name for each in given for name in ([each] if isinstance(each, str) else each)]
+    return tuple(f"re:.*{re.escape(name)}" for name in names)
 
 
 def _pair(where: str, block: Sequence[int]) -> tuple[int, int]:

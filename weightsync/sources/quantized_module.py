@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.quantize import quantize
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.formats import MICROSCALING, Format, Quantization
+from weightsync.plan.formats import MICROSCALING, NEAREST, Format, Quantization
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource, OwnTensors
 
@@ -112,7 +112,7 @@ class QuantizedModuleSource(ModuleSource):
             form = self._quantization.of(meta.name) if meta.name in linears else None
             if form is None:
                 continue
-            if form.rule in MICROSCALING or form.block == (0, 0) or not form.symmetric:
+            if form.rule in (*MICROSCALING, *NEAREST) or form.block == (0, 0) or not form.symmetric:
                 remedy = "quantise on the engine: leave quantization out"
                 raise ConfigError(f"{_FIELD} of {meta.name}", str(form), remedy)
             found[meta.name] = form

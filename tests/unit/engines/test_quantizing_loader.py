@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from tests.quantised import INT4, by_library, same_bits
+from tests.quantised import AWQ, GPTQ, INT4, by_library, same_bits
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.errors import ConfigError, PlanError
@@ -86,6 +87,13 @@ def test_a_format_that_no_engine_has_been_shown_to_take_is_named() -> None:
     weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
     group = {"targets": ["Linear"], "weights": weights}
     config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    with pytest.raises(ConfigError, match="no engine has been shown to take this one") as raised:
+    with pytest.raises(ConfigError, match="no engine has been shown to take this format") as raised:
         formats_of(checkpoint(), Quantization.read(config | {"config_groups": {"group_0": group}}))
     assert raised.value.field == f"quantization_config of {LAYER}.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("config", [AWQ, GPTQ])
+def test_experts_of_awq_and_gptq_are_refused_by_name(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no engine has been shown to take experts of it") as raised:
+        formats_of(checkpoint(), Quantization.read(config))
+    assert raised.value.field == f"quantization_config of {LAYER}.mlp.experts.0.gate_proj.weight"

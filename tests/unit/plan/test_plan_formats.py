@@ -13,6 +13,8 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.formats import FP4, Format, Quantization
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 GROUP = "config_groups.group_0"
 
 
@@ -70,6 +72,12 @@ def weights(layout: str, **given: object) -> dict[str, Any]:
             weights("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16, strategy="tensor_group"),
             Format(rule="nvfp4", values=FP4, block=(1, 16), packed=True),
         ),
+        (AWQ, Format(rule="awq", values="int4", block=(1, 128), packed=True, symmetric=False)),
+        (GPTQ, Format(rule="gptq", values="int4", block=(1, 64), packed=True)),
+        (
+            GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq"},
+            Format(rule="gptq", values="int8", block=(1, 0), packed=True),
+        ),
     ],
 )
 def test_known_formats(config: dict[str, Any], wanted: Format) -> None:
@@ -99,10 +107,37 @@ def test_targets_and_ignored_modules_are_paths_or_expressions() -> None:
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        AWQ | {"modules_to_not_convert": ["lm_head", "layers.1.", "self_attn"]},
+        GPTQ | {"modules_in_block_to_quantize": [["0.mlp.up_proj"], ["0.mlp.down_proj"]]},
+        GPTQ | {"modules_in_block_to_quantize": ["0.mlp"]},
+    ],
+)
+def test_layers_of_awq_and_gptq_are_named_by_parts_of_their_paths(config: dict[str, Any]) -> None:
+    quantization = Quantization.read(config)
+    names = ("layers.0.mlp.up_proj", "layers.0.self_attn.q_proj", "layers.1.mlp.up_proj")
+    taken = [name for name in names if quantization.of(f"model.{name}.weight")]
+    assert taken == ["layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
     ("config", "field", "remedy"),
     [
-        ({"quant_method": "awq"}, "quant_method", "valid: compressed-tensors, fp8"),
+        ({"quant_method": "marlin"}, "quant_method", "valid: awq, compressed-tensors, fp8, gptq"),
         ({"quant_method": "fp"}, "quant_method", "did you mean 'fp8'"),
+        (AWQ | {"bits": 8}, "bits", "4; valid: 4"),
+        (AWQ | {"zero_point": False}, "zero_point", "true: AWQ has zero points"),
+        (AWQ | {"version": "gemv"}, "version", "gemm: "),
+        (AWQ | {"group_size": 100}, "group_size", "128; valid: 128, 64, 32, -1"),
+        (AWQ | {"group_size": None}, "group_size", "128; valid: 128, 64, 32, -1"),
+        (AWQ | {"lm_head": True}, "lm_head", "false: "),
+        (GPTQ | {"bits": 3}, "bits", "4; valid: 4, 8"),
+        (GPTQ | {"group_size": 16}, "group_size", "32; valid"),
+        (GPTQ | {"sym": False}, "sym", "true: vLLM serves GPTQ without zero points"),
+        (GPTQ | {"desc_act": True}, "desc_act", "false: an order of columns comes from data"),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "checkpoint_format", "gptq: "),
+        (GPTQ | {"dynamic": {"-:.*mlp": {}}}, "dynamic", "modules_in_block_to_quantize"),
         (changed("format", "nvfp4-quantized"), f"{GROUP}.format", "did you mean 'nvfp4-pack-quantized'"),
         (
             weights("mxfp8-quantized", num_bits=8, type="float", group_size=16),
@@ -168,3 +203,22 @@ def test_a_weight_that_does_not_fit_its_format_is_named(
     with pytest.raises(PlanError, match=problem) as raised:
         form.stored(TensorMeta(name, "bfloat16", shape))
     assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "problem"),
+    [
+        (AWQ, (8, 192), "groups of 128 do not divide its 192 columns; give a group_size of 64"),
+        (GPTQ, (8, 40), "groups of 64 do not divide its 40 columns; give a group_size of -1"),
+        (AWQ, (12, 128), "words of 8 values do not divide its shape"),
+        (GPTQ, (12, 128), "words of 8 values do not divide its shape"),
+        (GPTQ | {"group_size": -1}, (8, 60), "words of 8 values do not divide its shape"),
+    ],
+)
+def test_a_weight_that_words_or_groups_do_not_divide_is_named_with_what_does(
+    config: dict[str, Any], shape: tuple[int, int], problem: str
+) -> None:
+    form = Quantization.read(config).of("a.weight")
+    assert form is not None
+    with pytest.raises(PlanError, match=problem):
+        form.stored(TensorMeta("a.weight", "bfloat16", shape))

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import weightsync
+from tests.quantised import AWQ
 from tests.unit.recipes.test_recipes_page import run_report
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, FaultPlan
@@ -488,12 +489,28 @@ def test_a_plan_says_of_nvfp4_that_no_engine_takes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "last"),
+    [
+        ("qwen3-8b", "each engine rank gets whole tensors by broadcast"),
+        ("qwen3-30b-a3b", "no engine has been shown to take experts of it: connect() refuses it"),
+    ],
+)
+def test_a_plan_says_what_awq_makes_of_a_model(model: str, last: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"quantization_config": AWQ}))
+    command = ["plan", "--model", model, "--trainers", "fsdp=8", "--engine", "tp=2", "--quantization"]
+    output = RUNNER.invoke(cli.app, [*command, str(file)]).output
+    assert "tensors become int4 (AWQ) with a scale and a zero point for 1 x 32: " in output
+    assert last in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         (None, "give a model's config.json"),
         ("{", "neither JSON nor YAML"),
         ("model_type: qwen3", "it has no quantization_config"),
-        ("quantization_config: {quant_method: awq}", "valid: compressed-tensors, fp8"),
+        ("quantization_config: {quant_method: gguf}", "valid: awq, compressed-tensors, fp8, gptq"),
     ],
 )
 def test_a_file_without_a_known_format_is_one_line(text: str | None, problem: str, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_they_are_served_as_they_are_stored_if_asked(config: dict[str, Any], tmp
     [
         (BLOCKS | {"weight_block_size": [4, 4]}, PlanError, r"a\.weight_scale_inv.*shape \(3, 3\).*\(3, 6\)"),
         (CHANNELS, PlanError, r"a\.weight_scale.*no file has these scales"),
-        ({"quant_method": "gptq"}, ConfigError, r"quant_method.*valid: compressed-tensors, fp8"),
+        ({"quant_method": "gguf"}, ConfigError, r"quant_method.*valid: awq, compressed-tensors, fp8, gptq"),
     ],
 )
 def test_scales_that_do_not_fit_are_named(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.quantised import INT4, same_bits
+from tests.quantised import AWQ, GPTQ, INT4, int4, same_bits
 from weightsync.errors import ConfigError
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.quantize import quantize
@@ -136,10 +136,9 @@ def test_arguments_that_do_not_go_together_are_named(arguments: dict[str, Any], 
     assert raised.value.field == field
 
 
-def test_a_format_that_needs_more_than_rows_is_named() -> None:
-    weights = INT4["config_groups"]["group_0"]["weights"] | {"symmetric": False}
-    group = INT4["config_groups"]["group_0"] | {"weights": weights}
-    source = QuantizedModuleSource(Model(), INT4 | {"config_groups": {"group_0": group}})
-    with pytest.raises(ConfigError) as raised:
+@pytest.mark.parametrize("config", [int4(symmetric=False), AWQ, GPTQ])
+def test_a_format_that_engines_alone_quantise_is_named(config: dict[str, Any]) -> None:
+    source = QuantizedModuleSource(Model(), config | {"group_size": -1, "modules_in_block_to_quantize": None})
+    with pytest.raises(ConfigError, match="quantise on the engine") as raised:
         source.layout()
     assert raised.value.field == "quantization of up.weight"
