@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
-from weightsync.actors.publish_relay import relayed_ranks
+from weightsync.actors.relays import relayed_ranks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
