@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.errors import WeightSyncError
+from weightsync.driver.gather import GRACE_S
+from weightsync.errors import DeadlineError, WeightSyncError
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.peers import MoveRelayPeer
 
@@ -71,12 +71,19 @@ class Moves:
             said = await self._ask(relay, relay.moved())
         self._begin_directly(left)
 
-    async def _ask(self, relay: MoveRelayPeer, call: Awaitable[_Said]) -> _Said | None:
-        outcome = await gather_named({relay.name: call}, "move", _SILENT_S)
-        for error in outcome.failures.values():
-            logger.warning("[driver] calls holders itself: %s", error)
-            relay.renew()
-        return outcome.answers.get(relay.name)
+    async def _ask(self, relay: MoveRelayPeer, call: Coroutine[object, object, _Said]) -> _Said | None:
+        asking = asyncio.create_task(call)
+        try:
+            if (await asyncio.wait([asking], timeout=_SILENT_S))[0]:
+                return asking.result()
+            error: WeightSyncError = DeadlineError("move", (relay.name,), _SILENT_S)
+        except WeightSyncError as raised:
+            error = raised
+        finally:
+            asking.cancel()
+        logger.warning("[driver] calls holders itself: %s", error)
+        relay.renew()
+        return None
 
     def _begin_directly(self, indices: Iterable[int]) -> None:
         self._work += [asyncio.create_task(self._directly(index)) for index in indices]
