@@ -4,7 +4,8 @@ An update has three calls one after another while engines do not serve. Through 
 milliseconds; benchmarks/README.md compares the two.
 
 Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
-show the driver's secret.
+show the driver's secret. A holder that calls the others of its host does so on channels of its own: it is
+their driver here.
 """
 
 from __future__ import annotations
