@@ -47,23 +47,26 @@ class MoveRelay:
     async def move(
         self, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
     ) -> Mapping[int, Moved | WeightSyncError | None]:
-        """Have holders move, by index."""
+        """Have holders move, by index. None could be called while the connection is being made."""
+        if not (self.channel and self.channel.is_open):
+            self._channels.open(self)  # another one, if it was lost
+        elif self.channel.stuck:
+            self.renew()
         alike: dict[tuple[bool, UpdateTask], list[int]] = {}
         for index, task in tasks.items():
             alike.setdefault(task, []).append(index)
         asked = tuple((feeding, task, tuple(its)) for (feeding, task), its in alike.items())
-        return await self._ask("move_all", (attempt, asked, timeout_s))
+        called = self.channel.call("move_all", (attempt, asked, timeout_s)) if self.channel else None
+        return _said(await called) if called else dict.fromkeys(tasks)
 
     async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]:
         """Return what is new of holders that move."""
-        return await self._ask("moved", ())
-
-    async def _ask(
-        self, method: str, args: tuple[object, ...]
-    ) -> Mapping[int, Moved | WeightSyncError | None]:
-        called = self.channel.call(method, args) if self.channel else None
+        called = self.channel.call("moved", ()) if self.channel else None
         if called is None:
             raise PeerError(self.name, "there is no connection to it")
-        said: HostMoved = await called
-        moved, errors, uncalled = said
-        return {**moved, **{i: error.rebuild() for i, error in errors.items()}, **dict.fromkeys(uncalled)}
+        return _said(await called)
+
+
+def _said(answer: HostMoved) -> Mapping[int, Moved | WeightSyncError | None]:
+    moved, errors, uncalled = answer
+    return {**moved, **{i: error.rebuild() for i, error in errors.items()}, **dict.fromkeys(uncalled)}

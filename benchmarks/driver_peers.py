@@ -84,6 +84,8 @@ class RelayWire(Wire):
 class MoveWires:
     """The control channel of the holder that has others of its host move."""
 
+    is_open, stuck = True, False
+
     def __init__(self, peer: object, ledger: Ledger, host: str) -> None:
         self._wire = Wire(peer, ledger, host)
 
