@@ -174,9 +174,13 @@ class ControlChannel:
 class ControlChannels:
     """The control channels of all processes that a driver calls. Used on one event loop."""
 
-    def __init__(self, ports: Ports | None) -> None:
-        """`ports`: the range of the port on which it listens; any free one without it."""
-        self._ports = ports
+    def __init__(self, ports: Ports | None, host: str = "") -> None:
+        """
+        Args:
+            ports: the range of the port on which it listens; any free one without it.
+            host: the address on which it listens; that of this host without it.
+        """
+        self._ports, self._host = ports, host
         self._listener: _Listener | None = None
         self._channels: dict[Hashable, ControlChannel] = {}
         self._notices: dict[Hashable, ReadableNotices] = {}
@@ -232,7 +236,7 @@ class ControlChannels:
 
     def _listening(self) -> _Listener:
         if self._listener is None:
-            self._listener = _Listener(self._ports)
+            self._listener = _Listener(self._ports, self._host or ray.util.get_node_ip_address())
         return self._listener
 
     async def _have_dialled(self, trainer: Notifier, offer: ControlOffer) -> None:
@@ -265,8 +269,7 @@ class ControlChannels:
 class _Listener:
     """The socket, and the channels by number."""
 
-    def __init__(self, ports: Ports | None) -> None:
-        host = ray.util.get_node_ip_address()
+    def __init__(self, ports: Ports | None, host: str) -> None:
         listening = listen(host, ports, "the driver cannot listen for control channels")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorman = Doorman(self._context)

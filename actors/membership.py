@@ -21,7 +21,7 @@ from weightsync.actors.holder_processes import SharedProcesses
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
-from weightsync.actors.publish_relay import Relays, relays_of
+from weightsync.actors.relays import Relays, move_relays, publish_relays
 from weightsync.actors.remote import (
     Remote,
     RemoteEngine,
@@ -387,7 +387,11 @@ class Membership:
         ]
         nodes = [placements[name].node for name in trainers]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
-        self._relays.use([] if self._adapter else relays_of([*trainers.values()], nodes, homes))
+        if not self._adapter:  # its holders share processes with those of others
+            self._relays.use(
+                publish_relays([*trainers.values()], nodes, homes),
+                move_relays(self._channels, holders, self._fleet.nodes),
+            )
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.actor_class import actor_class
 from weightsync.actors.detached import detached
+from weightsync.actors.host_moves import HostMoves
+from weightsync.actors.move_once import MoveOnce
 from weightsync.actors.placement import Placement, threaded
 from weightsync.actors.publish_relay import publish_all
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
@@ -24,11 +27,13 @@ from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.kernels import load_copies
 from weightsync.memory.tensors import device_id
+from weightsync.plan import Plan
+from weightsync.protocol.messages import Moved, Prepared, UpdateTask
 from weightsync.transports import transport_class
 
-# watch(), answer_calls(), relay(), a refill, snapshot() and replicate() take one each. The rest are for other
-# calls.
-_NUM_THREADS = 10
+# watch(), answer_calls(), relay(), relay_moves(), answer_relay(), a refill, snapshot() and replicate() take
+# one each. The rest are for other calls.
+_NUM_THREADS = 12
 
 
 def spawn_holder(
@@ -53,16 +58,46 @@ def spawn_holder(
 
 
 class WeightHolder(Holder):
-    """A holder's actor, which also asks the trainers of its host for the driver."""
+    """A holder's actor, which also calls the trainers and holders of its host for the driver."""
 
     def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
         """See `Holder`."""
         super().__init__(name, host, transport, device, ports=ports)
-        self._relaying = Turns()
+        self._relaying, self._relaying_moves, self._relayed = Turns(), Turns(), Turns()
+        self._once = MoveOnce(name)
 
     def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
         """Have `trainers`, by rank, publish when the driver asks, until the channel is lost or replaced."""
         answer_calls(offer, {"publish_all": partial(publish_all, trainers)}, self._relaying.begin())
+
+    def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have the `holders` of this host, by index, move when the driver asks.
+
+        Ends when the channel is lost or replaced.
+        """
+        is_newest = self._relaying_moves.begin()
+        with closing(HostMoves(holders)) as moves:
+            answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved}, is_newest)
+
+    def answer_relay(self, offer: ControlOffer) -> None:
+        """Answer `move` on a channel of the holder that relays, until it is lost or replaced.
+
+        What comes after the next `prepare` is refused.
+        """
+        answer_calls(offer, {"move": partial(self._move, self._once)}, self._relayed.begin())
+
+    def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
+        """See `Holder.prepare`."""
+        self._once.close()
+        self._once = MoveOnce(self.name)
+        return super().prepare(plan, index, source)
+
+    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        """See `Holder.move`. The driver and the holder that relays may both ask: see `MoveOnce`."""
+        return self._move(self._once, attempt, feeding, task, timeout_s)
+
+    def _move(self, once: MoveOnce, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        return once.move(attempt, partial(super().move, attempt, feeding, task, timeout_s))
 
 
 class HolderStandby(WeightHolder):

@@ -38,7 +38,8 @@ is what the plan allocates.
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, as `weightsync.actors.remote` calls engines: through Ray and over control channels, in turns. The
 first two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
-itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`).
+itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`). The last N are holders
+that move nothing: the driver calls them itself, and through one of each group (`benchmarks.move_rounds`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from benchmarks.driver_ledger import Instant, Ledger
 from benchmarks.driver_peers import TENSOR_PARALLEL, make_fleet
 from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
+from benchmarks.move_rounds import measure_moves
 from benchmarks.publish_rounds import measure_publishing
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.engine_calls import EngineCalls
@@ -167,13 +169,14 @@ def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
         for mode in args.mode
     ]
     calls = {"actors": args.actors, "rounds": args.rounds}
-    return [*specs, calls, calls | {"publish": True}] if args.actors else specs
+    return (
+        [*specs, *(calls | {"of": of} for of in ("engines", "trainers", "holders"))] if args.actors else specs
+    )
 
 
 def _run_part(spec: Mapping[str, object]) -> None:
     if "actors" in spec:
-        measure = measure_publishing if "publish" in spec else measure_actors
-        measure(int(str(spec["actors"])), int(str(spec["rounds"])))
+        _ACTOR_ROUNDS[str(spec["of"])](int(str(spec["actors"])), int(str(spec["rounds"])))
         return
     gib = float(str(spec["memory_gib"]))
     resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))
@@ -317,6 +320,13 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
             emit({"table": _ACTORS, **row})
     finally:
         kill([each.handle for each in peers.values()])
+
+
+_ACTOR_ROUNDS: Mapping[str, Callable[[int, int], None]] = {
+    "engines": measure_actors,
+    "trainers": measure_publishing,
+    "holders": measure_moves,
+}
 
 
 if __name__ == "__main__":

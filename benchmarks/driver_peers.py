@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
-from weightsync.actors.publish_relay import relayed_ranks
+from weightsync.actors.control_channels import ControlChannel, ControlChannels
+from weightsync.actors.move_relay import MoveRelay
+from weightsync.actors.relays import relayed_ranks
+from weightsync.channel.control import HostMoved, HostTasks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
@@ -75,6 +79,24 @@ class RelayWire(Wire):
         tickets = [1] * len(readable)
         reports, _ = await self.__getattr__("publish_all")(count, tickets, timeout_s)
         return [reports[rank] for rank in self.ranks]
+
+
+class MoveWires:
+    """The control channel of the holder that has others of its host move."""
+
+    is_open, stuck = True, False
+
+    def __init__(self, peer: object, ledger: Ledger, host: str) -> None:
+        self._wire = Wire(peer, ledger, host)
+
+    def forget(self, key: object) -> None: ...
+
+    def open(self, relay: MoveRelay) -> None:
+        relay.channel = cast("ControlChannel", self)
+
+    def call(self, method: str, args: tuple[object, ...]) -> Awaitable[object]:
+        answered: Awaitable[object] = getattr(self._wire, method)(*args)
+        return answered
 
 
 class Model:
@@ -333,6 +355,13 @@ class Holder:
         )
 
 
+class HostHolders:
+    """What a holder does for the holders of its host."""
+
+    def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
+        return {index: Moved(_span("move")) for _, _, its in tasks for index in its}, {}, ()
+
+
 def make_fleet(
     num_tensors: int,
     num_trainers: int,
@@ -356,6 +385,8 @@ def make_fleet(
             homes.append((f"engine {number}", rank))
         peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}"))
         engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
+    named: list[Any] = [SimpleNamespace(name=f"holder {i}", handle=i) for _, i in homes]
+    nodes = [host for host, _ in homes]
     return Fleet(
         trainers=[
             (cast("TrainerPeer", TrainerWire(TrainerRank(model, rank, num_trainers), ledger, host)), rank)
@@ -363,11 +394,19 @@ def make_fleet(
         ],
         engines=engines,
         holders=[cast("HolderPeer", Wire(Holder(model, index), ledger, host)) for host, index in homes],
-        nodes=[host for host, _ in homes],
+        nodes=nodes,
         share=ledger.share,
         relays=[
             RelayWire(Relay(model, ranks), ledger, homes[ranks[0]][0], ranks)
-            for ranks in relayed_ranks([host for host, _ in homes[:num_trainers]])
+            for ranks in relayed_ranks(nodes[:num_trainers])
+        ],
+        move_relays=[
+            MoveRelay(
+                cast("ControlChannels", MoveWires(HostHolders(), ledger, nodes[indices[0]])),
+                {index: named[index] for index in indices},
+            )
+            for indices in relayed_ranks(nodes)
+            if len(indices) > 1
         ],
     )
 

@@ -23,10 +23,11 @@ from tests.actors.gated_trainer import Gated
 from tests.actors.intercept import Call, intercept
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
-from weightsync.actors import publish_relay
+from weightsync.actors import relays
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.process import ask_pid
-from weightsync.actors.publish_relay import PublishRelay, relayed_ranks
+from weightsync.actors.publish_relay import PublishRelay
+from weightsync.actors.relays import relayed_ranks
 from weightsync.actors.remote import Remote, remote_holder, remote_trainer
 from weightsync.actors.weight_holder import spawn_holder
 from weightsync.driver.fleet import Fleet
@@ -45,7 +46,7 @@ def engine(cluster: None) -> Any:
 
 @pytest.fixture
 def sync(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightSync]:
-    monkeypatch.setattr(publish_relay, "MAX_DIRECT_HOSTS", 0)
+    monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", 0)
     config = SyncConfig(bucket_bytes=8192, timeout_s=TIMEOUT_S, connect_timeout_s=patient(30))
     with WeightSync(config) as sync:
         sync.register_trainers([spawn(Gated, WIDTH, f"s{rank}", str(tmp_path)) for rank in range(2)])

@@ -19,7 +19,7 @@ from tests.patience import patient
 from weightsync.actors.control_channels import Callee, ControlChannel, ControlChannels
 from weightsync.actors.publish_relay import PublishRelay
 from weightsync.actors.remote import answer, remote_engine
-from weightsync.channel.control import Answer, ControlOffer, Hello, Turns, answer_calls, pack
+from weightsync.channel.control import Answer, ControlOffer, Hello, HostMoved, Turns, answer_calls, pack
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
     EngineError,
@@ -112,6 +112,27 @@ def test_arguments_and_answers_arrive_as_they_were() -> None:
         assert np.array_equal(loaded.fingerprints, REPORT.fingerprints)
         assert [tuple(each) for each in loaded.spans] == [tuple(each) for each in REPORT.spans]
         assert await process.call("pause", "keep", 2.5) is None
+
+    run(test)
+
+
+def test_what_a_host_is_asked_and_says_arrives_as_it_was() -> None:
+    asked: list[tuple[object, ...]] = []
+    lost = SentError.of(PeerLostError("holder 4", "killed"))
+
+    def move_all(*args: object) -> HostMoved:
+        asked.append(args)
+        return {2: Moved(Span("move", 1.5, 0.25), 0.5, SLOW)}, {4: lost}, (6,)
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"move_all": move_all, "moved": lambda: ({}, {}, ())}))
+        tasks = ((True, UpdateTask(cast=frozenset({3})), (2, 4)), (False, UpdateTask(), (6,)))
+        moved, errors, uncalled = await process.call("move_all", 7, tasks, 2.5)
+        assert asked == [(7, tasks, 2.5)]
+        assert (moved[2].waited_s, str(moved[2].slow), uncalled) == (0.5, str(SLOW), (6,))
+        assert isinstance(error := errors[4].rebuild(), PeerLostError)
+        assert error.peer == "holder 4"
+        assert await process.call("moved") == ({}, {}, ())
 
     run(test)
 

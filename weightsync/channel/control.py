@@ -4,7 +4,8 @@ An update has three calls one after another while engines do not serve. Through 
 milliseconds; benchmarks/README.md compares the two.
 
 Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
-show the driver's secret.
+show the driver's secret. A holder that calls the others of its host does so on channels of its own: it is
+their driver here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -61,6 +62,12 @@ class Call:
     answer: Any
 
 
+HostTasks: TypeAlias = tuple[tuple[bool, UpdateTask, tuple[int, ...]], ...]
+"""Whether holders feed their engine ranks, their task, and which these are. Most of a host are alike."""
+
+HostMoved: TypeAlias = tuple[dict[int, Moved], dict[int, SentError], tuple[int, ...]]
+"""Outcomes and errors by holder, and the holders that could not be called."""
+
 CALLS: Mapping[str, Call] = {
     "move": Call(tuple[int, bool, UpdateTask, float], Moved),
     "refill": Call(tuple[int, Snapshot, bool, float, float], Refilled),
@@ -70,11 +77,14 @@ CALLS: Mapping[str, Call] = {
     "publish_all": Call(
         tuple[bool, tuple[int, ...], float], tuple[dict[int, PublishReport], dict[int, SentError]]
     ),
+    "move_all": Call(tuple[int, HostTasks, float], HostMoved),
+    "moved": Call(tuple[()], HostMoved),
 }
 """The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
 
-`publish_all` is a holder's, for the trainers of its host. It takes whether to count, their tickets and its
-deadline, and returns reports and errors by rank.
+The last three are a holder's, for its host. `publish_all` takes whether to count, the trainers' tickets and
+its deadline, and returns reports and errors by rank. `move_all` begins an attempt of the host's holders; it
+and `moved` return what is new of them.
 """
 
 

@@ -102,7 +102,10 @@ async def connect(
             fleet, config, layouts.trainers, layouts.engines, layouts.source.stated, layouts.joined
         )
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
-    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, pushing, clock)
+    made = await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, pushing, clock)
+    for relay in fleet.move_relays:
+        relay.renew()
+    return made
 
 
 def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:

@@ -23,6 +23,7 @@ from weightsync.driver.frozen import FrozenTensors
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.gpu_peaks import peaks, sampled
 from weightsync.driver.joint_commit import JointMember
+from weightsync.driver.moves import Moves
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.snapshot_index import SnapshotIndex
@@ -416,17 +417,17 @@ class Controller:
         self._num_buckets = (
             num_buckets if any_task.broadcasts_all else sum(b < num_buckets for b in any_task.cast)
         )
-        peers = self._fleet.holders
-        moves = {f"holder {i}": peers[i].move(attempt, i in fed, t, timeout_s) for i, t in tasks.items()}
+        moves = Moves(self._fleet, attempt, {i: (i in fed, task) for i, task in tasks.items()}, timeout_s)
         loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
-        moving = Attempt(moves, loads, feeds, timeout_s)
+        moving = Attempt(moves.calls, loads, feeds, timeout_s)
         aborting = asyncio.create_task(self._abort_if_lost(moving))
         try:
             moved, outcome = await moving.run()
             await aborting
         finally:
             aborting.cancel()
+            moves.close()
         loaded = outcome.answers
         self.engine_group.blame("move", outcome.failures)
         if moved.failures:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, MoveRelayPeer, RelayPeer, TrainerPeer
 
 
 def _itself(value: object) -> object:
@@ -38,6 +38,7 @@ class Fleet:
         nodes: the host of each holder, under any name; holders beyond its end share one host.
         share: makes what calls of peers carry in place of a value that many get; by default the value itself.
         relays: what asks trainers to publish in the driver's place. Ranks of none are asked directly.
+        move_relays: what has holders move in the driver's place. Holders of none are called directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by a name of theirs.
     """
@@ -48,6 +49,7 @@ class Fleet:
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
     relays: list[RelayPeer] = field(default_factory=list)
+    move_relays: list[MoveRelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
 

@@ -54,6 +54,9 @@ SharedAlike = NewType("SharedAlike", object)
 SharedLayout = NewType("SharedLayout", object)
 """The same of a `LayoutTable`. Holders make the layouts of all ranks of a mesh of it."""
 
+MOVE_LOOK_S = 0.5
+"""How often a relay of moves says that it is there, while holders move."""
+
 
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
@@ -93,6 +96,25 @@ class RelayPeer(Protocol):
     async def publish(
         self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]: ...
+
+
+class MoveRelayPeer(Protocol):
+    """A holder that has the holders of its host move, `holders` by index, in the driver's place.
+
+    `move` takes the `feeding` and the `task` of each. It and `moved` return what holders have said since they
+    were last asked: None for one that could not be called. Others still move. Both answer within
+    `MOVE_LOOK_S`, or earlier, once something is known. They raise what keeps the relay from answering, which
+    says nothing of the holders. `renew` makes the connection again, which calls before have no part in.
+    """
+
+    name: str
+    holders: Sequence[int]
+
+    async def move(
+        self, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
+    ) -> Mapping[int, Moved | WeightSyncError | None]: ...
+    async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]: ...
+    def renew(self) -> None: ...
 
 
 class HolderPeer(Protocol):

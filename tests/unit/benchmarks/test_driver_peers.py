@@ -10,6 +10,7 @@ import pytest
 from benchmarks import bench_driver
 from benchmarks.driver_ledger import Ledger, Wire
 from benchmarks.driver_peers import make_fleet
+from weightsync.actors import relays
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.errors import VerifyError
@@ -92,6 +93,23 @@ def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
     }
     for name in ("publish", "load"):
         assert costs[name].nbytes_in == of_more[name].nbytes_in
+
+
+def test_with_many_hosts_an_update_has_one_call_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", 3)
+
+    async def work() -> Ledger:
+        ledger = Ledger()
+        controller = Controller(SyncConfig(), make_fleet(NUM_TENSORS, 32, NUM_ENGINES, ledger))
+        await controller.connect()
+        ledger.clear()
+        report = await controller.update(1)
+        assert {f"holder {i}" for i in range(32 + 8 * NUM_ENGINES)} <= report.spans.keys()
+        return ledger.taken()
+
+    calls = {name: cost.calls for name, cost in asyncio.run(work()).costs.items()}
+    per_engine = dict.fromkeys(("pause", "load", "resume"), NUM_ENGINES)
+    assert calls == {"publish_all": 4, "move_all": 4 + NUM_ENGINES, **per_engine}
 
 
 def test_wrong_digests_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,60 @@
+"""Has a holder move once for an attempt, whoever asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from weightsync.channel.wire import SentError
+from weightsync.errors import PeerError, StateError, WeightSyncError
+from weightsync.protocol.messages import Moved
+
+
+class MoveOnce:
+    """The moves of one holder, from one `prepare` to the next.
+
+    A driver whose relay fails asks the holder itself, which may move already. It then gets the same answer.
+    What a relay passes on late is not carried out.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: the holder's."""
+        self._name, self._lock = name, threading.Lock()
+        self._attempt, self._is_over = 0, False
+        self._answer: Future[Moved | SentError] = Future()
+
+    def move(self, attempt: int, work: Callable[[], Moved]) -> Moved:
+        """Return what `work` does, or did for this attempt. Waits for it while it runs.
+
+        Raises what `work` raises, and StateError if a later attempt has begun, or after `close`.
+        """
+        with self._lock:
+            if self._is_over or attempt < self._attempt:
+                raise StateError(f"{self._name} was asked for attempt {attempt} after it was given up")
+            is_first = attempt > self._attempt
+            if is_first:
+                self._attempt, self._answer = attempt, Future()
+            answer = self._answer
+        if is_first:
+            return self._work(work, answer)
+        said = answer.result()  # `work` has deadlines of its own
+        if isinstance(said, SentError):
+            raise said.rebuild()
+        return said
+
+    def close(self) -> None:
+        """Refuse later calls."""
+        with self._lock:
+            self._is_over = True
+
+    def _work(self, work: Callable[[], Moved], answer: Future[Moved | SentError]) -> Moved:
+        try:
+            moved = work()
+        except BaseException as error:
+            # Without its traceback, which would keep the memory of an engine mapped.
+            ours = error if isinstance(error, WeightSyncError) else None
+            answer.set_result(SentError.of(ours or PeerError(self._name, f"{type(error).__name__}: {error}")))
+            raise
+        answer.set_result(moved)
+        return moved

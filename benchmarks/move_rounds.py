@@ -1,0 +1,126 @@
+"""Rounds of moves of real Ray actors, which the driver calls itself or through one of each group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from benchmarks.cluster import kill, start_ray
+from benchmarks.driver_ledger import Instant
+from benchmarks.driver_peers import PER_HOST
+from benchmarks.isolate import emit, stage
+from weightsync.actors.control_channels import ControlChannels
+from weightsync.actors.host_moves import HostMoves
+from weightsync.actors.move_relay import MoveRelay
+from weightsync.actors.remote import RemoteHolder, remote_holder
+from weightsync.actors.weight_holder import process_options
+from weightsync.channel.control import ControlOffer, answer_calls
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
+from weightsync.driver.moves import Moves
+from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.timing import Span
+
+__all__ = ["measure_moves"]
+
+_NUM_WARM = 2
+
+
+class IdleHolder:
+    """A holder's actor that has moved at once."""
+
+    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        return Moved(Span("move", 1.8e9, 0.01))
+
+    def answer_calls(self, offer: ControlOffer) -> None:
+        answer_calls(offer, {"move": self.move})
+
+    def answer_relay(self, offer: ControlOffer) -> None:
+        answer_calls(offer, {"move": self.move})
+
+    def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
+        with closing(HostMoves(holders)) as moves:
+            answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved})
+
+
+def _spawn_idle() -> ActorHandle[Any]:
+    options = process_options(ray.get_runtime_context().get_node_id(), "", 4)
+    return ray.remote(IdleHolder).options(**options).remote()
+
+
+class Rounds:
+    """Holders in groups of 8, which are a host's to the driver."""
+
+    def __init__(self, num_holders: int) -> None:
+        self._num_holders, self._channels = num_holders, ControlChannels(None)
+        self.holders: list[RemoteHolder] = []
+        self.relays: list[MoveRelay] = []
+
+    async def start(self) -> None:
+        """Start as many actors at once as there are cores, since each starts a process."""
+        at_once = len(os.sched_getaffinity(0))
+        for first in range(0, self._num_holders, at_once):
+            stage(f"start of holder {first}")
+            numbers = range(first, min(first + at_once, self._num_holders))
+            new = [remote_holder(f"holder {i}", _spawn_idle()) for i in numbers]
+            for each in new:
+                self._channels.open(each)
+            self.holders += new
+            while not all(each.channel and each.channel.is_open for each in new):
+                await asyncio.sleep(0.1)
+        stage("connecting the relays")
+        indexed = dict(enumerate(self.holders))
+        for first in range(0, self._num_holders, PER_HOST):
+            group = {i: indexed[i] for i in range(first, min(first + PER_HOST, self._num_holders))}
+            self.relays.append(MoveRelay(self._channels, group))
+            self.relays[-1].renew()
+        while not all(each.channel and each.channel.is_open for each in self.relays):
+            await asyncio.sleep(0.1)
+
+    async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
+        """Move in turns, both ways."""
+        stage("rounds")
+        fleets = {
+            "the driver": Fleet([], {}, [*self.holders]),
+            "holders": Fleet([], {}, [*self.holders], move_relays=[*self.relays]),
+        }
+        tasks = {index: (True, UpdateTask(copies_directly=True)) for index in range(self._num_holders)}
+        taken: dict[str, list[Instant]] = {way: [] for way in fleets}
+        for attempt in range(1, num_rounds + _NUM_WARM + 1):
+            for way, fleet in fleets.items():
+                started = Instant.now()
+                moves = Moves(fleet, attempt, tasks, 600.0)
+                (await gather_named(moves.calls, "move", 600.0)).require()
+                moves.close()
+                taken[way].append(Instant.now() - started)
+        await self._channels.close()
+        return {way: its[_NUM_WARM:] for way, its in taken.items()}
+
+
+def measure_moves(num_holders: int, num_rounds: int) -> None:
+    """Have actors move, called by the driver and by one of each group in turns, and send a row for each."""
+    start_ray(0)
+    rounds: list[Rounds] = []
+
+    async def work() -> dict[str, Sequence[Instant]]:
+        rounds.append(Rounds(num_holders))
+        await rounds[0].start()
+        return await rounds[0].take(num_rounds)
+
+    try:
+        for way, its in asyncio.run(work()).items():
+            wall, cpu = (
+                statistics.median(getattr(each, name) for each in its) * 1e3 for name in ("wall", "cpu")
+            )
+            row = {"through": way, "holders": num_holders, "groups": len(rounds[0].relays)}
+            row |= {"rounds": num_rounds, "round ms": wall, "driver's CPU ms": cpu}
+            emit({"table": "holders that move nothing", **row})
+    finally:
+        kill([each.handle for both in rounds for each in both.holders])

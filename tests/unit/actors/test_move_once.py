@@ -1,0 +1,100 @@
+"""A holder moves once for an attempt, and answers all who ask."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.patience import patient
+from weightsync.actors import weight_holder
+from weightsync.actors.move_once import MoveOnce
+from weightsync.actors.weight_holder import WeightHolder
+from weightsync.channel.control import ControlOffer
+from weightsync.errors import PeerError, StateError, TransportError
+from weightsync.holder.holder import Holder
+from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.timing import Span
+
+MOVED = Moved(Span("move", 1.0, 2.0))
+
+
+def never() -> Moved:
+    raise AssertionError("it moves again")
+
+
+def test_who_asks_again_gets_the_same_answer() -> None:
+    once, begun, may_end = MoveOnce("holder 0"), threading.Event(), threading.Event()
+
+    def work() -> Moved:
+        begun.set()
+        assert may_end.wait(patient(10))
+        return MOVED
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(once.move, 3, work)
+        assert begun.wait(patient(10))
+        second = pool.submit(once.move, 3, never)
+        assert not second.done()
+        may_end.set()
+        assert first.result(patient(10)) is second.result(patient(10)) is MOVED
+    assert once.move(3, never) is MOVED
+    later = Moved(Span("move", 3.0, 2.0))
+    assert once.move(5, lambda: later) is later
+
+
+@pytest.mark.parametrize(
+    ("raised", "again"),
+    [
+        (TransportError("rank 1 left"), TransportError("rank 1 left")),
+        (RuntimeError("no memory"), PeerError("holder 0", "RuntimeError: no memory")),
+    ],
+)
+def test_who_asks_again_gets_the_same_error(raised: Exception, again: Exception) -> None:
+    once = MoveOnce("holder 0")
+
+    def work() -> Moved:
+        raise raised
+
+    with pytest.raises(type(raised)):
+        once.move(3, work)
+    with pytest.raises(type(again)) as caught:
+        once.move(3, never)
+    assert caught.value.args == again.args
+    assert caught.value is not raised, "its traceback would keep memory mapped"
+
+
+def test_what_was_given_up_is_not_carried_out() -> None:
+    once = MoveOnce("holder 0")
+    once.move(3, lambda: MOVED)
+    with pytest.raises(StateError, match="holder 0 was asked for attempt 2 after"):
+        once.move(2, never)
+    once.close()
+    with pytest.raises(StateError, match="holder 0 was asked for attempt 4 after"):
+        once.move(4, never)
+
+
+def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels: list[Mapping[str, Callable[..., Moved]]] = []
+    monkeypatch.setattr(weight_holder, "answer_calls", lambda offer, methods, turn: channels.append(methods))
+    asked: list[int] = []
+
+    def move(holder: Holder, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        asked.append(attempt)
+        return MOVED
+
+    monkeypatch.setattr(Holder, "move", move)
+    monkeypatch.setattr(Holder, "prepare", lambda *_: None)
+    holder = WeightHolder("holder 0", "127.0.0.1", "gloo", "", None)
+    prepare: Any = holder.prepare
+    for attempt in (1, 2):  # the numbers of another driver begin again
+        prepare(None, 0, "")
+        holder.answer_relay(ControlOffer("tcp://127.0.0.1:1", "", 0))
+        assert channels[-1]["move"](attempt, True, UpdateTask(), 1.0) is MOVED
+        assert holder.move(attempt, True, UpdateTask(), 1.0) is MOVED
+    with pytest.raises(StateError, match="after it was given up"):
+        channels[0]["move"](3, True, UpdateTask(), 1.0)
+    assert asked == [1, 2]
