@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from benchmarks.cluster import kill, start_ray
 from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
-from benchmarks.isolate import emit, stage
+from benchmarks.isolate import stage
+from benchmarks.rounds import NUM_WARM, measure
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.host_moves import HostMoves
 from weightsync.actors.move_relay import MoveRelay
@@ -29,8 +28,6 @@ from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.timing import Span
 
 __all__ = ["measure_moves"]
-
-_NUM_WARM = 2
 
 
 class IdleHolder:
@@ -63,6 +60,9 @@ class Rounds:
         self.holders: list[RemoteHolder] = []
         self.relays: list[MoveRelay] = []
 
+    def actors(self) -> Sequence[ActorHandle[Any]]:
+        return [each.handle for each in self.holders]
+
     async def start(self) -> None:
         """Start as many actors at once as there are cores, since each starts a process."""
         at_once = len(os.sched_getaffinity(0))
@@ -93,7 +93,7 @@ class Rounds:
         }
         tasks = {index: (True, UpdateTask(copies_directly=True)) for index in range(self._num_holders)}
         taken: dict[str, list[Instant]] = {way: [] for way in fleets}
-        for attempt in range(1, num_rounds + _NUM_WARM + 1):
+        for attempt in range(1, num_rounds + NUM_WARM + 1):
             for way, fleet in fleets.items():
                 started = Instant.now()
                 moves = Moves(fleet, attempt, tasks, 600.0)
@@ -101,26 +101,10 @@ class Rounds:
                 moves.close()
                 taken[way].append(Instant.now() - started)
         await self._channels.close()
-        return {way: its[_NUM_WARM:] for way, its in taken.items()}
+        return {way: its[NUM_WARM:] for way, its in taken.items()}
 
 
 def measure_moves(num_holders: int, num_rounds: int) -> None:
     """Have actors move, called by the driver and by one of each group in turns, and send a row for each."""
-    start_ray(0)
-    rounds: list[Rounds] = []
-
-    async def work() -> dict[str, Sequence[Instant]]:
-        rounds.append(Rounds(num_holders))
-        await rounds[0].start()
-        return await rounds[0].take(num_rounds)
-
-    try:
-        for way, its in asyncio.run(work()).items():
-            wall, cpu = (
-                statistics.median(getattr(each, name) for each in its) * 1e3 for name in ("wall", "cpu")
-            )
-            row = {"through": way, "holders": num_holders, "groups": len(rounds[0].relays)}
-            row |= {"rounds": num_rounds, "round ms": wall, "driver's CPU ms": cpu}
-            emit({"table": "holders that move nothing", **row})
-    finally:
-        kill([each.handle for both in rounds for each in both.holders])
+    about: dict[str, object] = {"holders": num_holders, "groups": -(-num_holders // PER_HOST)}
+    measure(lambda: Rounds(num_holders), num_rounds, "holders that move nothing", about)

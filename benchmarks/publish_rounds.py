@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from ray.actor import ActorHandle
 
-from benchmarks.cluster import kill, spawn, start_ray
+from benchmarks.cluster import spawn
 from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
-from benchmarks.isolate import emit, stage
+from benchmarks.isolate import stage
+from benchmarks.rounds import NUM_WARM, measure
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.placement import Placement
 from weightsync.actors.publish_relay import PublishRelay
@@ -25,8 +27,6 @@ from weightsync.protocol.messages import PublishReport
 from weightsync.protocol.timing import Span
 
 __all__ = ["measure_publishing"]
-
-_NUM_WARM = 2
 
 
 class IdleTrainer:
@@ -48,6 +48,9 @@ class Rounds:
         self._channels = ControlChannels(None)
         self.trainers: list[RemoteTrainer] = []
         self.holders: list[RemoteHolder] = []
+
+    def actors(self) -> Sequence[ActorHandle[Any]]:
+        return [each.handle for each in (*self.trainers, *self.holders)]
 
     async def start(self) -> None:
         """Start as many actors at once as there are cores, since each starts a process."""
@@ -85,32 +88,16 @@ class Rounds:
         config = SyncConfig(timeout_s=600.0)
         drivers = {way: Trainers(config, fleet) for way, fleet in fleets.items()}
         taken: dict[str, list[Instant]] = {way: [] for way in drivers}
-        for version in range(1, num_rounds + _NUM_WARM + 1):
+        for version in range(1, num_rounds + NUM_WARM + 1):
             for way, driver in drivers.items():
                 started = Instant.now()
                 await driver.publish(version)
                 taken[way].append(Instant.now() - started)
         await self._channels.close()
-        return {way: its[_NUM_WARM:] for way, its in taken.items()}
+        return {way: its[NUM_WARM:] for way, its in taken.items()}
 
 
 def measure_publishing(num_trainers: int, num_rounds: int) -> None:
     """Have actors publish, called by the driver and by holders in turns, and send a row for each."""
-    start_ray(0)
-    rounds: list[Rounds] = []
-
-    async def work() -> dict[str, Sequence[Instant]]:
-        rounds.append(Rounds(num_trainers))
-        await rounds[0].start()
-        return await rounds[0].take(num_rounds)
-
-    try:
-        for way, its in asyncio.run(work()).items():
-            wall, cpu = (
-                statistics.median(getattr(each, name) for each in its) * 1e3 for name in ("wall", "cpu")
-            )
-            row = {"through": way, "trainers": num_trainers, "groups": len(rounds[0].holders)}
-            row |= {"rounds": num_rounds, "round ms": wall, "driver's CPU ms": cpu}
-            emit({"table": "trainers that publish nothing", **row})
-    finally:
-        kill([each.handle for both in rounds for each in (*both.trainers, *both.holders)])
+    about: dict[str, object] = {"trainers": num_trainers, "groups": -(-num_trainers // PER_HOST)}
+    measure(lambda: Rounds(num_trainers), num_rounds, "trainers that publish nothing", about)

@@ -14,6 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.explain import count_text, size_text
 from weightsync.plan.formats import FIELD, Format, Quantization, unproven
+from weightsync.plan.stored_reads import cuts_block
 
 INT4 = {
     "quant_method": "compressed-tensors",
@@ -89,8 +90,7 @@ def why_whole(engine: Layout, quantization: Quantization) -> str:
         held = np.flatnonzero(np.isin(engine.tensor, its))
         tensor, first = engine.tensor[held], engine.offset[held, :2]
         end, whole = first + engine.extent[held, :2], engine.shape[tensor, :2]
-        block = np.where(form.block, form.block, whole)
-        cut = ((first % block != 0) | ((end % block != 0) & (end != whole))).any(axis=1)
+        cut = cuts_block(first, end, whole, np.where(form.block, form.block, whole))
         if cut.any():
             return f"a rank keeps a part of what shares a scale, of {engine.names[tensor[cut.argmax()]]}"
     return ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weightsync.actors.remote import Remote
@@ -36,3 +37,22 @@ def intercept(method: str, make: Callable[[Call], Call]) -> Callable[[], None]:
 
     Remote.call = chosen  # type: ignore[method-assign]
     return undo
+
+
+@contextmanager
+def names_called(method: str) -> Iterator[list[str]]:
+    """Give the names of the actors whose `method` the driver calls itself, as it calls them."""
+    names: list[str] = []
+
+    def make(call: Call) -> Call:
+        async def noted(remote: Remote, *args: object) -> Any:
+            names.append(remote.name)
+            return await call(remote, *args)
+
+        return noted
+
+    undo = intercept(method, make)
+    try:
+        yield names
+    finally:
+        undo()

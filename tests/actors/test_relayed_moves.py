@@ -14,12 +14,11 @@ import torch
 
 from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, Trainer, spawn
-from tests.actors.intercept import Call, intercept
+from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors import relays
 from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.remote import Remote
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 
@@ -39,18 +38,8 @@ def actors(cluster: None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
 @pytest.fixture
 def called_directly() -> Iterator[list[str]]:
     """The holders that the driver has move itself."""
-    names: list[str] = []
-
-    def make(call: Call) -> Call:
-        async def noted(remote: Remote, *args: object) -> Any:
-            names.append(remote.name)
-            return await call(remote, *args)
-
-        return noted
-
-    undo = intercept("move", make)
-    yield names
-    undo()
+    with names_called("move") as names:
+        yield names
 
 
 class Fleet:

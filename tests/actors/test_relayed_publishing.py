@@ -20,7 +20,7 @@ from tests.actors.digesting import Trainer as Digests
 from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, spawn, until
 from tests.actors.gated_trainer import Gated
-from tests.actors.intercept import Call, intercept
+from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.actors import relays
@@ -28,7 +28,7 @@ from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.process import ask_pid
 from weightsync.actors.publish_relay import PublishRelay
 from weightsync.actors.relays import relayed_ranks
-from weightsync.actors.remote import Remote, remote_holder, remote_trainer
+from weightsync.actors.remote import remote_holder, remote_trainer
 from weightsync.actors.weight_holder import spawn_holder
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.trainers import Trainers
@@ -60,18 +60,8 @@ def sync(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def asked_directly() -> Iterator[list[str]]:
     """The trainers that the driver asks itself."""
-    names: list[str] = []
-
-    def make(call: Call) -> Call:
-        async def noted(remote: Remote, *args: object) -> Any:
-            names.append(remote.name)
-            return await call(remote, *args)
-
-        return noted
-
-    undo = intercept("publish", make)
-    yield names
-    undo()
+    with names_called("publish") as names:
+        yield names
 
 
 def update(sync: WeightSync, version: int) -> None:

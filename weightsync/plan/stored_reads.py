@@ -6,13 +6,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from weightsync.errors import PlanError
 from weightsync.plan.experts import expert_parts
 from weightsync.plan.formats import Format
+from weightsync.plan.layout import Bool, Int64
 from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
 MOST_NUMEL = 1 << 25
 """Elements of one read, if a block has no more. Then little memory is needed to gather it in."""
+
+
+def cuts_block(first: Int64, end: Int64, whole: Int64, block: Int64) -> Bool:
+    """Return which boxes keep a part of a block: the last of a matrix may be smaller.
+
+    Args:
+        first, end: [..., 2], each box's first row and column, and the ends.
+        whole, block: [..., 2], rows and columns of its matrix, and of a block.
+    """
+    cut: Bool = ((first % block != 0) | ((end % block != 0) & (end != whole))).any(axis=-1)
+    return cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +140,7 @@ class _Places:
         box, columns = place.box, part.extent[-1]
         block = form.block[0], form.block[1] or columns
         first = tuple(at // size for at, size in zip(box.offset, block, strict=True))
-        is_cut = any(
-            at % size or (end % size and end != whole)
-            for at, end, size, whole in zip(box.offset, box.end, block, part.extent[-2:], strict=True)
-        )
+        is_cut = cuts_block(*np.array([box.offset, box.end, part.extent[-2:], block], np.int64))
         if is_cut or scales.box != Box(first, form.grid(box.extent)):
             raise PlanError(name, f"a rank keeps a part of a block, so it reads all: {form}")
         for each, dtype in ((place, form.values), (scales, "float32")):
