@@ -17,8 +17,8 @@ from weightsync.protocol.messages import HolderDigests
 class DirectCopy:
     """The direct copies of one engine rank, made once per connect. Uses the current device.
 
-    If they are all that the rank holds, its memory is digested as it is written: kernels of one process run
-    side by side, while those of two take turns, so that the rank itself could only begin after the last copy.
+    If they are all that the rank holds, its memory is digested as it is written, see `WrittenDigests`. The
+    rank itself could only begin after the last copy, and would read all of it from the GPU's memory.
     """
 
     def __init__(

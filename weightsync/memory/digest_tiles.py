@@ -8,16 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync.errors import PlanError
 from weightsync.memory.digest_factors import COLUMNS, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, strided_copies, tiles
-from weightsync.plan.layout import padded
-
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
+from weightsync.plan.layout import Bool, Int64, padded
 
 TILE_NBYTES = 32 << 10
 UNIT_NBYTES = 16

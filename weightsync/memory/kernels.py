@@ -16,13 +16,13 @@ from weightsync.memory.digest_factors import lane_factors, row_factors, word_nby
 from weightsync.memory.digest_tiles import (
     TILE_NBYTES,
     DigestPart,
-    Int64,
     digest_runs,
     digest_tiles,
     num_factor_rows,
 )
 from weightsync.memory.read_back import ReadBack
 from weightsync.plan.copies import Copies, tiles
+from weightsync.plan.layout import Int64
 from weightsync.plan.transposes import Transposes
 from weightsync.protocol.messages import Digests
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from weightsync.memory.digest_tiles import TILE_NBYTES, UNIT_NBYTES, Bool, Int64
+from weightsync.memory.digest_tiles import TILE_NBYTES, UNIT_NBYTES
 from weightsync.plan.copies import Copies, cut, flattened, repeated
+from weightsync.plan.layout import Bool, Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,5 +110,5 @@ def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
     bits = src | dst | nbytes | index
     bits |= np.where(height == 1, 0, src_pitch | dst_pitch | index_pitch)
     columns = (dst, index, height, nbytes, dst_pitch, index_pitch, owner, unused, src, src_pitch)
-    fits: npt.NDArray[np.bool_] = inside & (bits % UNIT_NBYTES == 0)
+    fits: Bool = inside & (bits % UNIT_NBYTES == 0)
     return np.stack(columns, axis=1), fits
