@@ -1,4 +1,4 @@
-"""Has a holder move once for an attempt, whoever asks."""
+"""Moves of one holder, each made once however often it is asked for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weightsync.protocol.messages import Moved
 class MoveOnce:
     """The moves of one holder, from one `prepare` to the next.
 
-    A driver whose relay fails asks the holder itself, which may move already. It then gets the same answer.
-    What a relay passes on late is not carried out.
+    If a relay fails, the driver asks the holder itself. A holder that is already moving does not begin again:
+    both callers get its answer. A request that a relay passes on too late is refused.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,7 +38,7 @@ class MoveOnce:
             answer = self._answer
         if is_first:
             return self._work(work, answer)
-        said = answer.result()  # `work` has deadlines of its own
+        said = answer.result()  # the work ends by its own deadlines
         if isinstance(said, SentError):
             raise said.rebuild()
         return said

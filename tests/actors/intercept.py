@@ -41,7 +41,7 @@ def intercept(method: str, make: Callable[[Call], Call]) -> Callable[[], None]:
 
 @contextmanager
 def names_called(method: str) -> Iterator[list[str]]:
-    """Give the names of the actors whose `method` the driver calls itself, as it calls them."""
+    """Collect the names of actors whose `method` the driver calls, in the order of the calls."""
     names: list[str] = []
 
     def make(call: Call) -> Call:

@@ -13,7 +13,7 @@ from weightsync.plan.layout import Bool, Int64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBack:
-    """Copies whose targets are digested, and what is copied or digested alone.
+    """Copies that one kernel makes and digests, and the copies and digests that are left.
 
     Attributes:
         pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are those of `digest_runs`, then src and
@@ -87,8 +87,8 @@ def _pieces(table: Int64, points: Int64) -> Int64:
 def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
     """Return the pair of each piece with its run, and whether it is one.
 
-    In a run of one row, whose bytes are numbered on and on, a piece may have rows of any pitch. In others it
-    has rows of the run, or all bytes of some if these follow one another.
+    A run of one row numbers its bytes without gaps, so a piece of it may have rows of any pitch. A piece of
+    another run has whole rows of that run. It may be one row itself, if the run's rows follow one another.
     """
     src, dst, height, nbytes, src_pitch, dst_pitch = pieces.T
     address, index, rows, row_nbytes, pitch, index_pitch, owner, unused = runs.T

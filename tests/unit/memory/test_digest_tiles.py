@@ -41,7 +41,7 @@ def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> l
 
 
 def add(totals: np.ndarray, runs: Int64, word_nbytes: int, memory: np.ndarray, start: int) -> None:
-    """Add the digests of runs in `memory`, uint8[n], whose first byte has the address `start`."""
+    """Add digests of `runs` to `totals`. `memory` is uint8[n]; its first byte has the address `start`."""
     for shape, table in digest_tiles(runs).items():
         for address, index, rows, row_nbytes, pitch, index_pitch, tensor, _ in table.tolist():
             assert rows * row_nbytes <= TILE_NBYTES
