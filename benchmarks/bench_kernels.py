@@ -9,8 +9,10 @@ Copies go from shards, as in a trainer or an engine, to one packed buffer:
 - columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB;
 - swapped: transposed matrices, as for experts that a trainer stores input-major.
 
-GB/s of copies count bytes read and written, those of digests bytes read. Medians over calls between CUDA
-events on an idle stream, of random data. Consecutive calls use different memory, more than the L2 cache.
+GB/s of copies count bytes read and written, those of digests bytes read. Copies with digests of what they
+wrote are in milliseconds: a copy and a digest one after the other, and both by one kernel. Medians over
+calls between CUDA events on an idle stream, of random data. Consecutive calls use different memory, more
+than the L2 cache.
 Needs 24 GiB of device memory.
 """
 
