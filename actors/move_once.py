@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 
 from weightsync.channel.wire import SentError
-from weightsync.errors import PeerError, StateError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerError, StateError, WeightSyncError
 from weightsync.protocol.messages import Moved
 
 
@@ -24,10 +24,11 @@ class MoveOnce:
         self._attempt, self._is_over = 0, False
         self._answer: Future[Moved | SentError] = Future()
 
-    def move(self, attempt: int, work: Callable[[], Moved]) -> Moved:
-        """Return what `work` does, or did for this attempt. Waits for it while it runs.
+    def move(self, attempt: int, work: Callable[[], Moved], timeout_s: float) -> Moved:
+        """Return what `work` does, or did for this attempt. Waits `timeout_s` for it while another runs it.
 
-        Raises what `work` raises, and StateError if a later attempt has begun, or after `close`.
+        Raises what `work` raises, DeadlineError if it does not end, and StateError if a later attempt has
+        begun, or after `close`.
         """
         with self._lock:
             if self._is_over or attempt < self._attempt:
@@ -38,7 +39,10 @@ class MoveOnce:
             answer = self._answer
         if is_first:
             return self._work(work, answer)
-        said = answer.result()  # the work ends by its own deadlines
+        try:
+            said = answer.result(timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError("move", (self._name,), timeout_s) from error
         if isinstance(said, SentError):
             raise said.rebuild()
         return said

@@ -97,7 +97,8 @@ class WeightHolder(Holder):
         return self._move(self._once, attempt, feeding, task, timeout_s)
 
     def _move(self, once: MoveOnce, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
-        return once.move(attempt, partial(super().move, attempt, feeding, task, timeout_s))
+        work = partial(super().move, attempt, feeding, task, timeout_s)
+        return once.move(attempt, work, timeout_s)
 
 
 class HolderStandby(WeightHolder):

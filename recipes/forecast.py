@@ -84,8 +84,32 @@ class _Sides:
 
     @cached_property
     def why_whole(self) -> str:
-        """Why quantised engines do not read just what their ranks keep; "" if they do, or none is."""
-        return _why_whole(self)
+        """Why quantised engines do not read just what their ranks keep; "" if they do, or none is.
+
+        One engine that takes whole tensors speaks for all.
+        """
+        scene, members = self.scene, self.members
+        quantised = [
+            (engine, gpus, quantization)
+            for engine, (_, gpus), quantization in zip(
+                self.engines.values(), members.engines, self.quantizations, strict=True
+            )
+            if quantization
+        ]
+        if not quantised:
+            return ""
+        if scene.sync.mode != "auto":
+            return f"sync.mode is {scene.sync.mode}"
+        if members.num_holders == 1:
+            return "its holder has the trainer's memory on its own GPU"
+        if casts(dtypes(self.tensors), quantised[0][0].tensors):
+            return "they are cast"
+        per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
+        gpus_used = {*members.trainers, *(gpu for _, gpus, _ in quantised for gpu in gpus)}
+        if len({gpu // per_host for gpu in gpus_used}) > 1:
+            return "some trainers are on other hosts"
+        kinds = dict.fromkeys((engine, quantization) for engine, _, quantization in quantised)
+        return next(filter(None, (why_whole(*kind) for kind in kinds)), "")
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
@@ -301,32 +325,6 @@ def _direct(sides: _Sides) -> list[str]:
     if any(scene.quantizations):
         lines.append("quantised engines do so from the second update on: the first one shows where bytes go")
     return lines
-
-
-def _why_whole(sides: _Sides) -> str:
-    """Return `_Sides.why_whole`. One engine that takes whole tensors speaks for all."""
-    scene, members = sides.scene, sides.members
-    quantised = [
-        (engine, gpus, quantization)
-        for engine, (_, gpus), quantization in zip(
-            sides.engines.values(), members.engines, sides.quantizations, strict=True
-        )
-        if quantization
-    ]
-    if not quantised:
-        return ""
-    if scene.sync.mode != "auto":
-        return f"sync.mode is {scene.sync.mode}"
-    if members.num_holders == 1:
-        return "its holder has the trainer's memory on its own GPU"
-    if casts(dtypes(sides.tensors), quantised[0][0].tensors):
-        return "they are cast"
-    per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-    gpus_used = {*members.trainers, *(gpu for _, gpus, _ in quantised for gpu in gpus)}
-    if len({gpu // per_host for gpu in gpus_used}) > 1:
-        return "some trainers are on other hosts"
-    kinds = dict.fromkeys((engine, quantization) for engine, _, quantization in quantised)
-    return next(filter(None, (why_whole(*kind) for kind in kinds)), "")
 
 
 def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:

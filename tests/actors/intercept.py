@@ -41,7 +41,7 @@ def intercept(method: str, make: Callable[[Call], Call]) -> Callable[[], None]:
 
 @contextmanager
 def names_called(method: str) -> Iterator[list[str]]:
-    """Collect the names of actors whose `method` the driver calls, in the order of the calls."""
+    """Record which actors the driver calls `method` of: their names, in the order of the calls."""
     names: list[str] = []
 
     def make(call: Call) -> Call:

@@ -476,6 +476,22 @@ __device__ __forceinline__ void digest_tiles(
     if (tensor != kNone) add_warp(totals + tensor, sum);
 }
 
+// A block's way through a table: chunks of neighbouring tiles. Past the end it has the last tile.
+template <typename Tile>
+struct Chunks {
+    const Tile* tiles;
+    const int64 num_tiles;
+    const uint32 chunk;
+
+    __device__ __forceinline__ Chunks(const Tile* tiles, int64 num_tiles)
+        : tiles(tiles), num_tiles(num_tiles), chunk(chunk_of(num_tiles)) {}
+    __device__ __forceinline__ int64 first() const { return static_cast<int64>(blockIdx.x) * chunk; }
+    __device__ __forceinline__ int64 after(int64 i) const {
+        return (i + 1) % chunk ? i + 1 : i + 1 + (gridDim.x - 1) * int64(chunk);
+    }
+    __device__ __forceinline__ Tile operator[](int64 i) const { return tiles[min(i, num_tiles - 1)]; }
+};
+
 // Tiles that are one row of whole units. A block loads its next tile before it digests the one that it has, so
 // one block suffices for a multiprocessor, and has its registers.
 template <typename Word, bool kFlags>
@@ -488,11 +504,9 @@ __device__ __forceinline__ void digest_rows(
     Its::fill(pairs, zeros, columns);
     __syncthreads();
     const Its digest{pairs, zeros, rows};
-    const uint32 chunk = chunk_of(num_tiles);
-    const auto after = [&](int64 i) { return (i + 1) % chunk ? i + 1 : i + 1 + (gridDim.x - 1) * int64(chunk); };
-    const auto tile_at = [&](int64 i) { return tiles[min(i, num_tiles - 1)]; };
-    int64 i = static_cast<int64>(blockIdx.x) * chunk, following = after(i);
-    DigestTile tile = tile_at(i), next = tile_at(following);
+    const Chunks<DigestTile> chunks(tiles, num_tiles);
+    int64 i = chunks.first(), following = chunks.after(i);
+    DigestTile tile = chunks[i], next = chunks[following];
     uint4 units[kUnroll], coming[kUnroll];
     Its::load(tile, units);
     uint32 tensor = tile.tensor;
@@ -501,8 +515,8 @@ __device__ __forceinline__ void digest_rows(
     while (i < num_tiles) {
         Its::load(next, coming);
         i = following;
-        following = after(i);
-        const DigestTile last = tile_at(following);
+        following = chunks.after(i);
+        const DigestTile last = chunks[following];
         if (tile.tensor != tensor) {
             add_warp(totals + tensor, sum + digest.of_columns(of_rows));
             tensor = tile.tensor;
@@ -566,11 +580,9 @@ __device__ __forceinline__ void write_tiles(
     Its::fill(pairs, zeros, columns);
     __syncthreads();
     const Its digest{pairs, zeros, rows};
-    const uint32 chunk = chunk_of(num_tiles);
-    const auto after = [&](int64 i) { return (i + 1) % chunk ? i + 1 : i + 1 + (gridDim.x - 1) * int64(chunk); };
-    const auto tile_at = [&](int64 i) { return tiles[min(i, num_tiles - 1)]; };
-    int64 i = static_cast<int64>(blockIdx.x) * chunk, following = after(i);
-    WriteTile tile = tile_at(i), next = tile_at(following);
+    const Chunks<WriteTile> chunks(tiles, num_tiles);
+    int64 i = chunks.first(), following = chunks.after(i);
+    WriteTile tile = chunks[i], next = chunks[following];
     uint4 units[kUnroll];
     load_source(tile, units);
     uint32 tensor = tile.live.tensor;
@@ -586,9 +598,9 @@ __device__ __forceinline__ void write_tiles(
         });
         load_source(next, units);
         i = following;
-        following = after(i);
+        following = chunks.after(i);
         tile = next;
-        next = tile_at(following);
+        next = chunks[following];
         uint4 back[kUnroll];
         its.each([&](int k, uint32 row, uint32 at, bool) { back[k] = read_back(place(row, at)); });
         if (live.tensor != tensor) {

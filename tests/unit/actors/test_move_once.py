@@ -14,7 +14,7 @@ from weightsync.actors import weight_holder
 from weightsync.actors.move_once import MoveOnce
 from weightsync.actors.weight_holder import WeightHolder
 from weightsync.channel.control import ControlOffer
-from weightsync.errors import PeerError, StateError, TransportError
+from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder.holder import Holder
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.timing import Span
@@ -35,15 +35,15 @@ def test_who_asks_again_gets_the_same_answer() -> None:
         return MOVED
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(once.move, 3, work)
+        first = pool.submit(once.move, 3, work, patient(10))
         assert begun.wait(patient(10))
-        second = pool.submit(once.move, 3, never)
+        second = pool.submit(once.move, 3, never, patient(10))
         assert not second.done()
         may_end.set()
         assert first.result(patient(10)) is second.result(patient(10)) is MOVED
-    assert once.move(3, never) is MOVED
+    assert once.move(3, never, patient(10)) is MOVED
     later = Moved(Span("move", 3.0, 2.0))
-    assert once.move(5, lambda: later) is later
+    assert once.move(5, lambda: later, patient(10)) is later
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,39 @@ def test_who_asks_again_gets_the_same_error(raised: Exception, again: Exception)
         raise raised
 
     with pytest.raises(type(raised)):
-        once.move(3, work)
+        once.move(3, work, patient(10))
     with pytest.raises(type(again)) as caught:
-        once.move(3, never)
+        once.move(3, never, patient(10))
     assert caught.value.args == again.args
     assert caught.value is not raised, "its traceback would keep memory mapped"
 
 
+def test_who_asks_again_waits_no_longer_than_asked() -> None:
+    once, begun, may_end = MoveOnce("holder 0"), threading.Event(), threading.Event()
+
+    def work() -> Moved:
+        begun.set()
+        assert may_end.wait(patient(10))
+        return MOVED
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(once.move, 3, work, patient(10))
+        assert begun.wait(patient(10))
+        with pytest.raises(DeadlineError) as caught:
+            once.move(3, never, 0.01)
+        may_end.set()
+        assert first.result(patient(10)) is MOVED
+    assert (caught.value.phase, caught.value.missing) == ("move", ("holder 0",))
+
+
 def test_what_was_given_up_is_not_carried_out() -> None:
     once = MoveOnce("holder 0")
-    once.move(3, lambda: MOVED)
+    once.move(3, lambda: MOVED, patient(10))
     with pytest.raises(StateError, match="holder 0 was asked for attempt 2 after"):
-        once.move(2, never)
+        once.move(2, never, patient(10))
     once.close()
     with pytest.raises(StateError, match="holder 0 was asked for attempt 4 after"):
-        once.move(4, never)
+        once.move(4, never, patient(10))
 
 
 def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
