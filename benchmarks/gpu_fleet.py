@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -177,7 +179,24 @@ class EngineRank(Destination):
         self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
         return Attached(plan.digest(), self._writer.export())
 
-    def load(self, attempt: int, timeout_s: float) -> Loaded:
+    def answer_loads(self, address: str) -> None:
+        """Answer the calls of `load` that come from the engine by a pipe. Returns once it is connected."""
+        pipe = Client(address)
+        threading.Thread(target=self._answer_loads, args=(pipe,), daemon=True).start()
+
+    def _answer_loads(self, pipe: Connection) -> None:
+        while True:
+            try:
+                attempt, timeout_s = pipe.recv()
+            except EOFError:
+                return  # the engine has ended
+            try:
+                answer: Loaded | Exception = self._load(attempt, timeout_s)
+            except Exception as error:  # noqa: BLE001 - the engine raises it
+                answer = error
+            pipe.send(answer)
+
+    def _load(self, attempt: int, timeout_s: float) -> Loaded:
         assert self._feed is not None
         assert self._writer is not None
         self._writer.begin(self.live)
@@ -185,10 +204,15 @@ class EngineRank(Destination):
 
 
 class RankActors:
-    """The adapter of `EngineFront`: forwards everything to the ranks. No request ever runs."""
+    """The adapter of `EngineFront`: forwards everything to the ranks. No request ever runs.
+
+    Loads go by pipes, since no engine that serves calls its ranks through Ray while they do not: vLLM has
+    shared memory for that, and SGLang sockets.
+    """
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
+        self._pipes: list[Connection] = []
         self._version = 0
 
     def layout(self) -> Sequence[RankLayout]:
@@ -198,6 +222,8 @@ class RankActors:
         return _answers([rank.can_export.remote() for rank in self._ranks])
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        if not self._pipes:
+            self._pipes = [_connect(rank) for rank in self._ranks]
         pairs = zip(self._ranks, tickets, strict=True)
         return _answers([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 
@@ -205,7 +231,13 @@ class RankActors:
         """Do nothing: no request runs."""
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        return _answers([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+        for pipe in self._pipes:
+            pipe.send((attempt, timeout_s))
+        answers: list[Loaded | Exception] = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, Loaded)]
 
     def resume(self, version: int) -> None:
         """Do nothing else: no request waits."""
@@ -276,6 +308,14 @@ def start_engine(
 
 def _slot(rank: int, gpu: str | None) -> str | None:
     return None if gpu else f"slot-{rank}"
+
+
+def _connect(rank: ActorHandle[Any]) -> Connection:
+    with Listener(family="AF_UNIX") as listener:
+        dialled = rank.answer_loads.remote(listener.address)
+        pipe = listener.accept()
+        ray.get(dialled)
+    return pipe
 
 
 def _answers(calls: Sequence[ObjectRef[Any]]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -58,9 +60,13 @@ def test_weights_without_memory_are_refused_and_the_gpu_can_be_used_on() -> None
     storage, kept = model.large.untyped_storage(), model.large.clone()
     nbytes = storage.nbytes()
     storage.resize_(0)
-    torch.cuda.empty_cache()
+    assert source.ready(), "torch's cache has the memory: it is allocated, and may be read"
     with pytest.raises((MovedError, StateError), match="large"):
-        source.ready()
+        source.publish(True)
+    torch.cuda.empty_cache()
+    for refused in (source.ready, source.ready, partial(source.publish, True)):
+        with pytest.raises((MovedError, StateError), match="large"):
+            refused()
     torch.cuda.synchronize()
     storage.resize_(nbytes)
     model.large.copy_(kept)
