@@ -3,6 +3,7 @@
     python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--host-weights copy|push]
         [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
+        [--head-start 10]
 
 One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
 two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
@@ -12,8 +13,10 @@ it every element is compared. Neither is timed.
 
 Clocks: ``total`` is the wall clock of `update_weights`, from the call until every rank serves the
 version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
-Connecting is not included: memory, communicators and mappings are made once. ``bare`` rows run from a
-barrier until the last rank has one bucket, the same calls in the same processes round after round.
+Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
+clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
+need to load. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the
+same processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
 with the holder's CUDA context (some 500 MiB) and NCCL's memory. benchmarks/README.md explains
 ``floor ms`` and ``share``. The file also has the last report of each row, with the cost of connecting.
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--empty", action="store_true", help="also a model of a few kilobytes")
     parser.add_argument("--long", type=int, default=0, help="also this many updates, memory watched")
+    parser.add_argument("--head-start", type=float, default=0.0, help="seconds before connecting")
     parser.add_argument("--no-bare", action="store_true", help="without the collectives called bare")
     parser.add_argument("--cpu", action="store_true", help="slots of this host instead of GPUs: a smoke test")
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each part")
@@ -121,6 +126,7 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
         "mode": args.mode,
         "bucket_mib": args.bucket_mib,
         "slots": args.slots,
+        "head_start": args.head_start,
     }
     for world in worlds:
         if world > 1 and not (args.no_bare or cpu):
@@ -200,7 +206,11 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
     with WeightSync(settings) as sync:
         sync.register_trainers(fleet.trainers)
         sync.register_engines({"engine": fleet.front})
+        stage("holders start")
+        time.sleep(spec["head_start"])
+        started = time.perf_counter()
         connect(sync)
+        extra |= {"head start s": spec["head_start"], "connect s": time.perf_counter() - started}
         for each in timed_rounds(sync, fleet, spec["rounds"]):
             rounds.append(each)
             number = each.number

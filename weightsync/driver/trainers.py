@@ -108,6 +108,8 @@ class Trainers:
 
     async def _ask(self, count: bool, readable: Sequence[asyncio.Future[None]]) -> Outcome[PublishReport]:
         """Have ranks publish, each through its relay if it has one. Returns what they said, in rank order."""
+        if not self._fleet.relays:
+            return await self._ask_directly(range(len(readable)), count, readable)
         relayed = {rank for relay in self._fleet.relays for rank in relay.ranks}
         others = [rank for rank in range(len(readable)) if rank not in relayed]
         outcomes = await asyncio.gather(

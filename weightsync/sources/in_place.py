@@ -66,10 +66,14 @@ class InPlace:
         self._num_frees = num_frees
         return True
 
+    def wait_written(self) -> None:
+        """Wait until the weights are written."""
+        torch.cuda.synchronize(self._device)
+
     def begin(self) -> None:
-        """Wait until the weights are written, and start to digest them. Needs `has_memory`."""
+        """Start to digest the weights, once they are written. Needs `has_memory`."""
+        self.wait_written()
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
             stream = torch.cuda.current_stream()
             self._table.launch(stream)
             for casts, table in self._batches:

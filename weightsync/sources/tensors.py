@@ -86,7 +86,7 @@ class TensorSource(ABC):
         self._exported: dict[str, DeviceHandle] = {}
         self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
-        self._is_begun = self._is_replaced = False
+        self._is_ready = self._is_replaced = False
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._copies: PieceCopies | None = None
@@ -213,7 +213,7 @@ class TensorSource(ABC):
         )
 
     def ready(self) -> bool:
-        """Have weights that are read in place written, and start to digest them. Returns False for others.
+        """Have weights that are read in place written. Returns False for others.
 
         To look through thousands of tensors for those that moved takes as long as to move them all. `publish`
         does it, while holders read: what they read stays allocated. If it is no longer the model's, `publish`
@@ -223,15 +223,15 @@ class TensorSource(ABC):
             self._follow()
             self._finish()
             self._pushes.copy(self._live)
-            self._is_begun = True
+            self._is_ready = True
         if self._in_place is None:
-            return self._is_begun
+            return self._is_ready
         if self._is_replaced or not self._in_place.has_memory():
             self._follow()
         self._is_replaced = False
         self._finish()
-        self._in_place.begin()
-        self._is_begun = True
+        self._in_place.wait_written()
+        self._is_ready = True
         return True
 
     def publish(self, count: bool) -> Published:
@@ -250,12 +250,13 @@ class TensorSource(ABC):
             self._follow()
             self._finish()
             return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
-        if not self._is_begun:
+        if not self._is_ready:
             self.ready()
-        self._is_begun = False
+        self._is_ready = False
         if self._pushes:
             return self._pushes.digest(count)
         assert self._in_place
+        self._in_place.begin()
         if self._follow():
             self._finish()
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
@@ -335,7 +336,7 @@ class TensorSource(ABC):
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._is_begun, self._copies = None, False, None
+        self._in_place, self._is_ready, self._copies = None, False, None
         if self._pushes:
             self._pushes.close()
             self._pushes = None

@@ -249,6 +249,8 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
         def has_memory(self) -> bool:
             return Stand.is_there
 
+        def wait_written(self) -> None: ...
+
         def begin(self) -> None:
             Stand.num_begun += 1
 
