@@ -312,7 +312,9 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
                 not there.
             WeightSyncError: fewer than ``config.min_engines`` took the version; the error is the first cause.
         """
-        return self.update_weights_async(version, checkpoint=checkpoint, components=components).result()
+        # Not after a wait for `held`: this thread would wake, and take the interpreter's lock, just before
+        # the loop tells engines to serve.
+        return self._begin_update(version, checkpoint, components, Future()).result()
 
     def update_weights_async(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
@@ -325,20 +327,25 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             A future with the report, or with the error that `update_weights` would raise.
         """
         held: Future[None] = Future()
+        report = self._begin_update(version, checkpoint, components, held)
+        either: list[Future[Any]] = [held, report]
+        wait(either, return_when=FIRST_COMPLETED)
+        return report
+
+    def _begin_update(
+        self, version: int | None, checkpoint: str, components: Sequence[str], held: Future[None]
+    ) -> Future[SyncReport]:
         try:
             others = self._adapters.parts()
             others[MODEL] = partial(self._as_part, checkpoint)
             parts = self._models.parts(components or [MODEL], others)
             number = check_version(version, max(part.version for part in parts.values()))
             loops = self._models.loops(components)
-            report = self._loop.submit(lambda: self._update(number, parts, held), loops)
+            return self._loop.submit(lambda: self._update(number, parts, held), loops)
         except (ConfigError, StateError) as error:
             refused: Future[SyncReport] = Future()
             refused.set_exception(error)
             return refused
-        either: list[Future[Any]] = [held, report]
-        wait(either, return_when=FIRST_COMPLETED)
-        return report
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         """Add an engine, or replace a dead one of the same name.
