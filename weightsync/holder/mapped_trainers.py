@@ -21,13 +21,16 @@ class MappedTrainers:
     """
 
     def __init__(self, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Map `memory`. Raises TransportError if a buffer cannot be."""
+        """Map `memory`, each allocation once. Raises TransportError if a buffer cannot be."""
         self._memory: list[PeerMemory] = []
         self.starts: dict[tuple[int, str], int] = {}
+        bases: dict[bytes, int] = {}
         try:
             for key, handle in memory.items():
-                self._memory.append(PeerMemory(handle))
-                self.starts[key] = self._memory[-1].address
+                if handle.ipc not in bases:
+                    self._memory.append(mapped := PeerMemory(handle))
+                    bases[handle.ipc] = mapped.address - handle.offset
+                self.starts[key] = bases[handle.ipc] + handle.offset
         except BaseException:
             self.close()
             raise

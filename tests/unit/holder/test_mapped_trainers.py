@@ -55,6 +55,14 @@ def test_each_is_mapped_read_and_unmapped(device: Device) -> None:
     assert device.calls == ["map", "read", "unmap"] * 2
 
 
+def test_buffers_of_one_allocation_are_mapped_once(device: Device) -> None:
+    memory = {(0, name): DeviceHandle(GPU, 7, b"good", at, 8) for name, at in (("a", 0), ("b", 64))}
+    mapped = mapped_trainers.MappedTrainers(memory)
+    assert mapped.starts == {(0, "a"): 4096, (0, "b"): 4160}
+    mapped.close()
+    assert device.calls == ["map", "unmap"]
+
+
 def test_the_first_that_fails_is_named_and_nothing_stays_mapped(device: Device) -> None:
     memory = {"trainer 0": handle(b"good"), "trainer 1": handle(b"bad"), "trainer 2": handle(b"good")}
     assert mapped_trainers.try_mapping(memory) == "trainer 1: no peer access"
