@@ -46,6 +46,27 @@ def test_a_gpu_quantises_to_the_bytes_of_a_cpu(name: str, dtype: torch.dtype) ->
         assert not differ, (seed, differ)
 
 
+SGLANG = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1000, 1536), (3000, 133)])
+def test_sglangs_rows_have_the_scales_of_a_cpu_and_values_beside_its_own(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The reciprocal is approximate: where it is another float, a value near a tie is rounded otherwise."""
+    for seed in range(8):
+        draw = torch.Generator().manual_seed(seed)
+        weight = (torch.randn(shape, generator=draw) * 10.0 ** (seed - 5)).to(dtype)
+        weight[7] = 0
+        (_, values), (_, scales) = quantize(weight, SGLANG)
+        (_, found), (_, found_scales) = quantize(weight.cuda(), SGLANG)
+        assert same_bits(found_scales.cpu(), scales)
+        steps = (found.cpu().view(torch.uint8).int() - values.view(torch.uint8).int()).abs()
+        assert steps.max() <= 1
+        assert steps.float().mean() < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("block", [(128, 128), (4, 8), (3, 5), (64, 1000)])
 @pytest.mark.parametrize("columns", [1, 133, 264])

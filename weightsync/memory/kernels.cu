@@ -750,6 +750,24 @@ struct Fp8OfVllm {
     }
 };
 
+// As SGLang's kernel is compiled for Hopper, with fast math: the reciprocal is approximate, and denormals are
+// zero. A row of zeros has values of zero.
+template <typename Element>
+struct Fp8OfSglang {
+    float scale, inverse;
+    __device__ explicit Fp8OfSglang(float largest) : scale(product(largest, 1.0f / 448.0f)), inverse(0.0f) {
+        if (scale != 0.0f) asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    }
+    __device__ uint32 operator()(float first, float second) const {
+        return to_fp8(product(first, inverse), product(second, inverse));
+    }
+    static __device__ __forceinline__ float product(float x, float y) {
+        float result;
+        asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+        return result;
+    }
+};
+
 template <typename Element>
 __device__ __forceinline__ float scale_of(float largest, float half_range) {
     const float scale = rounded<Element>(__fdiv_rn(largest, half_range));
@@ -1008,6 +1026,15 @@ QUANTIZE(vllm_fp8_float16, Fp8OfVllm, Float16)
 #endif
 #ifdef KERNEL_vllm_fp8_float32
 QUANTIZE(vllm_fp8_float32, Fp8OfVllm, float)
+#endif
+#ifdef KERNEL_sglang_fp8_bfloat16
+QUANTIZE(sglang_fp8_bfloat16, Fp8OfSglang, Bfloat16)
+#endif
+#ifdef KERNEL_sglang_fp8_float16
+QUANTIZE(sglang_fp8_float16, Fp8OfSglang, Float16)
+#endif
+#ifdef KERNEL_sglang_fp8_float32
+QUANTIZE(sglang_fp8_float32, Fp8OfSglang, float)
 #endif
 #ifdef KERNEL_compressed_fp8_bfloat16
 QUANTIZE(compressed_fp8_bfloat16, Fp8OfCompressedTensors, Bfloat16)

@@ -1,9 +1,12 @@
 """Quantises matrices, bit for bit as the libraries that made each format do on a CPU.
 
-GPUs give the same bytes, which the libraries themselves need not do there: see `divided`.
+GPUs give the same bytes, which the libraries themselves need not do there: see `divided`. The rule ``sglang``
+is the exception: SGLang quantises on GPUs alone, with Hopper's approximate reciprocal. Our kernel has the
+same instruction. A CPU rounds the reciprocal correctly, so a few of its values are neighbours of a GPU's.
 
-Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), and for blocks of
-the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``).
+Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), for blocks of
+the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``), and for the rule ``sglang`` the machine code of
+``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from weightsync.plan.formats import MICROSCALING, NEAREST, Format
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_FP8 = 1e-4
 """The least maximum of a block in vLLM's rule, so that a block of zeros has a scale."""
+_LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,6 +50,8 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     if form.rule == "fp8":
         scales = _fp8_scales(blocks, form)
         values = blocks * (1.0 / scales)
+    elif form.rule == "sglang":
+        scales, values = _as_sglang(blocks)
     else:
         scales, zero_points = _scales_and_zero_points(blocks, form)
         # A zero point of 0 is added, too, as the library does: it turns -0 to 0.
@@ -68,7 +74,7 @@ def _by_kernel(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.
     scales = torch.empty(form.grid(weight.shape), dtype=torch.float32, device=weight.device)
     quantize_into(weight, form, values, scales)
     yield "weight", values
-    yield form.scale_suffix, scales if form.rule == "fp8" else scales.to(weight.dtype)
+    yield form.scale_suffix, scales.to(weight.dtype) if form.rule == "compressed-tensors" else scales
 
 
 def _in_blocks(weight: torch.Tensor, form: Format) -> torch.Tensor:
@@ -110,6 +116,20 @@ def _fp8_scales(blocks: torch.Tensor, form: Format) -> torch.Tensor:
     """Return float32 scales, by vLLM's rule."""
     scales = divided(blocks.abs().float().amax((1, 3), keepdim=True).clamp(_LEAST_FP8), _FP8_MAX)
     return torch.exp2(scales.log2().ceil()) if form.powers_of_two else scales
+
+
+def _as_sglang(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 scales, and values that are not rounded yet. Denormals count as zero."""
+    given = _normal(blocks.float())
+    # Compiled with fast math, SGLang's division by 448 is a product.
+    scales = _normal(given.abs().amax((1, 3), keepdim=True) * (1.0 / _FP8_MAX))
+    inverses = torch.where(scales == 0, 0.0, 1.0 / scales)
+    return scales, (given * inverses).clamp(-_FP8_MAX, _FP8_MAX)
+
+
+def _normal(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float32 with zeros, of the same sign, in place of denormals."""
+    return torch.where(tensor.abs() < _LEAST_NORMAL, torch.copysign(torch.zeros_like(tensor), tensor), tensor)
 
 
 def _pack(values: torch.Tensor, num_bits: int) -> torch.Tensor:

@@ -201,5 +201,5 @@ def _kernel(dtype: torch.dtype, form: Format) -> str:
     """Return the kernel for a dtype and format, "" if there is none."""
     if form.packed or not form.symmetric or form.powers_of_two or form.values not in _VALUES:
         return ""
-    rule = {"fp8": "vllm", "compressed-tensors": "compressed"}.get(form.rule)
+    rule = {"fp8": "vllm", "compressed-tensors": "compressed", "sglang": "sglang"}.get(form.rule)
     return f"{rule}_{_VALUES[form.values]}_{_DTYPES[dtype]}" if rule else ""

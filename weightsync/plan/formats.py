@@ -46,6 +46,7 @@ class Format:
 
     Attributes:
         rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
+            ``sglang`` (rows, as SGLang quantises them when it starts; no checkpoint has it);
             ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor);
             ``awq`` or ``gptq``, which store the transposed matrix.
         values: int4, int8, float8_e4m3fn or float4_e2m1fn.
@@ -108,7 +109,7 @@ class Format:
             packed = self._transposed(weight)
             return tuple(TensorMeta(base + suffix, *packed[suffix]) for suffix in self.suffixes)
         scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
-        dtypes = {"fp8": "float32", "mx": "uint8", "nvfp4": "float8_e4m3fn"}
+        dtypes = {"fp8": "float32", "sglang": "float32", "mx": "uint8", "nvfp4": "float8_e4m3fn"}
         words = ("uint8", columns // 2) if self.values == FP4 else ("int32", self._num_words(columns))
         parts: dict[str, tuple[str, tuple[int, ...]]] = {
             "weight": (self.values, weight.shape),

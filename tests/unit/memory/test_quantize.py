@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,3 +76,26 @@ def test_a_group_that_is_not_finite_has_a_scale_that_is_not_a_number(value: floa
     weight[1, 40] = value
     scales = dict(quantize(weight, SMALL_GROUPS["mxfp4"]))["weight_scale"]
     assert scales.tolist() == [[125, 125], [125, 255]]
+
+
+@pytest.mark.parametrize("columns", [0, 8])
+@given(data=st.data())
+def test_rows_are_those_of_sglang_as_a_processor_without_approximation_has_them(
+    columns: int, data: st.DataObject
+) -> None:
+    """SGLang's kernel for Hopper GPUs, statement by statement, for each row or group of columns."""
+    weight = data.draw(weights(columns or 1)).nan_to_num(nan=1.0, posinf=3.0, neginf=-3.0)
+    form = Format(rule="sglang", values="float8_e4m3fn", block=(1, columns))
+    found = dict(quantize(weight, form))
+    check_declared(weight, form, found)
+    scales, rows = [], []
+    for row in weight.float().reshape(-1, columns or weight.shape[1]):
+        row = np.where(np.abs(row.numpy()) < np.finfo(np.float32).tiny, np.float32(0), row.numpy())
+        scale = np.abs(row).max() * np.float32(0.0022321429569274187088)
+        scale = scale if scale >= np.finfo(np.float32).tiny else np.float32(0)
+        inverse = np.float32(1) / scale if scale else np.float32(0)
+        scales.append(scale)
+        rows.append(np.clip(row * inverse, np.float32(-448), np.float32(448)))
+    wanted = torch.from_numpy(np.stack(rows)).view(weight.shape).to(torch.float8_e4m3fn)
+    assert same_bits(found["weight_scale"].flatten(), torch.tensor(np.array(scales, np.float32)))
+    assert torch.equal(found["weight"].float(), wanted.float())  # zeros may differ in their sign
