@@ -166,7 +166,7 @@ def live(model: Model) -> dict[str, torch.Tensor]:
 
 
 def places_of(model: Model) -> StoredPlaces:
-    segments = trace_reload(model, live(model), STORED, lambda: reload_of(model))
+    segments = trace_reload(model, live(model), STORED, lambda: reload_of(model)).segments
     return StoredPlaces(segments, live(model), STORED, {})
 
 

@@ -1,8 +1,9 @@
 """Starts SGLang from a checkpoint on disk, without the library in it; writes its answers and what it holds.
 
-python -m tests.gpu.sglang_from_disk TENSOR_PARALLEL_SIZE ANSWERS LIVE MODEL [MODEL …]
+python -m tests.gpu.sglang_from_disk TENSOR_PARALLEL_SIZE OPTIONS ANSWERS LIVE MODEL [MODEL …]
 
-Of further models it answers after an ``update_weights_from_disk`` of its own, which is quicker than a start.
+OPTIONS are further ones of its engine, in JSON. Of further models it answers after an
+``update_weights_from_disk`` of its own, which is quicker than a start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from tests.gpu.sglang_probe import LOADER, OPTIONS, live, probe
 
 
-def main(tensor_parallel_size: str, answers: str, held: str, *models: str) -> None:
+def main(tensor_parallel_size: str, options: str, answers: str, held: str, *models: str) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     num_ranks, loader = int(tensor_parallel_size), [LOADER]
@@ -24,6 +25,7 @@ def main(tensor_parallel_size: str, answers: str, held: str, *models: str) -> No
         skip_tokenizer_init=True,
         custom_weight_loader=loader,
         **OPTIONS,
+        **json.loads(options),
     )
     said, lives = [], []
     for number, model in enumerate(models):

@@ -34,14 +34,18 @@ pytestmark = [
 ]
 
 
-def from_disk(checkpoints: list[str], num_ranks: int, env: Mapping[str, str] | None = None) -> list[Answers]:
+def from_disk(
+    checkpoints: list[str], num_ranks: int, env: Mapping[str, str] | None = None, **options: object
+) -> list[Answers]:
     """Of an SGLang of its own; it has ended when this returns, and its memory is free.
 
     What it held is in ``live.json`` of the first checkpoint. `env`: further environment variables.
+    `options`: further ones of its engine.
     """
     answers, held = (Path(checkpoints[0]) / name for name in ("answers.json", "live.json"))
     module = "tests.gpu.sglang_from_disk"
-    command = [sys.executable, "-m", module, str(num_ranks), str(answers), str(held), *checkpoints]
+    arguments = [str(num_ranks), json.dumps(options), str(answers), str(held), *checkpoints]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
         command,
         cwd=ROOT,

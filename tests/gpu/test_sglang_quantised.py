@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
@@ -35,6 +36,8 @@ from tests.gpu.test_sglang import from_disk
 from tests.patience import patient
 from tests.quantised import save_quantised
 from weightsync import WeightSync
+from weightsync.engines.sglang.online import ROWS
+from weightsync.memory.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,15 +80,17 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
     return once
 
 
-def start(bundles: PlacementGroup, path: Path, kernels: str = "triton", num_ranks: int = 1) -> Any:
-    """An SGLang on the first `num_ranks` GPUs. `await_start` waits for it."""
+def start(
+    bundles: PlacementGroup, path: Path, kernels: str = "triton", num_ranks: int = 1, **options: object
+) -> Any:
+    """An SGLang on the first `num_ranks` GPUs, with further options. `await_start` waits for it."""
     note("SGLang starts, to be fed")
     arguments = str(path), "e0", num_ranks
     env: Mapping[str, str] = KERNELS[kernels]
     if num_ranks == 1:
-        return spawn(SglangEngine, bundles, 0, *arguments, env=env)
+        return spawn(SglangEngine, bundles, 0, *arguments, env=env, **options)
     visible = visible_devices(bundles, range(num_ranks))
-    return spawn(SglangEngine, bundles, 0, *arguments, share=0, visible=visible, env=env)
+    return spawn(SglangEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
 
 
 def await_start(engine: ActorHandle[Any]) -> None:
@@ -176,3 +181,101 @@ def test_checkpoints_are_served_as_they_are_stored_and_come_back_after_a_kill(
         saved.check(engines[1], 1)
         update(0)
     end(engines[1])
+
+
+@dataclass(frozen=True)
+class Online:
+    """A model, and how an SGLang quantises it when it starts."""
+
+    kind: str = "untied"
+    quantization: str = "fp8"
+    num_ranks: int = 1
+
+
+ONLINE = {
+    "fp8": Online(),
+    "fp8_tied": Online("tied"),
+    "w8a8_fp8": Online(quantization="w8a8_fp8"),
+    "fp8_two_ranks": Online(num_ranks=2),
+}
+
+
+def saved_online(folder: Path, case: Online) -> Saved:
+    """Two versions in bfloat16, and what an SGLang says and holds that started from each of them."""
+    paths, _ = paths_in(folder)
+    for seed, path in enumerate(paths):
+        save_qwen3(path, case.kind, seed)
+        note("SGLang starts from the checkpoint in bfloat16, and quantises it")
+        from_disk([str(path)], case.num_ranks, KERNELS["triton"], quantization=case.quantization)
+    answers = [json.loads((path / "answers.json").read_text())[0] for path in paths]
+    live = [json.loads((path / "live.json").read_text())[0] for path in paths]
+    assert answers[0] != answers[1]
+    assert live[0] != live[1]
+    return Saved(paths, paths, answers, live)
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_sglang_answers_as_if_it_had_quantised_when_it_started(
+    name: str, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    """Three versions in place: SGLang itself does not quantise again."""
+    case = ONLINE[name]
+    if num_gpus < case.num_ranks:
+        pytest.skip(f"needs {case.num_ranks} GPUs")
+    saved = saved_online(tmp_path, case)
+    options = {"num_ranks": case.num_ranks, "quantization": case.quantization}
+    engine = start(bundles, saved.paths[0], **options)
+    await_start(engine)
+    trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
+    for report in feed(trainers, engine, saved):
+        assert report.proofs["e0"] == IN_PLACE
+        assert "become float8_e4m3fn with a scale for 1 x all" in report.routes["e0"]
+    end(engine, *trainers)
+
+
+def test_a_killed_sglang_that_quantises_online_comes_back(bundles: PlacementGroup, tmp_path: Path) -> None:
+    """Its holder's copy fills it: the trainer has gone on."""
+    paths, _ = paths_in(tmp_path)
+    for seed, path in enumerate(paths):
+        save_qwen3(path, "untied", seed)
+    engines: list[ActorHandle[Any]] = [start(bundles, paths[0], quantization="fp8")]
+    await_start(engines[0])
+    (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
+
+    def respawn(name: str) -> ActorHandle[Any]:
+        engines.append(start(bundles, paths[0], quantization="fp8"))
+        return engines[-1]
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"e0": engines[0]}, respawn=respawn)
+        sync.connect()
+        sync.update_weights(1)
+        sync.settle(patient(60))
+        wanted, answers = ray.get([engines[0].live.remote(), engines[0].answers.remote()])
+        ray.get(trainer.load.remote(str(paths[1])))
+        note("kill -9")
+        kill_and_wait(sync, engines[0])
+        (heal,) = sync.heals
+        assert (heal.version, heal.verified) == (1, True)
+        assert ray.get([engines[1].live.remote(), engines[1].answers.remote()]) == [wanted, answers]
+        assert sync.update_weights(2).engines == {"e0": 2}
+        assert ray.get(engines[1].answers.remote()) != answers
+    end(engines[1], trainer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [96, 516, 1000, 4096])
+@pytest.mark.parametrize("rows", [64, 2048, 5000])
+def test_rows_are_those_of_sglangs_own_kernels(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """It has one kernel for few rows, another for many, and each for multiples of 4, 8 and 16 columns."""
+    from sglang.srt.layers.quantization.fp8 import per_token_group_quant_fp8
+
+    for seed in range(4):
+        draw = torch.Generator("cuda").manual_seed(seed)
+        weight = torch.randn(rows, columns, generator=draw, device="cuda") * 10.0 ** (seed - 3)
+        weight = weight.to(dtype)
+        values, scales = per_token_group_quant_fp8(weight, columns)
+        (_, found), (_, found_scales) = quantize(weight, ROWS)
+        assert torch.equal(found_scales, scales)
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))

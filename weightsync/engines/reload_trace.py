@@ -32,15 +32,26 @@ _READ_NOTHING = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What a reload does to live parameters.
+
+    Attributes:
+        segments: where it puts tensors, in the dtypes of live parameters, to which the loader casts.
+        fills: the padding that it fills where it lives: the name of the parameter, a view, and the value.
+    """
+
+    segments: tuple[Segment, ...]
+    fills: Sequence[tuple[str, torch.Tensor, float]]
+
+
 def trace_reload(
     model: torch.nn.Module,
     live: Mapping[str, torch.Tensor],
     stored: Sequence[TensorMeta],
     make_loader: Callable[[], Loader],
-) -> tuple[Segment, ...]:
-    """Run a reload on placeholders of `stored`, and return their segments in `live`.
-
-    Live memory does not change. A segment has the dtype of its live parameter, to which the loader casts.
+) -> Reload:
+    """Run a reload on placeholders of `stored`, and return what it does to `live`, which does not change.
 
     Args:
         live: parameters whose bytes must all come from `stored`, by name.
@@ -60,7 +71,7 @@ def trace_reload(
         raise recorder.refusal or UnprovableError(f"{type(error).__name__}: {error}") from error
     if recorder.refusal:
         raise recorder.refusal
-    return recorder.proven()
+    return Reload(recorder.proven(), recorder.fills)
 
 
 @dataclass(slots=True)
@@ -92,11 +103,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     Attributes:
         refusal: the first thing that was more than a copy. The reload goes on, so that it ends as others do.
+        fills: see `Reload`.
     """
 
     def __init__(self, model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: UnprovableError | None = None
+        self.fills: list[tuple[str, torch.Tensor, float]] = []
         self._live: dict[int, str] = {}
         for name, each in live.items():
             if each.numel():
@@ -144,7 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if is_copy and self._takes(args[0], args[1]):
             return args[0]
         if func in _FILLS and (key := _storage(args[0])) in self._filled.keys() | self._untouchable:
-            return self._fill_live(args[0]) if key in self._untouchable else self._fill(func, args)
+            return self._fill_live(*args) if key in self._untouchable else self._fill(func, args)
         given = {_storage(each): each for each in tree_leaves((args, kwargs)) if _is_real(each)}
         outcome = func(*args, **(kwargs or {}))
         if func is _ATEN.clone.default and self._clone(args[0], outcome):
@@ -203,13 +216,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._filled[_storage(target)].padding.extend(runs)
         return func(*args)
 
-    def _fill_live(self, target: torch.Tensor) -> torch.Tensor:
+    def _fill_live(self, target: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """Note padding that is filled where it lives, and fill nothing."""
         name = self._live.get(_storage(target), "")
         # A rank without padding fills no rows, and what fills all is no padding.
         if name and 0 < target.numel() < self._wanted[name].numel():
             runs = padding_runs(target, _start(target) - _start(self._wanted[name]))
             self._padding += [(name, *run) for run in runs]
+            self.fills.append((name, target, value))
         return target
 
     def _make_live(self, filled: _Filled, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ def trace_places(
         require_complete(model)
     except TransportError as error:
         raise UnprovableError(str(error)) from error
-    return StoredPlaces(trace_reload(model, live, stored, make_loader), live, stored, formats)
+    return StoredPlaces(trace_reload(model, live, stored, make_loader).segments, live, stored, formats)
 
 
 class StoredLoader:

@@ -1,6 +1,6 @@
 """Whether live parameters hold what SGLang's loaders wrote, told by its layers and their methods.
 
-Source: SGLang's ``layers/quantization/fp8.py`` and ``kv_cache.py`` of 0.5.17.
+Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``kv_cache.py`` of 0.5.17.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 _BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
 _CACHE_METHOD = "Fp8KVCacheMethod"
+_ONLINE = {"Fp8LinearMethod": "fp8", "Fp8MoEMethod": "fp8", "W8A8Fp8LinearMethod": "w8a8_fp8"}
+"""Methods that may quantise full-precision weights to FP8, and the ``quantization`` that has them."""
 _PLAIN_RUNNERS = ("triton", "deep_gemm")
 """SGLang's kernels of experts that read weights and scales as they were loaded."""
 
@@ -48,11 +50,54 @@ def require_blocks(
     if repacks:
         remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep FP8 blocks in an update"
         raise ConfigError(FIELD, "fp8", remedy)
-    if any(type(module).__name__.endswith("WithLoRA") for module in model.modules()):
+    if _has_adapters(model):
         remedy = f"leave it out: with it, SGLang's loader does not find the scales of {FIELD}"
         raise ConfigError("options.enable_lora", True, remedy)
     if reason := _why_not(model, device, _why_not_blocks):
         raise ConfigError(FIELD, "fp8", f"{reason}; or serve this model with vLLM")
+
+
+def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the layers whose full-precision weights SGLang quantised when it started, by their paths."""
+    return {path: module for path, module in model.named_modules() if _is_online(module)}
+
+
+def online_option(layers: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
+    """Return the option that has SGLang quantise `online_layers`, and its value."""
+    kind = type(next(iter(layers.values())).quant_method).__name__
+    return "options.quantization", _ONLINE[kind]
+
+
+def require_online(
+    model: torch.nn.Module, device: torch.device, layers: Mapping[str, torch.nn.Module], repacks: bool
+) -> None:
+    """Raise ConfigError unless all live parameters are known: `layers` hold rows in FP8, others what came.
+
+    Args:
+        layers: the `online_layers` of the model.
+        repacks: SGLang processes weights again after each update.
+    """
+    option = online_option(layers)
+    if repacks:
+        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep online FP8 in an update"
+        raise ConfigError(*option, remedy)
+    if _has_adapters(model):
+        remedy = f"leave it out: with it, the layers that {option[0]} has quantised have other names"
+        raise ConfigError("options.enable_lora", True, remedy)
+    if reason := _why_not(model, device, _why_not_online):
+        raise ConfigError(*option, f"{reason}; or serve this model with vLLM")
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    return any(type(module).__name__.endswith("WithLoRA") for module in model.modules())
+
+
+def _is_online(module: torch.nn.Module) -> bool:
+    method: Any = getattr(module, "quant_method", None)
+    configs = (getattr(method, name, None) for name in ("quant_config", "quantization_config"))
+    return type(method).__name__ in _ONLINE and any(
+        getattr(config, "is_checkpoint_fp8_serialized", True) is False for config in configs
+    )
 
 
 def _why_not(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
@@ -81,15 +126,11 @@ def _why_not_blocks(module: torch.nn.Module) -> str:
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     if kind == _CACHE_METHOD:
-        # Dummy weights draw these scales, too. What is not positive becomes 1, as without them.
-        drawn = any(getattr(module, name) != 1.0 for name in ("k_scale_float", "v_scale_float"))
-        return "the scales of its cache were drawn at random for the start" if drawn else ""
+        return _why_not_cache(module)
     if kind not in _BLOCK_METHODS or getattr(module, "use_intel_amx_backend", False):
         return _why_not_plain(module)
-    if torch.version.hip:
-        return "on AMD, SGLang puts weights in another order"
-    if getattr(method, "use_marlin", False):
-        return "Marlin's kernels want weights in another order: leave SGLANG_FORCE_FP8_MARLIN unset"
+    if reason := _why_in_another_order(method):
+        return reason
     if not method.block_quant or method.use_mxfp8 or getattr(method, "is_fp4_expert", False):
         return f"{kind} has another format than FP8 in blocks with float32 scales"
     if any(getattr(each, "format_ue8m0", False) for each in module.parameters(recurse=False)):
@@ -98,6 +139,54 @@ def _why_not_blocks(module: torch.nn.Module) -> str:
             "fp8_gemm_runner_backend='triton' and moe_runner_backend='triton' keep the checkpoint's"
         )
     return _why_not_experts(method) if kind == "Fp8MoEMethod" else ""
+
+
+def _why_not_cache(module: torch.nn.Module) -> str:
+    # Dummy weights draw these scales, too. What is not positive becomes 1, as without them.
+    drawn = any(getattr(module, name) != 1.0 for name in ("k_scale_float", "v_scale_float"))
+    return "the scales of its cache were drawn at random for the start" if drawn else ""
+
+
+def _why_in_another_order(method: Any) -> str:  # noqa: ANN401 - SGLang's
+    if torch.version.hip:
+        return "on AMD, SGLang puts weights in another order"
+    if getattr(method, "use_marlin", False):
+        return "Marlin's kernels want weights in another order: leave SGLANG_FORCE_FP8_MARLIN unset"
+    return ""
+
+
+def _why_not_online(module: torch.nn.Module) -> str:
+    if type(getattr(module, "quant_method", None)).__name__ == _CACHE_METHOD:
+        return _why_not_cache(module)
+    if not _is_online(module) or getattr(module, "use_intel_amx_backend", False):
+        return _why_not_plain(module)
+    method: Any = module.quant_method
+    if hasattr(module, "w13_weight"):
+        return (
+            "its experts have one scale for gate and up projections together, which no kernel here makes: "
+            "give a quantization_config of FP8 in blocks, which experts have, too"
+        )
+    if reason := _why_in_another_order(method):
+        return reason
+    if getattr(method, "block_quant", False):
+        return "it is quantised in groups (MXFP8): quantization='fp8' has a scale for each row"
+    return _why_not_rows(module)
+
+
+def _why_not_rows(module: torch.nn.Module) -> str:
+    """Return why a layer has no transposed FP8 matrix with a float32 scale for each row; "" if it has."""
+    weight, scales = (getattr(module, name, None) for name in ("weight", "weight_scale"))
+    if not isinstance(weight, torch.Tensor) or not isinstance(scales, torch.Tensor):
+        return "it has no weight with a weight_scale"
+    if weight.ndim == 2 and weight.shape[1] > 1 and scales.numel() == 1:
+        return "it has one scale for all rows, as where SGLang's CUTLASS kernels do not run"
+    held = weight.dtype, weight.ndim, scales.dtype, tuple(scales.shape)
+    if held != (torch.float8_e4m3fn, 2, torch.float32, (1, weight.shape[-1])):
+        given = f"{weight.dtype} {tuple(weight.shape)}, and scales {scales.dtype} {tuple(scales.shape)}"
+        return f"it holds {given}"
+    if not (weight.t().is_contiguous() and scales.is_contiguous()):
+        return "its rows lie between others"
+    return ""
 
 
 def _why_not_experts(method: Any) -> str:  # noqa: ANN401 - SGLang's

@@ -19,8 +19,15 @@ from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, loaded_layers, model_config, packed_layers
 from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
+from weightsync.engines.sglang.online import require_its_bytes, trace_online
 from weightsync.engines.sglang.rank_calls import Call, reply
-from weightsync.engines.sglang.storage import require_blocks, stored_otherwise
+from weightsync.engines.sglang.storage import (
+    online_layers,
+    online_option,
+    require_blocks,
+    require_online,
+    stored_otherwise,
+)
 from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
 from weightsync.engines.stored_loader import trace_places
 from weightsync.engines.whole_sink import Loader
@@ -94,6 +101,7 @@ class SglangHost:
     ) -> None:
         self._model, self._device, self._settings, self._draft = model, device, settings, draft
         self._stored = StoredCheckpoint()
+        self._online = online_layers(model)
         self._places: StoredPlaces | None = None
         self._addresses: Sequence[int] = ()
 
@@ -104,6 +112,8 @@ class SglangHost:
         config = self._config()
         quantization = quantization_of(config)
         checkpoint = checkpoint_of(config, self._dtype).as_held(self._model)
+        if self._online:
+            return self._quantised_online(checkpoint)
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
         if self._stored.formats:
             require_blocks(self._model, self._device, self._stored.formats, self._settings.repacks)
@@ -147,11 +157,34 @@ class SglangHost:
     def places(self) -> StoredPlaces | None:
         if not self._stored.formats:
             return None
-        addresses = [each.data_ptr() for _, each in parameters_of(self._model)]
+        addresses = self._live_addresses()
         if addresses != self._addresses:
-            self._places = trace_places(self._model, self._stored.tensors, self._stored.formats, self._load)
+            self._places = self._found_places()
             self._addresses = addresses
         return self._places
+
+    def _found_places(self) -> StoredPlaces:
+        if not self._online:
+            return trace_places(self._model, self._stored.tensors, self._stored.formats, self._load)
+        checkpoint = checkpoint_of(self._config(), self._dtype).as_held(self._model)
+        return trace_online(self._model, self._online, checkpoint, self._dtype, self._load)[1]
+
+    def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the full-precision checkpoint of a model that SGLang has quantised. Raises ConfigError."""
+        require_online(self._model, self._device, self._online, self._settings.repacks)
+        try:
+            require_its_bytes(self._online, self._dtype)
+            found = trace_online(self._model, self._online, checkpoint, self._dtype, self._load)
+        except UnprovableError as error:
+            raise ConfigError(
+                *online_option(self._online), f"{error}; or serve this model with vLLM"
+            ) from error
+        self._stored, self._places = found
+        self._addresses = self._live_addresses()
+        return self._stored.described(checkpoint)
+
+    def _live_addresses(self) -> Sequence[int]:
+        return [each.data_ptr() for _, each in parameters_of(self._model)]
 
     def loader(self, stored: bool) -> Loader:
         return self._stored.loader(self.places(), self._load, stored)
