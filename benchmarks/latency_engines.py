@@ -79,7 +79,7 @@ class SglangLatency(EngineActor):
 
     async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
         engine: Any = self._engine  # behind our adapter, which only a benchmark may access
-        return await asyncio.to_thread(engine._loop.call, work)
+        return await asyncio.to_thread(engine.loop.call, work)
 
 
 class VllmLatency(VllmUnderTest):
