@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,6 +16,10 @@ from benchmarks import rank_probe
 from benchmarks.models import Tensor
 from benchmarks.peer_vllm import VllmUnderTest
 from weightsync.actors.engine import EngineActor
+
+if TYPE_CHECKING:  # so that mypy sees what the benchmark takes of them
+    from weightsync.engines.sglang.adapter import SglangEngine
+    from weightsync.engines.sglang.api import Server
 
 __all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
 
@@ -42,9 +46,9 @@ class SglangLatency(EngineActor):
             serialized_named_tensors=list(payloads), load_format=load_format, flush_cache=False
         )
 
-        async def send(server: Any) -> None:  # noqa: ANN401 (our `Server`)
-            async with server._session():
-                ok, message = await server._manager.update_weights_from_tensor(request, None)
+        async def send(server: Server) -> None:
+            async with server.session():
+                ok, message = await server.manager.update_weights_from_tensor(request, None)
             if not ok:
                 raise RuntimeError(message)
 
@@ -77,8 +81,8 @@ class SglangLatency(EngineActor):
     def _answer(self, rank: int) -> Path:
         return Path(self._answers.name) / str(rank)
 
-    async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
-        engine: Any = self._engine  # behind our adapter, which only a benchmark may access
+    async def _call(self, work: Callable[[Server], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
+        engine = cast("SglangEngine", self._engine)  # behind our adapter, which only a benchmark may access
         return await asyncio.to_thread(engine.loop.call, work)
 
 
