@@ -42,7 +42,7 @@ from weightsync.plan.stored_reads import reads_layout
 from weightsync.protocol.handles import StoredExport
 from weightsync.protocol.messages import HolderDigests
 
-OUT, EXPERTS = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"
+OUT = "model.layers.0.self_attn.o_proj"
 IGNORED = "model.layers.1.self_attn.o_proj"
 BY_COLUMNS = ("o_proj", "down_proj")
 Memory = Mapping[str, torch.Tensor]
@@ -90,9 +90,6 @@ class W8A8Fp8LinearMethod(Fp8LinearMethod):
     def __init__(self) -> None:
         super().__init__()
         self.quantization_config = vars(self).pop("quant_config")
-
-
-class Fp8MoEMethod(SimpleNamespace): ...
 
 
 class OnlineLinear(Linear):
@@ -339,13 +336,6 @@ def other_rounding(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() / scales).to(FP8), scales
 
 
-def with_experts(model: Any) -> None:
-    experts: Any = nn.Module()
-    experts.w13_weight = nn.Parameter(torch.zeros(2, 8, 4), requires_grad=False)
-    experts.quant_method = Fp8MoEMethod(quant_config=SimpleNamespace(is_checkpoint_fp8_serialized=False))
-    model.get_submodule("model.layers.0.mlp").add_module("experts", experts)
-
-
 def doubled(model: Any) -> None:
     load = model.load_weights
     model.load_weights = lambda weights: load((name, tensor * 2) for name, tensor in weights)
@@ -370,7 +360,6 @@ class AwqLinearMethod(SimpleNamespace): ...
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "experts": (with_experts, r"mlp\.experts: its experts have one scale for gate and up .* FP8 in blocks"),
     "marlin": (method(use_marlin=True), r"o_proj: .*SGLANG_FORCE_FP8_MARLIN"),
     "groups": (method(block_quant=True), r"o_proj: it is quantised in groups \(MXFP8\)"),
     "one scale": (replaced("weight_scale", lambda scales: scales.max()), r"o_proj: it has one scale for all"),

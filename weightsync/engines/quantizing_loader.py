@@ -10,7 +10,7 @@ import torch
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.whole_sink import Loader
 from weightsync.errors import ConfigError
-from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import FIELD, Format, Quantization, unproven
@@ -64,17 +64,23 @@ class QuantizingLoader:
 
     def __init__(self, loader: Loader, formats: Mapping[str, Format]) -> None:
         self._loader, self._formats = loader, formats
+        # Matrices that share scales with others which did not come yet, by the names of all of them.
+        self._waiting: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Quantise what has a format, and hand everything over."""
         self._loader.load(self._stored(weights))
 
     def finish(self) -> None:
-        """Make the tensors live, see `Loader.finish`."""
+        """Make the tensors live, see `Loader.finish`. Raises RuntimeError if a tensor did not come."""
+        for names, came in self._waiting.items():
+            missing = next(name for name in names if name not in came)
+            raise RuntimeError(f"{missing} did not come, which shares scales with {next(iter(came))}")
         self._loader.finish()
 
     def abandon(self) -> None:
         """End the update early, see `Loader.abandon`."""
+        self._waiting.clear()
         self._loader.abandon()
 
     def _stored(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,7 +88,28 @@ class QuantizingLoader:
             form = self._formats.get(name)
             if form is None:
                 yield name, tensor
-                continue
-            base = name.removesuffix("weight")
-            for last, stored in quantize(tensor, form):
-                yield base + last, stored
+            elif form.together:
+                yield from self._stored_together(name, tensor, form)
+            else:
+                yield from _named(name, quantize(tensor, form))
+
+    def _stored_together(
+        self, name: str, tensor: torch.Tensor, form: Format
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is stored of matrices that share scales, once all of them came."""
+        names = form.sharing(name)
+        came = self._waiting.setdefault(names, {})
+        if name in came:
+            raise RuntimeError(f"{name} came twice")
+        came[name] = tensor
+        if len(came) == len(names):
+            del self._waiting[names]
+            made = quantize_together([came[each] for each in names], form)
+            for each, stored in zip(names, made, strict=True):
+                yield from _named(each, stored)
+
+
+def _named(name: str, stored: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is stored of a weight under its full names."""
+    for last, tensor in stored:
+        yield name.removesuffix("weight") + last, tensor

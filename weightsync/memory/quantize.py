@@ -3,15 +3,17 @@
 GPUs give the same bytes, which the libraries themselves need not do there: see `divided`. The rule ``sglang``
 is the exception: SGLang quantises on GPUs alone, with Hopper's approximate reciprocal. Our kernel has the
 same instruction. A CPU rounds the reciprocal correctly, so a few of its values are neighbours of a GPU's.
+The rule ``sglang_experts`` has only correctly rounded operations, as SGLang compiles that kernel.
 
 Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), for blocks of
-the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``), and for the rule ``sglang`` the machine code of
-``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires.
+the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``), for the rule ``sglang`` the machine code of
+``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires, and for the rule
+``sglang_experts`` that SGLang's ``per_tensor_quant_fp8.cuh``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -37,6 +39,11 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     Yields:
         What `Format.stored` declares, in its order, on the same device.
     """
+    assert not form.together, "matrices that share scales are quantised by `quantize_together`"
+    if form.rule == "sglang_experts":
+        (stored,) = quantize_together([weight], form)
+        yield from stored
+        return
     if form.rule in MICROSCALING:
         yield from microscale(weight, form)
         return
@@ -67,6 +74,31 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         yield "weight_zero_point", _pack(zero_points.reshape(scales.shape).T, form.num_bits).T.contiguous()
     if form.packed:
         yield "weight_shape", torch.tensor(weight.shape, device=weight.device)
+
+
+def quantize_together(
+    weights: Sequence[torch.Tensor], form: Format
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield what `quantize` does for each of several matrices, whose blocks share scales.
+
+    Args:
+        weights: as for `quantize`, of one shape, on one device.
+        form: of the rule ``sglang_experts``.
+    """
+    blocks = [_in_blocks(weight, form) for weight in weights]
+    largest = torch.stack([_largest(each) for each in blocks]).amax(0)
+    scales = divided(largest, _FP8_MAX)
+    stored = scales.flatten() if form.block == (0, 0) else scales.reshape(form.grid(weights[0].shape))
+    for weight, each in zip(weights, blocks, strict=True):
+        # SGLang's kernel has the greatest value where a product is no number, as of 0 with a scale of 0.
+        scaled = (each * (1.0 / scales)).nan_to_num_(_FP8_MAX).clamp_(-_FP8_MAX, _FP8_MAX)
+        values = _from_blocks(scaled, weight.shape).to(getattr(torch, form.values)).contiguous()
+        yield [("weight", values), (form.scale_suffix, stored)]
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the greatest magnitude of each block, without NaN: float32[down, 1, across, 1]."""
+    return blocks.abs().nan_to_num_(0.0, torch.inf).amax((1, 3), keepdim=True).float()
 
 
 def _by_kernel(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:

@@ -153,13 +153,16 @@ class QuantizingTables:
         return launch
 
     def _parts_of(self, meta: TensorMeta) -> _Parts:
-        """Return the names of what a tensor is stored as. Raises NoKernelError if their formats differ."""
+        """Return the names of what a tensor is stored as. Raises NoKernelError if no kernel makes that."""
         whole = torch.empty(meta.shape, device="meta")
         names = tuple(name for name, _ in as_loaded(meta.name, whole, self._shapes))
         formats = {self._formats.get(name) for name in names}
         if len(formats) > 1:
             raise NoKernelError(f"experts of {meta.name} are stored in different formats")
-        return _Parts(names, formats.pop())
+        form = formats.pop()
+        if form and form.rule == "sglang_experts":  # before memory is taken for it
+            raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
+        return _Parts(names, form)
 
     def _can_pass(self, piece: Piece) -> bool:
         """Whether a piece can be stored without the others of its tensor, as it comes or quantised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -49,7 +50,10 @@ class StoredPlaces:
         self.num_elements: Counter[str] = Counter()
         for segment in segments:
             self._held[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
-            self.num_elements[segment.buffer] += segment.box.numel
+        # Matrices that share a scale have it in one place.
+        places = ((each.buffer, each.byte_offset, each.box.extent, each.strides) for each in segments)
+        for buffer, _, extent, _ in dict.fromkeys(places):
+            self.num_elements[buffer] += math.prod(extent)
         self._live = {name: live[name] for name in self.num_elements}
         self._device = next((each.device for each in live.values()), None)
         self._table: DigestTable | None = None

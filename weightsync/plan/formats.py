@@ -18,6 +18,9 @@ FIELD = "quantization_config"
 _METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 FP4 = "float4_e2m1fn"
+ONLINE = ("sglang", "sglang_experts")
+"""Rules by which SGLang quantises when it starts. No checkpoint has them."""
+
 MICROSCALING = ("mx", "nvfp4")
 """Rules for small groups of FP4 or FP8 values with scales of 8 bits."""
 
@@ -46,7 +49,8 @@ class Format:
 
     Attributes:
         rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
-            ``sglang`` (rows, as SGLang quantises them when it starts; no checkpoint has it);
+            ``sglang`` and ``sglang_experts`` (rows, and whole experts, as SGLang quantises them when it
+            starts; no checkpoint has them);
             ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor);
             ``awq`` or ``gptq``, which store the transposed matrix.
         values: int4, int8, float8_e4m3fn or float4_e2m1fn.
@@ -55,6 +59,8 @@ class Format:
             packed in pairs, in uint8.
         symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
+        together: the last parts of the paths of layers in one module, whose matrices share their scales, such
+            as the gate and up projections of an expert. Empty: each matrix has its own.
     """
 
     rule: str
@@ -63,6 +69,7 @@ class Format:
     packed: bool = False
     symmetric: bool = True
     powers_of_two: bool = False
+    together: tuple[str, ...] = ()
 
     @property
     def num_bits(self) -> int:
@@ -109,7 +116,7 @@ class Format:
             packed = self._transposed(weight)
             return tuple(TensorMeta(base + suffix, *packed[suffix]) for suffix in self.suffixes)
         scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
-        dtypes = {"fp8": "float32", "sglang": "float32", "mx": "uint8", "nvfp4": "float8_e4m3fn"}
+        dtypes = {"mx": "uint8", "nvfp4": "float8_e4m3fn"} | dict.fromkeys(("fp8", *ONLINE), "float32")
         words = ("uint8", columns // 2) if self.values == FP4 else ("int32", self._num_words(columns))
         parts: dict[str, tuple[str, tuple[int, ...]]] = {
             "weight": (self.values, weight.shape),
@@ -159,7 +166,15 @@ class Format:
         rows, columns = (size or "all" for size in self.block)
         scale = "a scale" if self.symmetric else "a scale and a zero point"
         whole = ", and one for all" if self.rule == "nvfp4" else ""
-        return f"{values} with {scale} for {rows} x {columns}{whole}"
+        shared = f" of {' and '.join(self.together)} together" if self.together else ""
+        return f"{values} with {scale} for {rows} x {columns}{whole}{shared}"
+
+    def sharing(self, weight: str) -> tuple[str, ...]:
+        """Return the names of all matrices that share their scales with `weight`, itself among them."""
+        if not self.together:
+            return (weight,)
+        module = weight.removesuffix(".weight").rpartition(".")[0]
+        return tuple(f"{module}.{last}.weight" for last in self.together)
 
 
 def unproven(weight: str, form: Format) -> str:

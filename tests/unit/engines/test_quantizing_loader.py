@@ -14,7 +14,7 @@ from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Quantization
+from weightsync.plan.formats import Format, Quantization
 
 LAYER = "model.layers.0"
 
@@ -97,3 +97,39 @@ def test_experts_of_awq_and_gptq_are_refused_by_name(config: dict[str, Any]) -> 
     with pytest.raises(ConfigError, match="no engine has been shown to take experts of it") as raised:
         formats_of(checkpoint(), Quantization.read(config))
     assert raised.value.field == f"quantization_config of {LAYER}.mlp.experts.0.gate_proj.weight"
+
+
+SHARED = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0), together=("gate", "up"))
+
+
+def sharing(*names: str) -> tuple[Recorder, QuantizingLoader]:
+    recorder = Recorder()
+    return recorder, QuantizingLoader(recorder, dict.fromkeys(names, SHARED))
+
+
+def test_matrices_that_share_a_scale_wait_for_each_other_whatever_comes_between() -> None:
+    names = [f"experts.{number}.{leaf}.weight" for number in range(2) for leaf in ("gate", "up")]
+    recorder, loader = sharing(*names)
+    weights = {name: torch.full((2, 2), number + 1.0) for number, name in enumerate(names)}
+    loader.load([(name, weights[name]) for name in (names[1], names[2])])
+    assert recorder.came == {}
+    loader.load([(names[0], weights[names[0]])])
+    assert recorder.came.keys() == {*names[:2], *(f"{name}_scale" for name in names[:2])}
+    loader.load([(names[3], weights[names[3]])])
+    loader.finish()
+    scales = [recorder.came[f"{name}_scale"] * 448 for name in names]
+    assert [round(float(each)) for each in scales] == [2, 2, 4, 4]
+    assert [recorder.came[name].float().unique().tolist() for name in names] == [[224], [448], [320], [448]]
+    assert recorder.ends == ["finish"]
+
+
+def test_a_matrix_that_came_without_the_one_it_shares_a_scale_with_fails_the_update() -> None:
+    names = "experts.0.gate.weight", "experts.0.up.weight"
+    recorder, loader = sharing(*names)
+    loader.load([(names[0], torch.ones(2, 2))])
+    with pytest.raises(RuntimeError, match=r"experts\.0\.gate\.weight came twice"):
+        loader.load([(names[0], torch.ones(2, 2))])
+    with pytest.raises(RuntimeError, match=r"up\.weight did not come, .* with experts\.0\.gate\.weight"):
+        loader.finish()
+    loader.abandon()
+    assert (recorder.came, recorder.ends) == ({}, ["abandon"])

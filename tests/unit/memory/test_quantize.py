@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.quantised import by_library, check_declared, same_bits, weights
-from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.plan.formats import FP4, Format
 
 BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 8), "block": (4, 8)}
@@ -99,3 +101,53 @@ def test_rows_are_those_of_sglang_as_a_processor_without_approximation_has_them(
     wanted = torch.from_numpy(np.stack(rows)).view(weight.shape).to(torch.float8_e4m3fn)
     assert same_bits(found["weight_scale"].flatten(), torch.tensor(np.array(scales, np.float32)))
     assert torch.equal(found["weight"].float(), wanted.float())  # zeros may differ in their sign
+
+
+EXPERTS = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
+GATE_AND_UP = replace(EXPERTS, together=("gate_proj", "up_proj"))
+
+
+def per_tensor_as_sglang(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``per_tensor_quant_fp8.cuh``, statement by statement: its minimum and maximum pass over NaN."""
+    given = weights.float().numpy()
+    with np.errstate(all="ignore"):
+        scale = np.fmax.reduce(np.abs(given), axis=None, initial=np.float32(0)) / np.float32(448)
+        scaled = given * (np.float32(1) / scale)
+        clipped = np.fmax(np.fmin(scaled, np.float32(448)), np.float32(-448))
+    return torch.from_numpy(clipped).to(torch.float8_e4m3fn), torch.tensor(np.array(scale))
+
+
+@given(data=st.data())
+def test_an_expert_has_one_scale_as_sglang_makes_it(data: st.DataObject) -> None:
+    weight = data.draw(weights())
+    found = dict(quantize(weight, EXPERTS))
+    check_declared(weight, EXPERTS, found)
+    values, scale = per_tensor_as_sglang(weight)
+    assert same_bits(found["weight"], values)
+    assert same_bits(found["weight_scale"], scale.reshape(1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@given(data=st.data())
+def test_matrices_that_share_scales_are_quantised_as_one_on_each_rank(
+    num_ranks: int, data: st.DataObject
+) -> None:
+    drawn = data.draw(weights())
+    gate, up = torch.cat([drawn] * num_ranks), torch.cat([drawn.flip(0) * 7, drawn])[: num_ranks * len(drawn)]
+    form = GATE_AND_UP if num_ranks == 1 else replace(GATE_AND_UP, block=(len(drawn), 0))
+    found = [dict(stored) for stored in quantize_together([gate, up], form)]
+    for weight, each in zip((gate, up), found, strict=True):
+        check_declared(weight, form, each)
+    for rank in range(num_ranks):
+        parts = [torch.chunk(each, num_ranks)[rank] for each in (gate, up)]
+        values, scale = per_tensor_as_sglang(torch.cat(parts))
+        own = [torch.chunk(each["weight"], num_ranks)[rank] for each in found]
+        assert same_bits(torch.cat(own), values)
+        for each in found:
+            assert same_bits(each["weight_scale"].flatten()[rank], scale)
+
+
+def test_an_expert_of_zeros_has_the_greatest_values_and_a_scale_of_zero_as_sglang_gives_it() -> None:
+    (_, values), (_, scale) = quantize(torch.zeros(4, 8, dtype=torch.bfloat16), EXPERTS)
+    assert (values.float() == 448).all()
+    assert scale.tolist() == [0]

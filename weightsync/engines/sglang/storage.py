@@ -71,7 +71,7 @@ def online_option(layers: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
 def require_online(
     model: torch.nn.Module, device: torch.device, layers: Mapping[str, torch.nn.Module], repacks: bool
 ) -> None:
-    """Raise ConfigError unless all live parameters are known: `layers` hold rows in FP8, others what came.
+    """Raise ConfigError unless all live parameters are known: `layers` hold FP8, others what came.
 
     Args:
         layers: the `online_layers` of the model.
@@ -161,16 +161,28 @@ def _why_not_online(module: torch.nn.Module) -> str:
     if not _is_online(module) or getattr(module, "use_intel_amx_backend", False):
         return _why_not_plain(module)
     method: Any = module.quant_method
-    if hasattr(module, "w13_weight"):
-        return (
-            "its experts have one scale for gate and up projections together, which no kernel here makes: "
-            "give a quantization_config of FP8 in blocks, which experts have, too"
-        )
     if reason := _why_in_another_order(method):
         return reason
     if getattr(method, "block_quant", False):
-        return "it is quantised in groups (MXFP8): quantization='fp8' has a scale for each row"
-    return _why_not_rows(module)
+        return "it is quantised in groups (MXFP8): quantization='fp8' has none"
+    if not hasattr(module, "w13_weight"):
+        return _why_not_rows(module)
+    return _why_not_experts(method) or _why_not_stacks(module)
+
+
+def _why_not_stacks(module: torch.nn.Module) -> str:
+    """Return why a layer has no two stacks of experts in FP8 with a float32 scale for each; "" if it has."""
+    for name in ("w13_weight", "w2_weight"):
+        stack, scales = getattr(module, name), getattr(module, f"{name}_scale", None)
+        if not isinstance(scales, torch.Tensor):
+            return f"its {name} has no {name}_scale"
+        held = stack.dtype, stack.ndim, scales.dtype, tuple(scales.shape)
+        if held != (torch.float8_e4m3fn, 3, torch.float32, stack.shape[:1]):
+            given = f"{stack.dtype} {tuple(stack.shape)}, and scales {scales.dtype} {tuple(scales.shape)}"
+            return f"its {name} holds {given}"
+        if not (stack.is_contiguous() and scales.is_contiguous()):
+            return f"experts of its {name} lie between others"
+    return ""
 
 
 def _why_not_rows(module: torch.nn.Module) -> str:

@@ -19,7 +19,8 @@ from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, loaded_layers, model_config, packed_layers
 from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
-from weightsync.engines.sglang.online import require_its_bytes, trace_online
+from weightsync.engines.sglang.online import trace_online
+from weightsync.engines.sglang.online_proof import require_its_bytes
 from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.engines.sglang.storage import (
     online_layers,
