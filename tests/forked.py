@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from tests.patience import patient
+from weightsync.protocol.collector import collector_paused
 
 
 def forking() -> ForkServerContext:
@@ -45,6 +46,7 @@ def fork(num_ranks: int, run: Callable[..., None], *args: object) -> None:
     assert [process.exitcode for process in ranks] == [0] * num_ranks
 
 
+@collector_paused
 def import_deepspeed() -> None:
     """Import DeepSpeed before its ranks are forked, with what it imports on use: torch's whole compiler."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
@@ -54,6 +56,7 @@ def import_deepspeed() -> None:
     keep_from_collection()
 
 
+@collector_paused
 def import_megatron() -> None:
     """Import Megatron-Core before its ranks are forked, which would compile a few sums and products each."""
     import torch._dynamo

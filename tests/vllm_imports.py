@@ -10,9 +10,11 @@ import functools
 import gc
 
 from weightsync.engines.vllm.api import set_environment
+from weightsync.protocol.collector import collector_paused
 
 
 @functools.cache
+@collector_paused
 def import_vllm() -> None:
     """Import what engines need, look for kernels once, and keep what is there now out of collections."""
     set_environment()

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import gc
 
-import torch
-import torch._dynamo  # FSDP2 imports it on use
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
-from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+from weightsync.protocol.collector import collector_paused
 
-from weightsync import testing  # noqa: F401
-from weightsync.engines import torch_module  # noqa: F401
-from weightsync.holder import holder  # noqa: F401
-from weightsync.memory.digests import warm_up
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import NonfiniteTable
-from weightsync.plan import Box
-from weightsync.sources import checkpoint_store, module  # noqa: F401
+with collector_paused:  # it would look at all that is imported, again and again
+    import torch
+    import torch._dynamo  # FSDP2 imports it on use
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
+    from weightsync import testing  # noqa: F401
+    from weightsync.engines import torch_module  # noqa: F401
+    from weightsync.holder import holder  # noqa: F401
+    from weightsync.memory.digests import warm_up
+    from weightsync.memory.host_table import HostPart, HostTable
+    from weightsync.memory.nonfinite import NonfiniteTable
+    from weightsync.plan import Box
+    from weightsync.sources import checkpoint_store, module  # noqa: F401
 
 
 def compile_kernels() -> None:

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tests.actors import zygote_client
+from weightsync.protocol.collector import collector_paused
 
 Order = tuple[Sequence[str], Mapping[str, str], str]
 """Arguments of a worker, its environment and its folder."""
@@ -176,6 +177,7 @@ def _end() -> None:
     os._exit(0)  # the script has the status
 
 
+@collector_paused
 def _import_ray() -> None:
     """Import Ray, and what of weightsync imports it. Ray reads its variables from the environment now."""
     import ray  # noqa: F401
@@ -195,6 +197,7 @@ def _import_ray() -> None:
     keep_from_collection()
 
 
+@collector_paused
 def _warm_up() -> None:
     """Import and compile what most actors need, and import what Ray itself does."""
     import google.protobuf.json_format  # noqa: F401
