@@ -23,7 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -138,10 +138,11 @@ def imports(root: Path) -> list[Import]:
     """Return every import of our packages, also those in functions and for type checkers."""
     files = {module_name(path, root): path for path in source_files(root)}
     return [
-        Import(importer, target, f"{path.relative_to(root)}:{node.lineno}", in_function, for_types)
+        Import(importer, target, f"{where}:{node.lineno}", in_function, for_types)
         for importer, path in files.items()
+        for where in [path.relative_to(root)]
         for node, in_function, for_types in _import_statements(path.read_text())
-        for target in _targets(node, importer, is_package=path.name == "__init__.py", ours=set(files))
+        for target in _targets(node, importer, is_package=path.name == "__init__.py", ours=files.keys())
     ]
 
 
@@ -170,7 +171,7 @@ def _statements(
 
 
 def _targets(
-    node: ast.Import | ast.ImportFrom, importer: str, *, is_package: bool, ours: set[str]
+    node: ast.Import | ast.ImportFrom, importer: str, *, is_package: bool, ours: Set[str]
 ) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
