@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.scripts.scripts
 import typer
 
 from tests.actors.fresh_machine import on_a_fresh_machine, why_not
@@ -51,11 +50,18 @@ def _assigns(word: str) -> bool:
     return re.match(r"\w+=", word) is not None
 
 
+def rays_own() -> Any:
+    """Return Ray's command. Importing it takes half a second, in each process that collects tests."""
+    import ray.scripts.scripts
+
+    return ray.scripts.scripts.cli
+
+
 def parse(words: list[str]) -> None:
     """Raise if a command of ours or Ray's, or the job in it, does not take its arguments."""
     if words[:3] == ["python", "-m", cli.__name__]:
         words = ["weightsync", *words[3:]]
-    command: Any = ray.scripts.scripts.cli if words[0] == "ray" else typer.main.get_command(cli.app)
+    command: Any = rays_own() if words[0] == "ray" else typer.main.get_command(cli.app)
     at = 1
     while hasattr(command, "commands"):
         assert words[at] in command.commands, words
