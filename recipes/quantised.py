@@ -107,18 +107,22 @@ def explain_formats(
         PlanError: a weight does not fit its format.
     """
     refusals: dict[str, None] = {}
-    groups: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    alike: defaultdict[tuple[Format | None, str, tuple[int, ...]], list[TensorMeta]] = defaultdict(list)
     for meta in tensors:
         form = _format_of(meta, quantization)
-        values, *others = form.stored(meta) if form else (meta,)
         if form and (why := unproven(meta.name, form)):
             refusals[f"{why}: connect() refuses it"] = None
-        row = meta.nbytes, values.nbytes, sum(each.nbytes for each in others)
-        groups[f"become {form}" if form else f"stay {meta.dtype}"].append(row)
+        alike[form, meta.dtype, meta.shape].append(meta)
+    groups: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for (form, dtype, _), metas in alike.items():
+        count, first = len(metas), metas[0]
+        values, *others = form.stored(first) if form else (first,)
+        nbytes = first.nbytes, values.nbytes, sum(each.nbytes for each in others)
+        groups[f"become {form}" if form else f"stay {dtype}"].append((count, *(count * n for n in nbytes)))
     lines = []
     for change, rows in groups.items():
-        whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
-        said = f"{count_text(len(rows), 'tensor')} {change}: {size_text(values_nbytes)}"
+        count, whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
+        said = f"{count_text(count, 'tensor')} {change}: {size_text(values_nbytes)}"
         if change.startswith("become"):
             said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
         lines.append(said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 from weightsync.errors import ConfigError, PlanError, nearest
@@ -228,11 +229,16 @@ class Quantization:
         return next((each.format for each in self.groups if _matches(path, each.targets)), None)
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(
-        bool(re.match(pattern[3:], path)) if pattern.startswith("re:") else pattern in ("Linear", path)
-        for pattern in patterns
-    )
+def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    names, expressions = _sorted_out(patterns)
+    return path in names or "Linear" in names or any(each.match(path) for each in expressions)
+
+
+@cache
+def _sorted_out(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Return plain names, then compiled expressions: each is looked for in the names of all tensors."""
+    expressions = tuple(re.compile(each[3:]) for each in patterns if each.startswith("re:"))
+    return frozenset(each for each in patterns if not each.startswith("re:")), expressions
 
 
 def _read_groups(config: Mapping[str, Any]) -> list[Group]:
