@@ -175,12 +175,3 @@ def test_an_engine_without_room_is_told_what_to_give(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         SlotOptions.of(arguments).require(spec_of({"down_proj": 4}), num_adapters)
-
-
-def test_an_engine_with_room_refuses_experts_alone() -> None:
-    options = SlotOptions.of({"enable_lora": True, "max_loras_per_batch": 3})
-    options.require(spec_of({"down_proj": 4}), 0)
-    name = f"layers.0.mlp.experts.11.up_proj{LORA_A}"
-    spec = AdapterSpec.of("math", [*spec_of({"down_proj": 4}).tensors, TensorMeta(name, "float32", (4, 8))])
-    with pytest.raises(ConfigError, match=f"adapter: 'math' .*leave {name} out"):
-        options.require(spec, 0)

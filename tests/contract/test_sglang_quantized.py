@@ -390,7 +390,7 @@ def test_options_with_which_no_update_is_shown_are_refused(tmp_path: Path) -> No
 
     model = Model(folder)
     model.add_module("wrapped", RowParallelLinearWithLoRA())
-    with pytest.raises(ConfigError, match=r"options\.enable_lora.*does not find the scales"):
+    with pytest.raises(ConfigError, match=r"options\.enable_lora.*have other names"):
         host_of(model, folder).checkpoint()
     speculation = Speculation("EAGLE", str(folder), None)
     settings = RankSettings("e0", str(folder), "bfloat16", False, speculation)

@@ -16,7 +16,7 @@ from tests.contract.conftest import Rig
 from tests.patience import patient
 from weightsync.engines.loader_trace import trace
 from weightsync.engines.vllm.api import require_updatable
-from weightsync.engines.vllm.wrapped import unwrapped
+from weightsync.engines.wrapped import unwrapped
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import named_tensors, segment_view
 from weightsync.plan import TensorMeta

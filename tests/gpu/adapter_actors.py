@@ -101,8 +101,8 @@ class VllmAdapters(EngineActor):
 class SglangAdapters(EngineActor):
     """An SGLang with CUDA graphs and adapter slots, started with dummy weights."""
 
-    def __init__(self, path: str, name: str, num_ranks: int, rank: int) -> None:
-        slots = {"enable_lora": True, "max_loras_per_batch": 4, "max_lora_rank": rank}
+    def __init__(self, path: str, name: str, num_ranks: int, rank: int, **more: object) -> None:
+        slots = {"enable_lora": True, "max_loras_per_batch": 4, "max_lora_rank": rank, **more}
         given = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **slots}
         super().__init__("sglang", path, name, {"lora_target_modules": list(TARGETS), **given})
 

@@ -20,7 +20,7 @@ class ExpertTrainer(AdapterTrainer):
     """One rank, whose adapter has experts."""
 
     def save_by_expert(self, folder: str, rank: int) -> None:
-        """Save the adapter as files that vLLM reads."""
+        """Save the adapter as files that vLLM and SGLang read."""
         save_by_expert(self.model, Path(folder), rank)
 
 

@@ -153,6 +153,7 @@ class SglangEngine(SlotServing):
     def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
         """Find where SGLang's loader puts the adapter's elements, and have it keep a slot for each number."""
         self._slots.require(spec, len(self._adapters))
+        self.on_ranks("call_slots", "require", (spec,))
         config = peft_config(spec)
         for axis, base in passes(spec):
             probe = slot_name(spec.name, axis)

@@ -23,6 +23,7 @@ import torch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
+from weightsync.engines.wrapped import unwrapped
 from weightsync.errors import ConfigError, nearest
 
 _LOADER = "weightsync.engines.sglang.worker.receive"
@@ -331,7 +332,8 @@ class Loads:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. SGLang does not report which names its loader took."""
-        self._model.load_weights(weights)  # type: ignore[operator]
+        with unwrapped(self._model):
+            self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
         """Do nothing: SGLang processes the weights at the end of its session."""

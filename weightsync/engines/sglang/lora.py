@@ -16,13 +16,15 @@ import torch
 
 from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
 from weightsync.engines.adapter_rank import Slot
+from weightsync.engines.sglang import expert_slots
 from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import LORA_A, AdapterSpec
 
 _BUFFERS = ("A_buffer", "B_buffer")
 _SLOTS_BY_DEFAULT = 8
 _SLOT_DIMS = 3
-"""Slots, rows and columns."""
+"""Slots, rows and columns. Those of experts have one more."""
+_IN_ORDER = "trivial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,23 @@ class SlotOptions:
         enabled: whether it serves any.
         sleeps: whether its memory can be released.
         num_slots: how many it holds at once.
+        expert_location: where experts are at first, "trivial" for in order.
+        device: what it runs on, "" if that was not given.
     """
 
     enabled: bool
     sleeps: bool
     num_slots: int
+    expert_location: str
+    device: str
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SlotOptions:
         """Read the arguments of ``ServerArgs``."""
         slots = arguments.get("max_loras_per_batch", _SLOTS_BY_DEFAULT)
-        return cls(bool(arguments.get("enable_lora")), bool(arguments.get("enable_memory_saver")), slots)
+        located = arguments.get("init_expert_location", _IN_ORDER)
+        is_on, sleeps = (bool(arguments.get(option)) for option in ("enable_lora", "enable_memory_saver"))
+        return cls(is_on, sleeps, slots, located, arguments.get("device") or "")
 
     def require(self, spec: AdapterSpec, num_adapters: int) -> None:
         """Raise ConfigError if there are no slots for an adapter beside `num_adapters` others."""
@@ -67,9 +75,8 @@ class SlotOptions:
         if self.sleeps:
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_memory_saver", True, remedy)
-        if name := spec.first_of_experts:
-            remedy = f"leave {name} out, or serve it with vLLM: SGLang's slots of experts are not written"
-            raise ConfigError("adapter", spec.name, remedy)
+        if spec.first_of_experts:
+            self._require_for_experts(spec.first_of_experts)
         least = 2 * (num_adapters + 1) + 1
         if self.num_slots < least:
             remedy = (
@@ -77,6 +84,15 @@ class SlotOptions:
                 "model itself one"
             )
             raise ConfigError("options.max_loras_per_batch", self.num_slots, remedy)
+
+    def _require_for_experts(self, name: str) -> None:
+        """Raise ConfigError if SGLang cannot serve an adapter of experts, such as tensor `name` of it."""
+        if self.device == "cpu":
+            remedy = f"give {name} to an SGLang on a GPU: on a CPU there is no kernel for adapters of experts"
+            raise ConfigError("options.device", self.device, remedy)
+        if self.expert_location != _IN_ORDER:
+            remedy = f"leave it out: SGLang moves experts, and not {name}, their adapter"
+            raise ConfigError("options.init_expert_location", self.expert_location, remedy)
 
 
 def slot_name(adapter: str, number: int) -> str:
@@ -98,16 +114,26 @@ def peft_config(spec: AdapterSpec) -> dict[str, Any]:
 
 def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:
     """Return `digits` in place of an adapter's tensors, by PEFT's names, padded to its largest rank."""
-    return {
-        _peft_name(meta.name): _padded(digit, meta.name, spec.rank)
-        for meta, digit in zip(spec.tensors, digits(spec, axis, base), strict=True)
-    }
+    names = [meta.name for meta in spec.tensors]
+    return _for_loader(dict(zip(names, digits(spec, axis, base), strict=True)), spec.rank)
 
 
 def ones(spec: AdapterSpec) -> dict[str, torch.Tensor]:
-    """Return ones in place of an adapter's tensors, by PEFT's names."""
-    filled = ((meta.name, torch.ones(meta.shape)) for meta in spec.tensors)
-    return {_peft_name(name): _padded(each, name, spec.rank) for name, each in filled}
+    """Return ones in place of an adapter's tensors, by PEFT's names.
+
+    SGLang keeps them in host memory as long as the slot, so of experts those of one layer have to do.
+    """
+    kept = expert_slots.of_one_layer(spec)
+    metas = (meta for meta in spec.tensors if meta.name in kept or not expert_slots.is_of_expert(meta.name))
+    return _for_loader({meta.name: torch.ones(meta.shape) for meta in metas}, spec.rank)
+
+
+def _for_loader(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Return them by PEFT's names, padded to one rank for all modules, experts in stacks."""
+    of_experts = {name: each for name, each in tensors.items() if expert_slots.is_of_expert(name)}
+    given = {name: _padded(each, name, rank) for name, each in tensors.items() if name not in of_experts}
+    given |= expert_slots.stacked(of_experts, rank)
+    return {_peft_name(name): each for name, each in given.items()}
 
 
 def _peft_name(name: str) -> str:
@@ -125,7 +151,8 @@ def _padded(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
 class LoraSlots:
     """The slots of one SGLang rank, see `weightsync.engines.adapter_rank.AdapterSlots`.
 
-    The engine calls `look`, has SGLang load an adapter and run a request of it, and calls `see` or `take`.
+    The engine calls `require`, and then for each load `look`, has SGLang load an adapter and run a request
+    of it, and calls `see` or `take`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -133,6 +160,11 @@ class LoraSlots:
         self._sums = torch.empty(0)
         self._places: dict[str, AdapterPlaces] = {}
         self._taken: dict[int, int] = {}
+
+    def require(self, spec: AdapterSpec) -> None:
+        """Raise ConfigError if SGLang has no slots for the experts of an adapter, or would end at them."""
+        if spec.first_of_experts:
+            expert_slots.require_experts(self._model, spec)
 
     def look(self) -> None:
         """Remember what all slots hold."""
@@ -142,7 +174,7 @@ class LoraSlots:
         """Take in what the slot holds that changed since `look`, by `AdapterPlaces.add`."""
         if (axis, base) == next(passes(spec)):
             self._places[spec.name] = AdapterPlaces(spec)
-        self._places[spec.name].add(axis, base, self._at(self._changed(spec.name)))
+        self._places[spec.name].add(axis, base, self._filled(self._changed(spec.name)))
 
     def take(self, adapter: str, number: int) -> None:
         """Zero the slot that changed since `look`, and keep it as `number`."""
@@ -165,6 +197,9 @@ class LoraSlots:
         """Return the slot that changed since `look`, of those that nobody here writes."""
         differ = (self._now() != self._sums).any(dim=0).tolist()
         changed = {slot for slot, is_other in enumerate(differ) if is_other} - set(self._taken.values())
+        if not changed:
+            remedy = "a rank has slots for none of its modules, or experts: adapt one of those that it has"
+            raise ConfigError("adapter", adapter, remedy)
         if len(changed) != 1:
             remedy = f"SGLang filled {len(changed)} of its slots in place of one: register it again"
             raise ConfigError("adapter", adapter, remedy)
@@ -173,16 +208,22 @@ class LoraSlots:
     def _now(self) -> torch.Tensor:
         """Return a sum over the bytes of each matrix, int64[matrices, slots]."""
         held = self._stacks().values()
-        return torch.stack([each.view(torch.uint8).sum(dim=(1, 2), dtype=torch.int64) for each in held])
+        return torch.stack([each.view(torch.uint8).flatten(1).sum(1, dtype=torch.int64) for each in held])
+
+    def _filled(self, slot: int) -> dict[str, torch.Tensor]:
+        """Return the matrices of a slot, of experts only where the adapter has any: they are large."""
+        held = self._at(slot)
+        return {name: each for name, each in held.items() if each.dim() < _SLOT_DIMS or each.any()}
 
     def _at(self, slot: int) -> dict[str, torch.Tensor]:
         return {name: stack[slot] for name, stack in self._stacks().items()}
 
     def _stacks(self) -> dict[str, torch.Tensor]:
-        """Return the matrices of all slots by layer, [slots, rows, columns]."""
-        return {
-            f"{path}.{name}": value
-            for path, module in self._model.named_modules()
-            for name, value in vars(module).items()
-            if name.startswith(_BUFFERS) and value.dim() == _SLOT_DIMS  # those of experts have more
-        }
+        """Return the matrices of all slots by layer, [slots, rows, columns] or [slots, experts, …]."""
+        stacks: dict[str, torch.Tensor] = {}
+        for path, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if name.startswith(_BUFFERS) and value.dim() == _SLOT_DIMS:
+                    stacks[f"{path}.{name}"] = value
+            stacks |= expert_slots.stacks_of(path, module)
+        return stacks

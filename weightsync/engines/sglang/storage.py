@@ -51,7 +51,7 @@ def require_blocks(
         remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep FP8 blocks in an update"
         raise ConfigError(FIELD, "fp8", remedy)
     if _has_adapters(model):
-        remedy = f"leave it out: with it, SGLang's loader does not find the scales of {FIELD}"
+        remedy = f"leave it out: with it, the layers of {FIELD} have other names"
         raise ConfigError("options.enable_lora", True, remedy)
     if reason := _why_not(model, device, _why_not_blocks):
         raise ConfigError(FIELD, "fp8", f"{reason}; or serve this model with vLLM")

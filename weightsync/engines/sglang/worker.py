@@ -145,7 +145,7 @@ class SglangHost:
         return model_config(self._settings.model_path, self._settings.overrides)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._model.load_weights(weights)  # type: ignore[operator]
+        self._load().load(weights)
 
     def stored_otherwise(self) -> str:
         if self._stored.formats:

@@ -21,7 +21,7 @@ from weightsync.engines.checks import require_gpus
 from weightsync.engines.kernel_state import KernelState, VolatileBuffers
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
-from weightsync.engines.vllm.wrapped import is_lora, unwrapped
+from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

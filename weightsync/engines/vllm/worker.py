@@ -25,8 +25,8 @@ from weightsync.engines.vllm.api import (
 from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
-from weightsync.engines.vllm.wrapped import unwrapped
 from weightsync.engines.whole_sink import Loader
+from weightsync.engines.wrapped import unwrapped
 from weightsync.memory.stored_places import StoredPlaces
 
 

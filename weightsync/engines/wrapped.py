@@ -1,4 +1,4 @@
-"""A vLLM's model without the layers that LoRA wraps around its own."""
+"""An engine's model without the layers that LoRA wraps around its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 _PREFIX = "lora_base_layer_prefix"
-"""From 0.32 on, experts are told what their loader expects in the names of wrapped layers."""
+"""From 0.32 on, vLLM's experts are told what their loader expects in the names of wrapped layers."""
 
 
 def is_lora(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer of vLLM that LoRA wraps around another one."""
+    """Whether a module is a layer of vLLM or SGLang that LoRA wraps around another one."""
     return type(module).__name__.endswith("WithLoRA")
 
 
@@ -21,8 +21,8 @@ def is_lora(module: torch.nn.Module) -> bool:
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
     """Have a model without LoRA's layers until the context ends, for its loader.
 
-    Loaders then take a checkpoint's names. With the layers, names depend on vLLM's version, and 0.24 has
-    none for experts. Parameters stay the same.
+    Loaders then take a checkpoint's names. With the layers, names depend on vLLM's version. vLLM 0.24 and
+    SGLang 0.5.17 have none for experts, and pass over them without a word. Parameters stay the same.
     """
     places = [
         (parent, name, child)
