@@ -1,7 +1,7 @@
 """Where SGLang puts an adapter of experts is found by loads of coordinates. Its base is loaded as without.
 
 SGLang itself is not in it: `ExpertPool` stacks and cuts adapters of experts as its loader does, and `Served`
-finds parameters by name as its models do. ``tests/gpu/test_sglang_expert_adapters_on_gpu.py`` runs SGLang.
+finds parameters by name as its models do. `test_sglang_expert_slots.py` runs it, where it is installed.
 """
 
 from __future__ import annotations

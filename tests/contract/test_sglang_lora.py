@@ -1,7 +1,7 @@
 """Where SGLang puts an adapter in its slots is found by loads of coordinates.
 
 SGLang itself is not in it: `Pool` stacks and cuts adapters as its loader does, into a slot of its choice.
-``tests/gpu/test_sglang_adapters_on_gpu.py`` runs it in SGLang.
+``tests/gpu/test_adapters_on_gpu.py`` runs it in SGLang.
 """
 
 from __future__ import annotations
