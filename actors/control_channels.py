@@ -22,6 +22,7 @@ from weightsync.channel.control import (
     Ask,
     ControlOffer,
     Hello,
+    Published,
     Raised,
     Readable,
     decode_reply,
@@ -31,6 +32,7 @@ from weightsync.channel.control import (
 from weightsync.config import Ports
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
 from weightsync.protocol.handshake import Doorman, keep_alive
+from weightsync.protocol.messages import PublishReport
 from weightsync.protocol.ports import listen
 
 if TYPE_CHECKING:
@@ -64,30 +66,41 @@ class Callee(_Dials, Protocol):
 class Notifier(_Dials, Protocol):
     """A trainer's actor, which may say when its weights can be read."""
 
-    notices: ReadableNotices | None
+    notices: PublishNotices | None
 
     async def dial(self, offer: ControlOffer) -> None: ...
 
 
-class ReadableNotices:
-    """What one trainer rank says while it publishes."""
+class PublishNotices:
+    """What one trainer rank says while it publishes, and what it has published."""
 
     def __init__(self) -> None:
         self._ticket = 0
         self._readable: asyncio.Future[None] | None = None
+        self._report: asyncio.Future[PublishReport] | None = None
 
-    def expect(self, readable: asyncio.Future[None]) -> int:
-        """Resolve `readable` with the next notice. Returns the ticket that the notice has to carry."""
-        self._ticket, self._readable = self._ticket + 1, readable
+    def expect(
+        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
+    ) -> int:
+        """Resolve both with the next notices. Returns the ticket that these have to carry."""
+        self._ticket, self._readable, self._report = self._ticket + 1, readable, report
         return self._ticket
 
-    def came(self, ticket: int) -> None:
-        """Take a notice. One of an earlier ticket is of a `publish` that the driver gave up."""
-        if ticket == self._ticket and self._readable and not self._readable.done():
+    def came(self, notice: Readable | Published) -> None:
+        """Take a notice. One of an earlier ticket is of a `publish` that the driver gave up.
+
+        Raises WireError if its report is none.
+        """
+        if notice.ticket != self._ticket:
+            return
+        if isinstance(notice, Published):
+            if self._report and not self._report.done():
+                self._report.set_result(unpack(notice.report, PublishReport))
+        elif self._readable and not self._readable.done():
             self._readable.set_result(None)
 
 
-def ticket_of(notices: ReadableNotices | None, readable: asyncio.Future[None]) -> int:
+def ticket_of(notices: PublishNotices | None, readable: asyncio.Future[None]) -> int:
     """Expect a notice that resolves `readable`. Returns its ticket; 0 if the trainer gives no notices."""
     return notices.expect(readable) if notices else 0
 
@@ -183,7 +196,7 @@ class ControlChannels:
         self._ports, self._host = ports, host
         self._listener: _Listener | None = None
         self._channels: dict[Hashable, ControlChannel] = {}
-        self._notices: dict[Hashable, ReadableNotices] = {}
+        self._notices: dict[Hashable, PublishNotices] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, callee: Callee) -> None:
@@ -279,13 +292,13 @@ class _Listener:
         self._endpoint = self._doorman.bind(self._socket, listening, host, MAX_FRAME_NBYTES)
         self._channels: list[ControlChannel] = []
         self._by_peer: dict[bytes, ControlChannel] = {}
-        self._notices: list[ReadableNotices] = []
+        self._notices: list[PublishNotices] = []
         self._loop, self._will_receive = asyncio.get_running_loop(), False
         self._loop.add_reader(self._socket.fileno(), self._receive)
 
-    def add_notices(self) -> tuple[ReadableNotices, ControlOffer]:
+    def add_notices(self) -> tuple[PublishNotices, ControlOffer]:
         """Return the notices of one more trainer, and what it needs to dial."""
-        self._notices.append(ReadableNotices())
+        self._notices.append(PublishNotices())
         return self._notices[-1], ControlOffer(self._endpoint, self._doorman.secret, len(self._notices) - 1)
 
     def add(self, name: str, channels: ControlChannels) -> tuple[ControlChannel, ControlOffer]:
@@ -324,8 +337,8 @@ class _Listener:
         if isinstance(reply, Hello):
             self._by_peer[peer] = self._channels[reply.number]
             self._by_peer[peer].dialled(peer)
-        elif isinstance(reply, Readable):
-            self._notices[reply.number].came(reply.ticket)
+        elif isinstance(reply, Readable | Published):
+            self._notices[reply.number].came(reply)
         else:
             self._by_peer[peer].answered(reply)
 

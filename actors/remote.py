@@ -25,8 +25,7 @@ from weightsync.actors.control_channels import (
     Callee,
     ControlChannel,
     Notifier,
-    ReadableNotices,
-    ticket_of,
+    PublishNotices,
 )
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import CALLS, ControlOffer
@@ -132,11 +131,19 @@ class _Trainer(Remote):
 
     def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
         super().__init__(name, handle, "sync_", adapter)
-        self.notices: ReadableNotices | None = None
+        self.notices: PublishNotices | None = None
 
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
-        report: PublishReport = await self.call("publish", count, ticket_of(self.notices, readable))
-        return report
+        """Have it publish. What it says on its socket comes before Ray's answer."""
+        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
+        ticket = self.notices.expect(readable, told) if self.notices else 0
+        asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
+            self.call("publish", count, ticket, bool(ticket))
+        )
+        # If nobody waits for Ray's answer, its error is not asked for, which asyncio would log.
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+        return told.result() if told.done() else asked.result()
 
 
 class _Holder(Remote):

@@ -183,10 +183,11 @@ class TrainerShard(Claimable):
             self._notices.close()
         self._notices = Notices(offer)
 
-    def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
 
         In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
+        If it `tells`, the driver gets the report on the socket of notices, too.
         """
         clock = PhaseClock()
         with clock.phase("publish"):
@@ -198,7 +199,10 @@ class TrainerShard(Claimable):
             published = source.publish(count)
         assert self._attached_plan is not None
         self._digests = published.digests
-        return publish_report(published, self._attached_plan.frozen, clock.spans)
+        report = publish_report(published, self._attached_plan.frozen, clock.spans)
+        if tells and self._notices:
+            self._notices.published(ticket, report)
+        return report
 
     def sync_digests(self) -> Digests:
         """Return the digests that this rank published last, uint64[num_tensors]."""

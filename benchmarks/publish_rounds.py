@@ -35,7 +35,7 @@ class IdleTrainer:
     def sync_placement(self) -> Placement:
         return Placement.here()
 
-    def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
         nothing = np.zeros(3, np.uint64)
         return PublishReport(nothing, nothing, {}, [Span("publish", 1.8e9, 0.01)])
 

@@ -22,11 +22,11 @@ class Moving(Trainer):
     def move(self) -> None:
         self.moves = True
 
-    def sync_publish(self, count: bool, ticket: int = 0) -> Any:
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> Any:
         if self.moves:
             self.moves = False
             raise MovedError("trainer 0: 0.weight is in other memory: connect() again")
-        return super().sync_publish(count, ticket)
+        return super().sync_publish(count, ticket, tells)
 
 
 def another(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""A trainer that says when it publishes, and waits for a file."""
+"""Trainers that say that they publish, or have published, and wait for a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ class Gated(Trainer):
         self._folder, self._slot_name = Path(folder), slot
         self.num_published = 0
 
-    def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
         self.num_published += 1
+        self._wait("publishes")
+        return super().sync_publish(count, ticket, tells)
+
+    def published(self) -> int:
+        return self.num_published
+
+    def _wait(self, doing: str) -> None:
         if (self._folder / "waits").exists():
-            (self._folder / f"{self._slot_name} publishes").touch()
+            (self._folder / f"{self._slot_name} {doing}").touch()
             deadline = time.monotonic() + patient(30)
             while (self._folder / "waits").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        return super().sync_publish(count, ticket)
 
-    def published(self) -> int:
-        return self.num_published
+
+class AnswersLate(Gated):
+    """Publishes at once. Ray gets its answer when it has waited."""
+
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+        report = Trainer.sync_publish(self, count, ticket, tells)
+        self._wait("answers")
+        return report

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
+import pytest
 
 from tests.patience import patient
-from weightsync.actors.control_channels import ControlChannels, ReadableNotices
+from weightsync.actors.control_channels import ControlChannels, PublishNotices
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.notices import Notices
+from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.timing import Span
 
 
 class Trainer:
     """A stand-in for a trainer's actor."""
 
     name = "trainer 0"
-    notices: ReadableNotices | None = None
+    notices: PublishNotices | None = None
 
     def __init__(self) -> None:
         self.key: Any = object()
@@ -100,6 +104,58 @@ def test_a_notice_resolves_the_publish_of_its_ticket_alone() -> None:
         notices.close()
 
     run(test)
+
+
+def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> None:
+    async def test(channels: ControlChannels, trainer: Trainer, offer: ControlOffer) -> None:
+        assert trainer.notices
+        notices, loop = Notices(offer), asyncio.get_running_loop()
+        old = trainer.notices.expect(loop.create_future(), given_up := loop.create_future())
+        ticket = trainer.notices.expect(loop.create_future(), told := loop.create_future())
+        words = np.array([1, 1 << 63, (1 << 64) - 1], np.uint64)
+        sent = PublishReport(words, words[::-1].copy(), {"a": 2}, [Span("publish", 1.8e9, 0.25)])
+        notices.published(old, sent)
+        notices.published(ticket, sent)
+        notices.published(ticket, sent)  # repeated: nobody waits for it
+        report = await asyncio.wait_for(told, patient(10))
+        assert not given_up.done()
+        assert (report.fingerprint == sent.fingerprint).all()
+        assert (report.frozen == sent.frozen).all()
+        assert (report.nonfinite, [*report.spans]) == ({"a": 2}, sent.spans)
+        notices.close()
+
+    run(test)
+
+
+def test_a_report_that_no_frame_holds_is_left_to_ray() -> None:
+    async def test(channels: ControlChannels, trainer: Trainer, offer: ControlOffer) -> None:
+        assert trainer.notices
+        notices, loop = Notices(offer), asyncio.get_running_loop()
+        readable, told = loop.create_future(), loop.create_future()
+        ticket, nothing = trainer.notices.expect(readable, told), np.zeros(3, np.uint64)
+        counts = {f"model.layers.{i}.weight": 1 for i in range(60_000)}
+        notices.published(ticket, PublishReport(nothing, nothing, counts, []))
+        notices.readable(ticket)  # the connection lasts
+        await asyncio.wait_for(readable, patient(10))
+        assert not told.done()
+        notices.close()
+
+    run(test)
+
+
+def test_a_report_that_is_none_is_refused_and_the_next_one_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(channels: ControlChannels, trainer: Trainer, offer: ControlOffer) -> None:
+        assert trainer.notices
+        notices, loop = Notices(offer), asyncio.get_running_loop()
+        ticket = trainer.notices.expect(loop.create_future(), told := loop.create_future())
+        notices.published(ticket, cast("PublishReport", {"fingerprint": "none"}))
+        nothing = np.zeros(3, np.uint64)
+        notices.published(ticket, PublishReport(nothing, nothing, {}, []))
+        assert not (await asyncio.wait_for(told, patient(10))).nonfinite
+        notices.close()
+
+    run(test)
+    assert "a process sent to the driver what it should not" in caplog.text
 
 
 def test_a_trainer_dials_once_however_often_it_is_connected() -> None:

@@ -124,14 +124,25 @@ class Readable(msgspec.Struct, frozen=True, tag="readable"):
     ticket: int
 
 
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """Trainer → driver: what its `publish` returned, a `PublishReport`. Ray's answer takes longer."""
+
+    number: int
+    ticket: int
+    report: msgspec.Raw
+
+
+Reply: TypeAlias = Hello | Answer | Raised | Readable | Published
+"""What a process sends to the driver."""
+
 _asks = msgspec.msgpack.Decoder(Ask)
-_replies = msgspec.msgpack.Decoder(Hello | Answer | Raised | Readable)
+_replies = msgspec.msgpack.Decoder(Reply)
 
 
-def decode_reply(data: bytes) -> Hello | Answer | Raised | Readable:
+def decode_reply(data: bytes) -> Reply:
     """Decode what a process sends to the driver. Raises WireError for anything else."""
     try:
-        reply: Hello | Answer | Raised | Readable = _replies.decode(data)
+        reply: Reply = _replies.decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of ours: {error}") from error
     return reply

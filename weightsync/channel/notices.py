@@ -8,14 +8,15 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from weightsync.channel.control import MAX_FRAME_NBYTES, ControlOffer, Readable
+from weightsync.channel.control import MAX_FRAME_NBYTES, ControlOffer, Published, Readable, pack
 from weightsync.protocol.handshake import dial, hang_up
+from weightsync.protocol.messages import PublishReport
 
 
 class Notices:
-    """Tells the driver that holders may read this rank's weights, before `publish` returns.
+    """Tells the driver that holders may read this rank's weights, and then what `publish` returns.
 
-    Without a connection nothing is sent. Holders then read once the driver has the answer of `publish`.
+    Without a connection nothing is sent. The driver then waits for Ray's answer of `publish`.
     """
 
     def __init__(self, offer: ControlOffer) -> None:
@@ -27,14 +28,22 @@ class Notices:
 
     def readable(self, ticket: int) -> None:
         """Say that the weights of `publish` number `ticket` may be read. Dials again if it has to."""
+        self._send(Readable(self._offer.number, ticket))
+
+    def published(self, ticket: int, report: PublishReport) -> None:
+        """Say what `publish` number `ticket` returns. Dials again if it has to."""
+        self._send(Published(self._offer.number, ticket, pack(report)))
+
+    def _send(self, notice: Readable | Published) -> None:
+        data = msgspec.msgpack.encode(notice)
+        if len(data) > MAX_FRAME_NBYTES:
+            return  # it names many tensors with NaN, and comes with Ray's answer
         with self._lock:
             if self._monitor.poll(0):
                 hang_up(self._socket, self._monitor)
                 self._socket, self._monitor = self._dial()
             with suppress(zmq.Again):
-                self._socket.send(
-                    msgspec.msgpack.encode(Readable(self._offer.number, ticket)), flags=zmq.NOBLOCK
-                )
+                self._socket.send(data, flags=zmq.NOBLOCK)
 
     def close(self) -> None:
         """Hang up."""
