@@ -130,7 +130,8 @@ class SnapshotIndex:
     async def copied(self) -> None:
         """Wait until send buffers and engines may be written again."""
         if self._copying:
-            await asyncio.wait([self._copying], timeout=self._config.timeout_s)
+            # A copy has a deadline of its own, and then says which holder was silent.
+            await asyncio.wait([self._copying], timeout=self._config.timeout_s + GRACE_S)
             self._copying.cancel()
 
     async def writable(self, released: Collection[str] = ()) -> None:
