@@ -40,7 +40,6 @@ setup(
         "transformers>=5.5",
         "numba>=0.62",
         "msgspec>=0.19",
-        "uvloop>=0.21",
         "pyzmq>=26",
         "psutil>=7.2",
         "pyyaml>=6.0",

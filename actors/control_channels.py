@@ -82,7 +82,7 @@ class PublishNotices:
     def expect(
         self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
     ) -> int:
-        """Resolve both with the next notices. Returns the ticket that these have to carry."""
+        """Resolve these with the next notices. Returns the ticket that the notices have to carry."""
         self._ticket, self._readable, self._report = self._ticket + 1, readable, report
         return self._ticket
 
@@ -98,11 +98,6 @@ class PublishNotices:
                 self._report.set_result(unpack(notice.report, PublishReport))
         elif self._readable and not self._readable.done():
             self._readable.set_result(None)
-
-
-def ticket_of(notices: PublishNotices | None, readable: asyncio.Future[None]) -> int:
-    """Expect a notice that resolves `readable`. Returns its ticket; 0 if the trainer gives no notices."""
-    return notices.expect(readable) if notices else 0
 
 
 class ControlChannel:

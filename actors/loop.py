@@ -8,18 +8,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import uvloop
-
 from weightsync.errors import StateError
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines until `close`.
-
-    An update makes some 40 turns of the loop while engines wait, and uvloop's turns are the shorter ones.
-    """
+    """Runs coroutines until `close`."""
 
     def __init__(self, owner: LoopThread | None = None) -> None:
         """With an `owner`, share its loop. It does not end that."""
@@ -28,7 +23,7 @@ class LoopThread:
         self._last.set_result(None)
         self._closed = False
         self._lock: threading.Lock = owner._lock if owner else threading.Lock()
-        self._loop: asyncio.AbstractEventLoop = owner._loop if owner else uvloop.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop = owner._loop if owner else asyncio.new_event_loop()
         if owner:
             return
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)

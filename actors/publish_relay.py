@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.control_channels import ControlChannel, ticket_of
+from weightsync.actors.control_channels import ControlChannel
 from weightsync.actors.remote import RemoteHolder, RemoteTrainer, answer
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.wire import SentError
@@ -53,7 +53,7 @@ class PublishRelay:
         if self.channel and self.channel.stuck:
             await self.channel.channels.replace(self)
         pairs = zip(self._trainers.values(), readable, strict=True)
-        tickets = tuple(ticket_of(trainer.notices, each) for trainer, each in pairs)
+        tickets = tuple(t.notices.expect(each) if t.notices else 0 for t, each in pairs)
         called = self.channel.call("publish_all", (count, tickets, timeout_s)) if self.channel else None
         if called is None:
             raise PeerError(self.name, "there is no connection to it")

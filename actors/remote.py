@@ -142,7 +142,11 @@ class _Trainer(Remote):
         )
         # If nobody waits for Ray's answer, its error is not asked for, which asyncio would log.
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
         return told.result() if told.done() else asked.result()
 
 

@@ -57,8 +57,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import uvloop
-
 from benchmarks.cluster import kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.driver_ledger import Instant, Ledger
@@ -184,7 +182,7 @@ def _run_part(spec: Mapping[str, object]) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))
     fleet = {name: spec[name] for name in ("ranks", "engines", "tensors", "mode", "colocated", "shards")}
     try:
-        uvloop.run(measure_fleet(fleet, int(str(spec["rounds"])), float(str(spec["timeout_s"]))))
+        asyncio.run(measure_fleet(fleet, int(str(spec["rounds"])), float(str(spec["timeout_s"]))))
     except MemoryError:
         label = " ".join(f"{name}={value}" for name, value in fleet.items())
         emit({"trouble": f"{label}: needed more than {gib:g} GiB of memory"})
@@ -314,7 +312,7 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
         return taken
 
     try:
-        for way, taken in uvloop.run(rounds()).items():
+        for way, taken in asyncio.run(rounds()).items():
             its = taken[_NUM_WARM:]
             wall, cpu = (statistics.median(getattr(each, name) for each in its) for name in ("wall", "cpu"))
             row = {"through": way, "actors": num_actors, "rounds": num_rounds, "round ms": wall * 1e3}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import uvloop
 from ray.actor import ActorHandle
 
 from benchmarks.cluster import kill, start_ray
@@ -41,7 +41,7 @@ def measure(make: Callable[[], Rounds], num_rounds: int, table: str, about: dict
         return await made[0].take(num_rounds)
 
     try:
-        for way, its in uvloop.run(work()).items():
+        for way, its in asyncio.run(work()).items():
             wall, cpu = (
                 statistics.median(getattr(each, name) for each in its) * 1e3 for name in ("wall", "cpu")
             )

@@ -53,7 +53,7 @@ def findings(root: Path, words: Mapping[str, str]) -> list[str]:
 
 
 def _possible(text: str, words: Iterable[str]) -> list[str]:
-    """Return those of `words` whose letters are in `text`. Patterns take long."""
+    """Return those of `words` that may be in `text`, since searching for a pattern is slow."""
     letters = text.lower().replace("_", "")
     return [word for word in words if word.replace("_", "") in letters]
 

@@ -139,7 +139,7 @@ def train(model: nn.Module, seed: int) -> None:
 
 
 def opened(engine: Sglang, rank: Rank, spec: AdapterSpec) -> AdapterEngine:
-    """Do what SGLang's engine does, whose scheduler fills slots by requests."""
+    """Stand in for SGLang's engine, whose scheduler fills a slot when a request comes."""
 
     def on_slots(method: str, *args: object) -> None:
         answers_of([rank.answer("call_slots", (method, args))])

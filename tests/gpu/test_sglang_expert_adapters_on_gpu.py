@@ -1,4 +1,4 @@
-"""An adapter of experts in SGLang's slots answers as one whose files SGLang's own loader got."""
+"""SGLang answers alike whether updates wrote an adapter of experts, or SGLang read its files."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
 def quantize_together(
     weights: Sequence[torch.Tensor], form: Format
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield what `quantize` does for each of several matrices, whose blocks share scales.
+    """Quantise matrices whose blocks share scales. Yields for each what `quantize` yields.
 
     Args:
         weights: as for `quantize`, of one shape, on one device.

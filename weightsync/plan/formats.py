@@ -60,8 +60,8 @@ class Format:
             packed in pairs, in uint8.
         symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
-        together: the last parts of the paths of layers in one module, whose matrices share their scales, such
-            as the gate and up projections of an expert. Empty: each matrix has its own.
+        together: the names of layers beside each other that share scales, such as ``gate_proj`` and
+            ``up_proj`` of an expert. Empty: each matrix has its own.
     """
 
     rule: str

@@ -14,7 +14,7 @@ import os
 import pickle
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
-from weightsync.engines.wrapped import unwrapped
+from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 
 _LOADER = "weightsync.engines.sglang.worker.receive"
@@ -329,10 +329,11 @@ class Loads:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. SGLang does not report which names its loader took."""
-        with unwrapped(self._model):
+        with unwrapped(self._model) if self._is_wrapped else nullcontext():
             self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:

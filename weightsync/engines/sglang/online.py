@@ -3,7 +3,7 @@
 SGLang quantises a layer once, and gives it parameters that its loader cannot fill again: the matrix in FP8,
 transposed, and a scale for each of its rows; or experts in FP8, each with two scales. So no update goes
 through the loader: all of them quantise into these parameters in place. Where each row goes is found by
-running the loader on parameters as the layer first had them. `online_proof` shows whose bytes they are.
+running the loader on parameters as the layer first had them. `online_proof` compares bytes with SGLang's.
 
 Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``layers/linear.py`` of 0.5.17.
 """

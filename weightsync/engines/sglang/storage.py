@@ -58,7 +58,7 @@ def require_blocks(
 
 
 def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the layers whose full-precision weights SGLang quantised when it started, by their paths."""
+    """Return the layers that SGLang quantised when it started, by path."""
     return {path: module for path, module in model.named_modules() if _is_online(module)}
 
 
