@@ -67,6 +67,9 @@ class Saver(FakeServer):
         assert request.lower().startswith(method.replace("_", ""))
         self.calls.append(f"{method.split('_')[0]} {' '.join(fields['tags'])}")
 
+    async def label(self, version: str) -> None:
+        self.calls.append(f"label {version}")
+
 
 class Sglang(Settable, SglangEngine):
     def __init__(self, calls: list[str]) -> None:
@@ -128,7 +131,7 @@ class Adopted(Settable, AdoptedVllm):
 WORDS = {
     Vllm: ("sleep {} keep", "wake ['{}']", ("reset True", "wake ['scheduling']")),
     Adopted: ("sleep {} keep", "wake ['{}']", ("go on",)),
-    Sglang: ("release weights kv_cache", "resume {}", ("settle", "go on")),
+    Sglang: ("release weights kv_cache", "resume {}", ("label 1", "go on")),
 }
 Make = Callable[[type], Any]
 

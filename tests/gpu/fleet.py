@@ -163,6 +163,9 @@ class SglangEngine(EngineActor):
     async def live(self) -> Live:
         return await asyncio.to_thread(sglang_probe.live_of, self._engine)
 
+    async def label(self) -> str:
+        return await asyncio.to_thread(sglang_probe.label_of, self._engine)
+
 
 def spawn(
     cls: type,

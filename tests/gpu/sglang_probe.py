@@ -14,7 +14,17 @@ import torch
 from tests.gpu.live_bytes import Live, hashes
 from tests.patience import patient
 
-__all__ = ["LOADER", "OPTIONS", "Answers", "answers_of", "live", "live_of", "probe", "write_hashes"]
+__all__ = [
+    "LOADER",
+    "OPTIONS",
+    "Answers",
+    "answers_of",
+    "label_of",
+    "live",
+    "live_of",
+    "probe",
+    "write_hashes",
+]
 
 LOADER = "tests.gpu.sglang_probe.write_hashes"
 """SGLang has no call into its ranks that returns something: this "loader" of weights writes a file."""
@@ -100,6 +110,20 @@ def live_of(engine: Any) -> Live:
     server = engine.loop.server
     asked = asyncio.run_coroutine_threadsafe(live(server.manager, server.num_ranks), server.loop)
     return asked.result(patient(120))
+
+
+def label_of(engine: Any) -> str:
+    """Of our adapter, likewise: the version that SGLang's own answers carry."""
+    server = engine.loop.server
+    return asyncio.run_coroutine_threadsafe(_label(server.manager), server.loop).result(patient(120))
+
+
+async def _label(manager: Any) -> str:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})
+    (out,) = [each async for each in manager.generate_request(request, None)]
+    return str(out["meta_info"]["weight_version"])
 
 
 def _row(row: list[Any]) -> list[list[float]]:

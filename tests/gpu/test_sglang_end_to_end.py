@@ -109,6 +109,7 @@ def test_sglang_answers_as_from_the_trainers_checkpoint(
             assert_same(ray.get(engine.answers.remote()), expected[version - 1])
             rollout = ray.get(engine.generate.remote([[1, 2, 3]], {"max_tokens": 4, "temperature": 0.0}))
             assert rollout.versions == [(version, version)]
+            assert ray.get(engine.label.remote()) == str(version)
     ray.get(engine.close.remote())
     for actor in (*trainers, engine):
         ray.kill(actor)

@@ -102,7 +102,7 @@ class SglangEngine(SlotServing):
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
-        self.on_ranks("settle", version=str(version))
+        self._asked("commit", lambda server: server.label(str(version)))
         self._serve(version)
 
     def init_weights_update_group(self, **fields: object) -> None:
@@ -214,17 +214,12 @@ class SglangEngine(SlotServing):
             raise EngineError(self._name, method, str(outcome[1]))
         return outcome
 
-    def on_ranks(
-        self, method: str, *args: object, version: str | None = None, wait_s: float | None = None
-    ) -> list[Any]:
-        """Call `method` of `Rank` on each rank, and set SGLang's label to `version` if given.
-
-        Raises FutureTimeoutError after `wait_s` seconds.
-        """
+    def on_ranks(self, method: str, *args: object, wait_s: float | None = None) -> list[Any]:
+        """Call `method` of `Rank` on each rank. Raises FutureTimeoutError after `wait_s` seconds."""
         with self._asking:
             is_first = self._settings.speculation is not None and method == "join"
             calls = self._replies.calls(self._settings, method, pack(args), to_draft=is_first)
-            self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
+            self._asked(method, lambda server: server.on_ranks(calls), wait_s)
             part = str(args[2]) if method == "adapter" else ""
             return answers_of(self._replies.collect(calls, _ANSWER_S, part))
 

@@ -199,8 +199,19 @@ class Server:
         flushed = await self.manager.flush_cache()
         return bool(flushed.success)
 
-    async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
-        """Deliver a call to each rank, and return when all ran. Sets SGLang's label to `version`.
+    async def label(self, version: str) -> None:
+        """Set SGLang's own label of its weights, which answers of its own calls carry."""
+        if hasattr(self.manager, "update_weight_version"):  # not in 0.5.17, in 0.5.23 its ranks have one, too
+            await self.ask(
+                *("update_weight_version", "UpdateWeightVersionReqInput"),
+                new_version=version,
+                abort_all_requests=False,
+            )
+        else:  # as its HTTP server does
+            self.manager.record_config_updates("weightsync", weight_version=version)
+
+    async def on_ranks(self, calls: Sequence[Call]) -> None:
+        """Deliver a call to each rank, and return when all ran.
 
         A draft model's loader gets no calls, but those that are for it: before the target's.
 
@@ -216,7 +227,6 @@ class Server:
             ],
             load_format=_LOADER,
             flush_cache=False,
-            weight_version=version,
             **({"disable_draft_model": not calls[0].to_draft} if self._has_draft else {}),
         )
         async with self.session():
