@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,11 +64,12 @@ class Callee(_Dials, Protocol):
 
 
 class Notifier(_Dials, Protocol):
-    """A trainer's actor, which may say when its weights can be read."""
+    """A trainer's actor, which may say when its weights can be read, and be asked on a control channel."""
 
     notices: PublishNotices | None
+    channel: ControlChannel | None
 
-    async def dial(self, offer: ControlOffer) -> None: ...
+    async def dial(self, offer: ControlOffer, asks: ControlOffer | None) -> None: ...
 
 
 class PublishNotices:
@@ -124,7 +125,7 @@ class ControlChannel:
         """Whether a call was given up and is not answered yet."""
         return self._waiting is not None and self._waiting.cancelled()
 
-    def call(self, method: str, args: tuple[object, ...]) -> Awaitable[Any] | None:
+    def call(self, method: str, args: tuple[object, ...]) -> asyncio.Future[Any] | None:
         """Call `method`. Returns None if the call has to go through Ray.
 
         That is so for methods that `CALLS` lacks, until the process has dialled, while it has not answered an
@@ -205,16 +206,20 @@ class ControlChannels:
             self._run(self._keep(callee, channel, offer))
         callee.channel = self._channels.get(callee.key)
 
-    def open_notices(self, trainer: Notifier) -> None:
+    def open_notices(self, trainer: Notifier, *, asks: bool = False) -> None:
         """Have a trainer's actor dial, to say in each update when its weights may be read.
 
-        Raises as `open`.
+        If the driver `asks` it itself, it also gets a control channel for that. Raises as `open`.
         """
         if trainer.key not in self._notices and trainer.answers("dial"):
             notices, offer = self._listening().add_notices()
             self._notices[trainer.key] = notices
-            self._run(self._have_dialled(trainer, offer))
+            channel_offer = None
+            if asks:
+                self._channels[trainer.key], channel_offer = self._listening().add(trainer.name, self)
+            self._run(self._have_dialled(trainer, offer, channel_offer))
         trainer.notices = self._notices.get(trainer.key)
+        trainer.channel = self._channels.get(trainer.key)
 
     async def replace(self, callee: Callee) -> None:
         """Give `callee` a new channel. Calls that come later by the earlier one are not carried out.
@@ -247,9 +252,9 @@ class ControlChannels:
             self._listener = _Listener(self._ports, self._host or ray.util.get_node_ip_address())
         return self._listener
 
-    async def _have_dialled(self, trainer: Notifier, offer: ControlOffer) -> None:
+    async def _have_dialled(self, trainer: Notifier, offer: ControlOffer, asks: ControlOffer | None) -> None:
         try:
-            await trainer.dial(offer)
+            await trainer.dial(offer, asks)
         except WeightSyncError as error:
             logger.warning("[%s] its weights are read after its digests are taken: %s", trainer.name, error)
             self._notices.pop(trainer.key, None)

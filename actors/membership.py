@@ -21,7 +21,7 @@ from weightsync.actors.holder_processes import SharedProcesses
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
-from weightsync.actors.relays import Relays, move_relays, publish_relays
+from weightsync.actors.relays import Relays, move_relays, publish_relays, relayed_ranks
 from weightsync.actors.remote import (
     Remote,
     RemoteEngine,
@@ -372,8 +372,10 @@ class Membership:
         holders = await self._holders.place(placed.placements)
         for holder in holders:
             self._watch_holder(holder)
+        nodes = [placements[name].node for name in trainers]
+        are_few = not relayed_ranks(nodes)
         for trainer in trainers.values():
-            self._channels.open_notices(trainer)
+            self._channels.open_notices(trainer, asks=are_few)
         for gone in (each for each in self._fleet.holders if each not in holders):
             if isinstance(gone, Remote):
                 self._channels.forget(gone.key)
@@ -385,7 +387,6 @@ class Membership:
         self._fleet.trainers[:] = [
             (peer, placed.holder_of[name][0]) for peer, name in zip(peers, placements, strict=True)
         ]
-        nodes = [placements[name].node for name in trainers]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
         if not self._adapter:  # its holders share processes with those of others
             self._relays.use(

@@ -6,8 +6,8 @@ Only this file knows both.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import ray
@@ -33,8 +33,9 @@ from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.messages import PublishReport
-from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.messages import AttachReport, PublishReport
+from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
 
 
 async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
@@ -123,7 +124,7 @@ class Remote:
         remote: Callable[..., Awaitable[Any]] = getattr(self.handle, method).remote
         if self._adapter is None:
             return remote
-        return functools.partial(self.handle.sync_adapter.remote, self._adapter, method)
+        return partial(self.handle.sync_adapter.remote, self._adapter, method)
 
 
 class _Trainer(Remote):
@@ -132,11 +133,24 @@ class _Trainer(Remote):
     def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
         super().__init__(name, handle, "sync_", adapter)
         self.notices: PublishNotices | None = None
+        self._is_read_in_place = False
+
+    async def attach(
+        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+    ) -> AttachReport:
+        """Attach it, and note whether holders read its weights in place."""
+        self._is_read_in_place = send_buffer is None
+        report: AttachReport = await self.call("attach", plan, trainer, send_buffer)
+        return report
 
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
-        """Have it publish. What it says on its socket comes before Ray's answer."""
+        """Have it publish. What it says on sockets comes before Ray's answer, or even before Ray's call."""
         told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
         ticket = self.notices.expect(readable, told) if self.notices else 0
+        if ticket and self.channel and self._is_read_in_place:
+            if early := self.channel.call("readable", (ticket,)):
+                early.add_done_callback(partial(_note, readable))
+            await asyncio.sleep(0)  # Ray takes long: all trainers, and engines, are asked by sockets first
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
             self.call("publish", count, ticket, bool(ticket))
         )
@@ -148,6 +162,12 @@ class _Trainer(Remote):
             asked.cancel()
             raise
         return told.result() if told.done() else asked.result()
+
+
+def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
+    """Resolve `readable` if the trainer said so. What it raised, `publish` raises, too."""
+    if not early.cancelled() and not early.exception() and early.result() and not readable.done():
+        readable.set_result(None)
 
 
 class _Holder(Remote):
@@ -188,7 +208,7 @@ class _Part(_Holder):
         return answer(self.name, self.handle.close_part.remote(self._part))
 
     def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
-        return functools.partial(self.handle.call_part.remote, self._part, method)
+        return partial(self.handle.call_part.remote, self._part, method)
 
 
 class _Actor(Protocol):

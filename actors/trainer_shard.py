@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
-from weightsync.channel.control import ControlOffer
+from weightsync.actors.readiness import Readiness
+from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.channel.notices import Notices
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
@@ -18,6 +20,7 @@ from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
@@ -59,6 +62,7 @@ class TrainerShard(Claimable):
     WeightSync calls methods named ``sync_…`` between your own. Wait for your own calls with `ray.get` before
     `WeightSync.update_weights`: weights have to be final when it begins. Where trainers are on more than 8
     hosts, a process on each host calls them to publish, and Ray keeps only the calls of one process in order.
+    Where GPU memory is read in place, reads may begin before Ray brings such a call, unless another one runs.
 
     Call ``super().__init__`` only to pass one of these arguments.
 
@@ -97,6 +101,7 @@ class TrainerShard(Claimable):
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
     _notices: Notices | None = None
+    _readiness: Readiness | None = None
     _parts: Mapping[str, TrainerShard] = MappingProxyType({})
 
     def __init__(
@@ -177,11 +182,27 @@ class TrainerShard(Claimable):
         self._attached_plan = plan
         return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
 
-    def sync_dial(self, offer: ControlOffer) -> None:
-        """Prepare to tell the driver when holders may read this rank's weights."""
+    def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
+        """Prepare to tell the driver when holders may read this rank's weights.
+
+        With an offer for what it `asks`, also answer that before `publish`, see `Readiness`.
+        """
         if self._notices:
             self._notices.close()
         self._notices = Notices(offer)
+        readiness = self._readiness = Readiness(self._ready)
+        is_newest = self._turns.begin()
+        if asks:
+            methods = {"readable": readiness.early}
+            on_daemon(partial(answer_calls, asks, methods, is_newest), "weightsync-readable")
+
+    def _ready(self) -> bool:
+        source = self._attached_source()
+        return isinstance(source, ExportsWeights) and source.ready()
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns()
 
     def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
@@ -192,8 +213,8 @@ class TrainerShard(Claimable):
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
-            in_place = isinstance(source, ExportsWeights) and source.ready()
-            if in_place and ticket and self._notices:
+            readable = self._readiness.now(ticket) if self._readiness else self._ready()
+            if readable and ticket and self._notices:
                 self._notices.readable(ticket)
             inject("publish")
             published = source.publish(count)

@@ -21,7 +21,7 @@ class Digesting:
     """A source that is read in place, and digests until a file is there."""
 
     def __init__(self, may_end: Path) -> None:
-        self._may_end = may_end
+        self._may_end, self.num_ready = may_end, 0
 
     def trial_handle(self) -> None: ...
 
@@ -29,6 +29,7 @@ class Digesting:
         return Attached("digest", None)
 
     def ready(self) -> bool:
+        self.num_ready += 1
         return True
 
     def publish(self, count: bool) -> Published:
@@ -42,3 +43,13 @@ class Digesting:
 class Trainer(TrainerShard):
     def __init__(self, may_end: Path) -> None:
         self.source = Digesting(may_end)  # type: ignore[assignment]
+
+    def num_ready(self) -> int:
+        return self.source.num_ready  # type: ignore[union-attr]
+
+    def work(self, begun: Path, may_end: Path) -> None:
+        begun.touch()
+        deadline = time.monotonic() + patient(30)
+        while not may_end.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

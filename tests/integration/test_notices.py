@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
-from weightsync.actors.control_channels import ControlChannels, PublishNotices
+from weightsync.actors.control_channels import ControlChannel, ControlChannels, PublishNotices
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.notices import Notices
 from weightsync.protocol.messages import PublishReport
@@ -24,6 +26,7 @@ class Trainer:
 
     name = "trainer 0"
     notices: PublishNotices | None = None
+    channel: ControlChannel | None = None
 
     def __init__(self) -> None:
         self.key: Any = object()
@@ -32,7 +35,8 @@ class Trainer:
     def answers(self, method: str) -> bool:
         return method == "dial"
 
-    async def dial(self, offer: ControlOffer) -> None:
+    async def dial(self, offer: ControlOffer, asks: ControlOffer | None) -> None:
+        assert asks is None
         await self.offers.put(offer)
 
 
@@ -199,3 +203,18 @@ def test_nobody_to_tell_is_no_error() -> None:
         notices.close()
 
     run(test)
+
+
+def test_notices_that_nobody_closed_do_not_hold_up_an_exit() -> None:
+    """As those of an actor whose driver is gone, which the collector finds when the actor exits."""
+    code = """
+import gc
+from weightsync.channel.control import ControlOffer
+from weightsync.channel.notices import Notices
+notices = Notices(ControlOffer("tcp://127.0.0.1:1", "0" * 64, 0))
+notices.readable(1)
+notices.itself = notices
+del notices
+gc.collect()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=patient(30), check=True)

@@ -79,12 +79,16 @@ CALLS: Mapping[str, Call] = {
     ),
     "move_all": Call(tuple[int, HostTasks, float], HostMoved),
     "moved": Call(tuple[()], HostMoved),
+    "readable": Call(tuple[int], bool),
 }
 """The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
 
-The last three are a holder's, for its host. `publish_all` takes whether to count, the trainers' tickets and
-its deadline, and returns reports and errors by rank. `move_all` begins an attempt of the host's holders; it
-and `moved` return what is new of them.
+`publish_all`, `move_all` and `moved` are a holder's, for its host. `publish_all` takes whether to count, the
+trainers' tickets and its deadline, and returns reports and errors by rank. `move_all` begins an attempt of
+the host's holders; it and `moved` return what is new of them.
+
+`readable` is a trainer's. It takes the ticket of a `publish` that is on its way through Ray, and returns
+whether holders may read the weights already.
 """
 
 

@@ -12,6 +12,10 @@ from weightsync.channel.control import MAX_FRAME_NBYTES, ControlOffer, Published
 from weightsync.protocol.handshake import dial, hang_up
 from weightsync.protocol.messages import PublishReport
 
+_open: set[zmq.Context[zmq.Socket[bytes]]] = set()
+"""Contexts of notices that were not closed. Garbage collection, as when an actor exits, would end a context
+before it closes its sockets, and wait for that for ever."""
+
 
 class Notices:
     """Tells the driver that holders may read this rank's weights, and then what `publish` returns.
@@ -23,6 +27,7 @@ class Notices:
         """Dial, without waiting for the connection."""
         self._offer = offer
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        _open.add(self._context)
         self._lock = threading.Lock()  # an actor may run its calls on several threads
         self._socket, self._monitor = self._dial()
 
@@ -50,6 +55,7 @@ class Notices:
         with self._lock:
             hang_up(self._socket, self._monitor)
             self._context.term()
+            _open.discard(self._context)
 
     def _dial(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         return dial(self._context, self._offer.endpoint, self._offer.secret, MAX_FRAME_NBYTES)

@@ -1,0 +1,51 @@
+"""Whether holders may read a trainer's weights, which two threads of its actor find out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+class Readiness:
+    """Has weights ready before Ray brings the call that publishes them, which takes a millisecond.
+
+    It leaves that to the call while another one runs, which may still change the weights.
+    """
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        """`ready`: has weights written, and returns whether they are read in place.
+
+        Made in a call of the actor, on the thread that runs its calls.
+        """
+        self._ready = ready
+        self._thread, self._ray = threading.get_ident(), frozenset(_frames(sys._getframe()))
+        self._has_others = threading.current_thread() is not threading.main_thread()
+        self._lock, self._early_for = threading.Lock(), 0
+
+    def early(self, ticket: int) -> bool:
+        """Say on another thread whether holders may read, before `publish` number `ticket`, which is not 0.
+
+        False while a call of the actor runs, and always where the actor runs its calls on several threads.
+        """
+        # Of the frames in which this object was made, only Ray's can still run, which wait for calls.
+        top = sys._current_frames().get(self._thread)
+        if self._has_others or top not in self._ray:
+            return False
+        self._ray = frozenset(_frames(top))
+        with self._lock:
+            self._early_for = ticket if self._ready() else 0
+            return bool(self._early_for)
+
+    def now(self, ticket: int) -> bool:
+        """Say in `publish` number `ticket` whether holders may read, as `early` has if it said so."""
+        with self._lock:
+            said, self._early_for = self._early_for, 0
+            return (bool(ticket) and said == ticket) or self._ready()
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
