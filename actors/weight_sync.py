@@ -449,7 +449,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         except WeightSyncError as error:
             self._metrics.update_failed()
             raise self._members.with_file(error) from error
-        self._metrics.update(report, self.plan)
+        asyncio.get_running_loop().call_soon(self._metrics.update, report, self.plan)  # the caller waits
         self._last = report
         return replace(report, checkpoint=checkpoint)
 

@@ -250,9 +250,12 @@ class EngineGroup:
         calls = {name: _or_lost(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
-    async def load(self, member: EngineMember, attempt: int) -> LoadReport:
-        """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it."""
-        return await _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
+    def load(self, member: EngineMember, attempt: int) -> Coroutine[object, object, LoadReport]:
+        """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it.
+
+        A control channel asks it at once, and not when the coroutine is awaited.
+        """
+        return _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
         """Record failures by engine name, and set the engines' states."""
