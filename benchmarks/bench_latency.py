@@ -3,6 +3,7 @@
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
     python -m benchmarks.bench_latency --engine vllm --quantization config.json    quantised, by ours alone
     python -m benchmarks.bench_latency --way direct --apart    from trainers on other GPUs of the host
+    python -m benchmarks.bench_latency --way loop --apart --model 100m    as in README's loop
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
 
 One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
@@ -16,6 +17,7 @@ Ways:
   bucketed                SGLang: ``load_format="flattened_bucket"``, a handle for each `--bucket-mib`;
                           vLLM: its IPC transfer, packed into a buffer of `--bucket-mib`
   direct                  `update_weights`
+  loop                    the same with default settings, and a rollout of 16 tokens after each update
 
 Layers of the engine's own ways, with the device idle before and after each. A round's add up to its total:
   gather    shards to whole tensors on every trainer rank, by NCCL; none with one rank
@@ -58,7 +60,7 @@ from benchmarks.isolate import emit, run_part
 from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
 from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
-from weightsync import SyncReport
+from weightsync import SyncConfig, SyncReport
 from weightsync.recipes.quantised import quantization_config
 
 __all__ = ["main"]
@@ -67,6 +69,7 @@ _NUM_WARM = 2
 _NUM_PINGS = 20
 _WHOLE = 1 << 62  # bytes; everything in one call
 _WAYS = ("per-tensor", "bucketed", "direct")
+_LOOP = "loop"
 _OWN, _OURS = "the engines' own calls", "ours"
 _LAYERS = ("gather", "pack", "metadata", "open", "load", "way", "session", "cache", "rest")
 
@@ -97,8 +100,10 @@ def main() -> None:
     if args.part:
         _run_part(json.loads(args.part))
         return
-    if args.apart and args.way != ["direct"]:
-        parser.error("--apart: the engines' own ways share a GPU with trainers; give --way direct")
+    if args.apart and args.way not in (["direct"], [_LOOP]):
+        parser.error("--apart: the engines' own ways share a GPU with trainers; give --way direct or loop")
+    if _LOOP in args.way and args.way != [_LOOP]:
+        parser.error("--way loop: its settings are not those of the others; give it alone")
     where = environment()
     rows: list[dict[str, object]] = []
     notes: list[str] = []
@@ -121,11 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--engine", nargs="+", choices=list(ENGINES), help="sglang and vllm; torch on a CPU")
-    parser.add_argument("--model", nargs="+", default=["1b", "8b"], choices=["1b", "8b", "tiny"])
+    parser.add_argument("--model", nargs="+", default=["1b", "8b"], choices=["1b", "8b", "100m", "tiny"])
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[1], help="ranks of the engine, and of the trainers"
     )
-    parser.add_argument("--way", nargs="+", default=list(_WAYS), choices=_WAYS)
+    parser.add_argument("--way", nargs="+", default=list(_WAYS), choices=[*_WAYS, _LOOP])
     parser.add_argument("--apart", action="store_true", help="trainers on other GPUs; only with --way direct")
     parser.add_argument("--bucket-mib", type=int, default=1024, help="of the engines' own buckets")
     parser.add_argument(
@@ -160,7 +165,8 @@ def _run_part(spec: Mapping[str, Any]) -> None:
     start_ray(0 if spec["cpu"] else spec["tp"] * (1 + spec["apart"]))
     try:
         where = spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"], spec["quantization"]
-        with start(*where, cpu=spec["cpu"], apart=spec["apart"], config=config(256, 2)) as rig:
+        settings = SyncConfig(timeout_s=60) if spec["way"] == [_LOOP] else config(256, 2)
+        with start(*where, cpu=spec["cpu"], apart=spec["apart"], config=settings) as rig:
             named = {key: spec[key] for key in ("engine", "model", "tp", "apart")}
             pings = ray.get(rig.trainers[0].ping.remote(rig.engine, _NUM_PINGS))
             ways = _ways(rig, spec)
@@ -190,6 +196,9 @@ def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, Way]:
     if "direct" in spec["way"]:
         rig.connect()
         ways["direct"] = rig.ours
+    if _LOOP in spec["way"]:
+        rig.connect()
+        ways[_LOOP] = rig.loop
     return ways
 
 

@@ -104,6 +104,12 @@ class Rig:
             raise WrongWeightsError(str(report))
         return Round(self.sync.version, seconds, report)
 
+    def loop(self) -> Round:
+        """Run a turn of README's loop: an update, which is timed, and a rollout."""
+        update = self.ours()
+        ray.get(self.engine.generate.remote([[1, 2, 3]], {"max_tokens": 16, "temperature": 0.0}))
+        return update
+
     def own(self, max_nbytes: int, *, flat: bool) -> Layers:
         """Run one update in the engine's own way.
 

@@ -22,6 +22,18 @@ _TINY = ModelShape(
     vocab_size=256,
     qk_norm=True,
 )
+_SMALL = replace(
+    _TINY,
+    hidden_size=768,
+    num_hidden_layers=7,
+    num_attention_heads=12,
+    num_key_value_heads=12,
+    head_dim=64,
+    intermediate_size=2048,
+    vocab_size=32000,
+    qk_norm=False,
+)
+_OWN = {"tiny": _TINY, "100m": _SMALL}
 _SHIPPED = {
     "1b": "llama-3.2-1b",
     "8b": "qwen3-8b",
@@ -49,8 +61,8 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
     """Return a model by its name on the command line.
 
     ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and
-    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``tiny`` (what is left when there are no
-    bytes).
+    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``100m`` (a Llama of 197 MB), ``tiny``
+    (what is left when there are no bytes).
     """
     if name == "llama":
         return llama_like(gib)
@@ -60,7 +72,7 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
 
 def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
     """Return the shape of a model of `model_of`, except ``llama``, which no engine serves."""
-    shape = _TINY if name == "tiny" else load(ModelShape, _SHIPPED[name], field="model", kind="models")
+    shape = _OWN.get(name) or load(ModelShape, _SHIPPED[name], field="model", kind="models")
     return replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers)
 
 

@@ -83,6 +83,14 @@ def test_the_layers_of_an_engines_updates_are_measured_and_its_weights_right(
         assert row["calls"] == (1 if name == "per-tensor" else 25)
 
 
+@pytest.mark.faults
+def test_readmes_loop_is_measured_with_its_settings(tmp_path: Path) -> None:
+    asked = ["--cpu", "--engine", "torch", "--model", "tiny", "--way", "loop", "--rounds", "2"]
+    (row,), _ = measured("bench_latency", *asked, out=tmp_path / "loop.json")
+    assert row["way"] == "loop"
+    assert row["last report"]["verified"]
+
+
 def measured(module: str, *asked: str, out: Path) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what went to stderr."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *asked, "--json", str(out)]
