@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-__all__ = ["STACKED", "TARGETS", "Slot", "save_by_expert", "slot_in"]
+__all__ = ["STACKED", "TARGETS", "Slot", "kinds_of_slots", "save_by_expert", "slot_in"]
 
 TARGETS = ["q_proj", "o_proj"]
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -64,6 +64,12 @@ def slot_in(worker: Any, number: int) -> Slot:
         if experts:
             found[f"{path}.enabled"] = _bytes(module.adapter_enabled[at : at + 1])
     return found
+
+
+def kinds_of_slots(worker: Any) -> set[str]:
+    """Return the names of the classes with which a worker of vLLM has slots for adapters of experts."""
+    modules = worker.model_runner.get_model().lora_manager.modules.values()
+    return {type(each).__name__ for each in modules if hasattr(each, "w13_lora_a_stacked")}
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

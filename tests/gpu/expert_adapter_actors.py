@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.expert_adapters import Slot, save_by_expert, slot_in
+from tests.expert_adapters import Slot, kinds_of_slots, save_by_expert, slot_in
 from tests.gpu.adapter_actors import FILE_NUMBER, AdapterTrainer, VllmAdapters
 
 __all__ = ["ExpertAdapters", "ExpertTrainer"]
@@ -27,9 +28,16 @@ class ExpertTrainer(AdapterTrainer):
 class ExpertAdapters(VllmAdapters):
     """A vLLM without CUDA graphs, which starts in less time."""
 
-    def __init__(self, path: str, name: str, num_ranks: int, max_rank: int) -> None:
+    def __init__(self, path: str, name: str, num_ranks: int, max_rank: int, plugins: str = "") -> None:
+        """`plugins` is a folder with plugins of vLLM."""
+        sys.path += [plugins] if plugins else []
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to the workers
         super().__init__(path, name, num_ranks, max_rank, enforce_eager=True)
+
+    async def kinds_of_slots(self) -> set[str]:
+        """Return the names of vLLM's classes for slots of experts."""
+        found = await asyncio.to_thread(self._engine.call, lambda llm: llm.collective_rpc(kinds_of_slots))
+        return set().union(*found)
 
     async def slots(self, version: int) -> Sequence[Slot]:
         """Return each rank's slot that has `version` of the only adapter."""

@@ -16,6 +16,7 @@ from tests.gpu.expert_adapter_actors import ExpertAdapters, ExpertTrainer
 from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
+from tests.stacked_qwen3 import save_plugin
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [
@@ -32,16 +33,20 @@ NUM_TOKENS = 16
 RANK, MAX_RANK = 4, 16
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_experts_answer_as_those_that_vllm_read_from_files(
-    num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+    num_ranks: int, stacked: bool, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
 ) -> None:
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     path = str(tmp_path / "base")
     save_qwen3(tmp_path / "base", "moe", 0)
     trainer = spawn(ExpertTrainer, bundles, 0)
-    arguments = (path, "e0", num_ranks, MAX_RANK)
+    plugins = str(tmp_path / "plugins") if stacked else ""
+    if stacked:
+        save_plugin(tmp_path / "plugins")
+    arguments = (path, "e0", num_ranks, MAX_RANK, plugins)
     if num_ranks == 1:
         engine = spawn(ExpertAdapters, bundles, 0, *arguments)
     else:  # further ranks are the engine's own processes, so that one actor has to see all its GPUs
@@ -49,6 +54,8 @@ def test_experts_answer_as_those_that_vllm_read_from_files(
         engine = spawn(ExpertAdapters, bundles, 0, *arguments, share=0, visible=visible)
     started = [trainer.start.remote(path, RANK, False, TARGETS, STACKED), engine.sync_layout.remote()]
     ray.get(started, timeout=patient(200))
+    kinds = ray.get(engine.kinds_of_slots.remote(), timeout=patient(60))
+    assert kinds == {"FusedMoE3DWithLoRA" if stacked else "FusedMoEWithLoRA"}
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
     with WeightSync(CONFIG) as sync:
         sync.register_engines({"e0": engine})
@@ -62,7 +69,9 @@ def test_experts_answer_as_those_that_vllm_read_from_files(
         seen = set()
         for version in range(1, 4):  # the third one is written over the first one
             folder = str(tmp_path / f"v{version}")
-            ray.get([trainer.train.remote(version), trainer.save_by_expert.remote(folder, RANK)])
+            trained = trainer.train.remote(version)
+            saved = trainer.save.remote(folder) if stacked else trainer.save_by_expert.remote(folder, RANK)
+            ray.get([trained, saved])
             report = sync.update_adapter("math")
             sys.stdout.write(f"{report} {report.seconds * 1e3:.1f} ms {dict(report.phases)}\n")
             assert report.verified

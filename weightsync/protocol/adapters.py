@@ -15,6 +15,11 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a tensor of an adapter is one expert's, by its name in a checkpoint."""
+    return bool(_OF_EXPERT.search(name))
+
+
 @dataclass(frozen=True)
 class AdapterSpec:
     """One LoRA adapter, without its bytes.
@@ -22,16 +27,18 @@ class AdapterSpec:
     Attributes:
         name: what engines and requests call it.
         packed: its tensors. Every call that concerns an adapter has its spec, and pickles these bytes alone.
+        shares_a: whether ``gate_proj`` and ``up_proj`` of each expert have the same A.
     """
 
     name: str
     packed: bytes
+    shares_a: bool = False
 
     @classmethod
-    def of(cls, name: str, tensors: Sequence[TensorMeta]) -> AdapterSpec:
+    def of(cls, name: str, tensors: Sequence[TensorMeta], shares_a: bool = False) -> AdapterSpec:
         """Make the spec of these `tensors`."""
         rows = [(meta.name, meta.dtype, meta.shape) for meta in tensors]
-        return cls(name, zlib.compress(json.dumps(rows).encode(), 1))
+        return cls(name, zlib.compress(json.dumps(rows).encode(), 1), shares_a)
 
     @cached_property
     def tensors(self) -> tuple[TensorMeta, ...]:
@@ -46,10 +53,10 @@ class AdapterSpec:
     @property
     def first_of_experts(self) -> str:
         """The name of the first tensor that is of an expert, "" if none is."""
-        return next((meta.name for meta in self.tensors if _OF_EXPERT.search(meta.name)), "")
+        return next((meta.name for meta in self.tensors if is_of_expert(meta.name)), "")
 
     def __getstate__(self) -> dict[str, object]:
-        return {"name": self.name, "packed": self.packed}
+        return {"name": self.name, "packed": self.packed, "shares_a": self.shares_a}
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.memory.addresses import AddressGuard, local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import RankLayout, Segment, TensorMeta
-from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec
+from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expert
 from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import segment_of
@@ -94,7 +94,10 @@ class LoraSource(TensorSource):
 
     def spec(self, name: str) -> AdapterSpec:
         """Return the adapter's tensors, for engines that call it `name`. Raises ConfigError as `layout`."""
-        return AdapterSpec.of(name, [meta for its in self._look_up().values() for meta in its.metas()])
+        found = self._look_up().values()
+        are_stacked = [its.experts is not None for its in found if its.experts or is_of_expert(its.name)]
+        shares_a = bool(are_stacked) and all(are_stacked)
+        return AdapterSpec.of(name, [meta for its in found for meta in its.metas()], shares_a)
 
     def cast(self, dtype: str) -> None:
         """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""

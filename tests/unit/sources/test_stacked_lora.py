@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -70,8 +71,11 @@ def test_each_experts_a_and_b_give_what_peft_adds_to_it(
         for module in model.modules()
         if hasattr(module, "parameter_name")
     }
-    names = {meta.name for meta in LoraSource(model, "default").spec("math").tensors}
+    spec = LoraSource(model, "default").spec("math")
+    names = {meta.name for meta in spec.tensors}
     assert names == found.keys()
+    assert spec.shares_a
+    assert pickle.loads(pickle.dumps(spec)) == spec
     assert len(names) == 2 * (1 + 3 * EXPERTS)
     for expert in range(EXPERTS):
         change = {
@@ -80,6 +84,8 @@ def test_each_experts_a_and_b_give_what_peft_adds_to_it(
         }
         both = torch.cat([change["gate_proj"], change["up_proj"]])
         torch.testing.assert_close(both, added["gate_up_proj"][expert])
+        of_gate, of_up = (found[f"experts.{expert}.{part}{LORA_A}"] for part in ("gate_proj", "up_proj"))
+        assert torch.equal(of_gate, of_up)
         torch.testing.assert_close(change["down_proj"], added["down_proj"][expert])
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+from weightsync.engines.vllm.expert_stacks import is_of_stack, stacked_names
 from weightsync.errors import ConfigError
+
+_IN_TURNS = "GptOssForCausalLM"
+"""Of this model vLLM's slots have a row of the gate projection, then one of the up projection."""
 
 
 def is_of_experts(module: object) -> bool:
@@ -13,21 +17,25 @@ def is_of_experts(module: object) -> bool:
     return hasattr(module, "w13_lora_a_stacked")
 
 
-def require_experts(manager: Any, loras: Mapping[str, Any]) -> None:  # noqa: ANN401 - vLLM's
+def require_experts(manager: Any, loras: Mapping[str, Any], shares_a: bool) -> None:  # noqa: ANN401
     """Raise ConfigError if vLLM would stop at an adapter of experts, or put it in wrong places.
 
     Args:
-        manager: its ``LoRAModelManager``.
+        manager: vLLM's ``LoRAModelManager``.
         loras: A and B of each module, by vLLM's names.
+        shares_a: see `AdapterSpec`.
     """
     layers = {path: module for path, module in manager.modules.items() if is_of_experts(module)}
     within = _by_layer(loras, layers)
     for path, module in layers.items():
         if found := within.get(path):
-            _require_slots(found[0], module)
+            _require_slots(found[0], module, shares_a)
             _require_places(found[0], module)
-            names = manager.packed_modules.get(path, ())
-            _require_all(names, found, loras, len(module.w13_lora_a_stacked) + 1)
+            if is_of_stack(module):
+                _require_all(stacked_names(path, module), found, loras, 3)
+            else:
+                names = manager.packed_modules.get(path, ())
+                _require_all(names, found, loras, len(module.w13_lora_a_stacked) + 1)
 
 
 def _by_layer(names: Iterable[str], layers: Container[str]) -> Mapping[str, Sequence[str]]:
@@ -41,14 +49,21 @@ def _by_layer(names: Iterable[str], layers: Container[str]) -> Mapping[str, Sequ
     return within
 
 
-def _require_slots(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's
+def _require_slots(found: str, module: Any, shares_a: bool) -> None:  # noqa: ANN401 - vLLM's
     """Raise ConfigError if the layer's slots have no place for each expert's projections."""
     if getattr(module, "enable_moe_shared_loras", False):
         remedy = f"leave it out: {found} is of one expert"
         raise ConfigError("options.enable_moe_shared_loras", True, remedy)
-    if type(module).__name__ == "FusedMoE3DWithLoRA":
-        remedy = f"give true: {found} is of one expert, and vLLM's slots for this model are of all together"
+    if is_of_stack(module) and not shares_a:
+        expert = found.rpartition(".")[0]
+        remedy = (
+            f"give true: gate_proj and up_proj of {expert} have an A each, and vLLM's slots for this model "
+            "one for both"
+        )
         raise ConfigError("options.enable_mixed_moe_lora_format", False, remedy)
+    if is_of_stack(module) and module._base_model == _IN_TURNS:
+        remedy = f"leave {found} out: vLLM's slots for this model have rows of gate_proj and up_proj in turns"
+        raise ConfigError("model", _IN_TURNS, remedy)
 
 
 def _require_places(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's

@@ -1,7 +1,7 @@
 """vLLM's slots for LoRA adapters, and what a request says of one.
 
 vLLM keeps adapters in slots: tensors beside each layer, of the largest rank. Its loader copies an adapter
-into a free slot, cut for tensor parallelism. Sources: vLLM's ``lora/`` of 0.32.
+into a free slot, cut for tensor parallelism. Sources: vLLM's ``lora/`` of 0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
 from weightsync.engines.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
 from weightsync.engines.vllm.expert_slots import is_of_experts, require_experts
+from weightsync.engines.vllm.expert_stacks import is_of_stack, stack, with_up_projections
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import AdapterSpec
@@ -92,7 +93,8 @@ class LoraSlots:
             self._activate(manager, spec, number, digits(spec, axis, base))
             places.add(axis, base, dict(_stacks(manager, number)))
             manager.remove_adapter(number)
-        return places.layout()
+        together = any(map(is_of_stack, manager.modules.values()))
+        return with_up_projections(places.layout()) if together else places.layout()
 
     def _activate(
         self,
@@ -104,7 +106,8 @@ class LoraSlots:
         """Have vLLM load an adapter with `values` for its tensors into a slot, by its own loader."""
         names = (f"base_model.model.{meta.name}" for meta in spec.tensors)
         model = lora_model(manager, number, spec.rank, dict(zip(names, values, strict=True)))
-        require_experts(manager, model.loras)
+        require_experts(manager, model.loras, spec.shares_a)
+        stack(manager, model.loras)
         manager.add_adapter(model)
         manager.activate_adapter(number)
 
