@@ -26,6 +26,7 @@ __all__ = [
     "by_vllm",
     "check_declared",
     "dequantised",
+    "dynamic",
     "fp8_blocks",
     "int4",
     "same_bits",
@@ -172,6 +173,19 @@ def int4(symmetric: bool) -> dict[str, Any]:
     config: dict[str, Any] = copy.deepcopy(INT4)
     config["config_groups"]["group_0"]["weights"]["symmetric"] = symmetric
     return config
+
+
+def dynamic(kind: str) -> dict[str, Any]:
+    """Return a format of ``int`` or ``float`` with scales for weights' channels, and for tokens."""
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
 
 
 CONFIGS = {"int4": int4(True), "zero points": int4(False), "awq": AWQ, "gptq": GPTQ}

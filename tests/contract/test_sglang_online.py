@@ -123,6 +123,8 @@ class OnlineLinear(Linear):
 class Online(Model):
     """Has the layers of a Qwen3 that SGLang quantises, one of them ignored. `start` quantises."""
 
+    linear = OnlineLinear
+
     def __init__(
         self,
         folder: Path,
@@ -136,7 +138,7 @@ class Online(Model):
         for path, each in list(self.named_modules()):
             if isinstance(each, Linear) and path != IGNORED:
                 parent, _, last = split(path)
-                setattr(self.get_submodule(parent), last, OnlineLinear(each.parts, method(), rank, num_ranks))
+                setattr(self.get_submodule(parent), last, self.linear(each.parts, method(), rank, num_ranks))
         draw = torch.Generator().manual_seed(9)
         with torch.no_grad():
             for each in self.parameters():

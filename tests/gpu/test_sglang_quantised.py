@@ -34,7 +34,7 @@ from tests.gpu.quantised_fleet import (
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_sglang import from_disk
 from tests.patience import patient
-from tests.quantised import save_quantised
+from tests.quantised import dynamic, save_quantised
 from weightsync import WeightSync
 from weightsync.engines.sglang.online import ROWS
 from weightsync.engines.sglang.online_experts import EXPERT
@@ -53,6 +53,12 @@ KERNELS: dict[str, dict[str, str]] = {
 }
 """Variables by which SGLang chooses its kernels of FP8 blocks on a Hopper GPU. Experts have Triton's."""
 
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8_blocks": FP8_BLOCKS,
+    "fp8": dynamic("float"),
+    "int8": dynamic("int"),
+}
+
 Save = Callable[..., Saved]
 
 
@@ -66,15 +72,19 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
     """Save each model once for all tests, as SGLang takes most of their time."""
 
     @functools.cache
-    def once(kind: str, kernels: str, num_ranks: int) -> Saved:
+    def once(kind: str, form: str, kernels: str, num_ranks: int) -> Saved:
         paths, packed = paths_in(tmp_path_factory.mktemp("saved"))
         for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
             save_qwen3(path, kind, seed)
-            save_quantised(path, target, FP8_BLOCKS)
-        note("SGLang starts from the quantised checkpoint")
-        answers = from_disk(list(map(str, packed)), num_ranks, KERNELS[kernels])
+            save_quantised(path, target, FORMATS[form])
+        # A matrix that it has transposed has no loader, so that SGLang starts again for each version.
+        starts = [packed] if form == "fp8_blocks" else [[each] for each in packed]
+        answers, live = [], []
+        for its in starts:
+            note("SGLang starts from the quantised checkpoint")
+            answers += from_disk(list(map(str, its)), num_ranks, KERNELS[kernels])
+            live += json.loads((its[0] / "live.json").read_text())
         assert answers[0] != answers[1]
-        live = json.loads((packed[0] / "live.json").read_text())
         assert live[0] != live[1]
         return Saved(paths, packed, answers, live)
 
@@ -102,11 +112,12 @@ def await_start(engine: ActorHandle[Any]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the kernels and ranks of its SGLang."""
+    """A model, and the kernels, ranks and format of its SGLang."""
 
     kind: str
     kernels: str = "triton"
     num_ranks: int = 1
+    form: str = "fp8_blocks"
 
 
 CASES = {
@@ -115,6 +126,12 @@ CASES = {
     "triton_tied": Case("tied"),
     "deep_gemm": Case("untied", "deep_gemm"),
     "two_ranks_moe": Case("moe", num_ranks=2),
+    "fp8": Case("untied", form="fp8"),
+    "fp8_moe": Case("moe", form="fp8"),
+    "int8": Case("untied", form="int8"),
+    "two_ranks_fp8": Case("untied", num_ranks=2, form="fp8"),
+    "two_ranks_fp8_moe": Case("moe", num_ranks=2, form="fp8"),
+    "two_ranks_int8": Case("untied", num_ranks=2, form="int8"),
 }
 
 
@@ -122,13 +139,13 @@ CASES = {
 def test_sglang_answers_as_from_the_quantised_checkpoint(
     name: str, bundles: PlacementGroup, num_gpus: int, save: Save, tmp_path: Path
 ) -> None:
-    """Three versions: the first through its loader, two in place."""
+    """Three versions: of FP8 blocks, the first goes through its loader; all others are in place."""
     case = CASES[name]
     if num_gpus < case.num_ranks:
         pytest.skip(f"needs {case.num_ranks} GPUs")
     if case.kernels == "deep_gemm" and not importlib.util.find_spec("deep_gemm"):
         pytest.skip("deep_gemm is not installed")
-    saved = save(case.kind, case.kernels, case.num_ranks)
+    saved = save(case.kind, case.form, case.kernels, case.num_ranks)
     engine = start(bundles, saved.packed[0], case.kernels, case.num_ranks)
     await_start(engine)
     trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
@@ -138,7 +155,7 @@ def test_sglang_answers_as_from_the_quantised_checkpoint(
 
 
 def test_a_trainer_quantises_for_sglang(bundles: PlacementGroup, save: Save, tmp_path: Path) -> None:
-    saved = save("untied", "triton", 1)
+    saved = save("untied", "fp8_blocks", "triton", 1)
     engine = start(bundles, saved.packed[0])
     await_start(engine)
     trainers = join(bundles, saved.paths[0], tmp_path, 1, FP8_BLOCKS)
@@ -152,7 +169,7 @@ def test_checkpoints_are_served_as_they_are_stored_and_come_back_after_a_kill(
     bundles: PlacementGroup, save: Save
 ) -> None:
     """Two versions with experts, the second in place, then that one after `kill -9`, and the first again."""
-    saved = save("moe", "triton", 1)
+    saved = save("moe", "fp8_blocks", "triton", 1)
     engines: list[ActorHandle[Any]] = [start(bundles, saved.packed[0])]
     await_start(engines[0])
 
@@ -240,20 +257,27 @@ def test_sglang_answers_as_if_it_had_quantised_when_it_started(
     end(engine, *trainers)
 
 
-@pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_a_killed_sglang_that_quantises_online_comes_back(
-    kind: str, bundles: PlacementGroup, tmp_path: Path
+@pytest.mark.parametrize(("kind", "form"), [("untied", ""), ("moe", ""), ("untied", "int8")])
+def test_a_killed_sglang_without_a_loader_comes_back(
+    kind: str, form: str, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
-    """Its holder's copy fills it: the trainer has gone on. Those with experts do not answer alike twice."""
-    paths, _ = paths_in(tmp_path)
+    """Its holder's copy fills it: the trainer has gone on. Those with experts do not answer alike twice.
+
+    Without a format, it quantises online.
+    """
+    paths, packed = paths_in(tmp_path)
     for seed, path in enumerate(paths):
         save_qwen3(path, kind, seed)
-    engines: list[ActorHandle[Any]] = [start(bundles, paths[0], quantization="fp8")]
+    options: dict[str, Any] = {"path": paths[0], "quantization": "fp8"}
+    if form:
+        save_quantised(paths[0], packed[0], FORMATS[form])
+        options = {"path": packed[0]}
+    engines: list[ActorHandle[Any]] = [start(bundles, **options)]
     await_start(engines[0])
     (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
 
     def respawn(name: str) -> ActorHandle[Any]:
-        engines.append(start(bundles, paths[0], quantization="fp8"))
+        engines.append(start(bundles, **options))
         return engines[-1]
 
     with WeightSync(CONFIG) as sync:

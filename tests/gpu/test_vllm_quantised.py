@@ -34,7 +34,7 @@ from tests.gpu.quantised_fleet import (
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
 from tests.patience import patient
-from tests.quantised import AWQ, GPTQ, int4, save_quantised
+from tests.quantised import AWQ, GPTQ, dynamic, int4, save_quantised
 from weightsync import WeightSync
 
 pytestmark = [
@@ -45,24 +45,11 @@ pytestmark = [
 ]
 
 
-def dynamic(layout: str, kind: str) -> dict[str, Any]:
-    """Weights with a scale for each channel, and activations with one for each token."""
-    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
-    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": int4(symmetric=True),
     "zero_points": int4(symmetric=False),
-    "int8": dynamic("int-quantized", "int"),
-    "fp8": dynamic("float-quantized", "float"),
+    "int8": dynamic("int"),
+    "fp8": dynamic("float"),
     "fp8_blocks": FP8_BLOCKS,
     "awq": AWQ,
     "gptq": GPTQ,

@@ -10,33 +10,27 @@ Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``layers/l
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import parameters_of, require_complete
+from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.quantizing_loader import stored_tensors
-from weightsync.engines.reload_trace import trace_reload
+from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
 from weightsync.engines.sglang.online_experts import STACKS, Expert, created_stacks
 from weightsync.engines.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.whole_sink import Loader
-from weightsync.errors import TransportError
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Segment, TensorMeta
 from weightsync.plan.formats import Format
 
 ROWS = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
 """What SGLang makes of a matrix. A rank that keeps some columns has scales of these alone."""
-
-_LOADERS = {"Fp8LinearMethod": "weight_loader_v2"}
-"""The loader that a layer gives its weight, by its method. Without one here: ``weight_loader``."""
 
 
 def trace_online(
@@ -58,18 +52,11 @@ def trace_online(
         UnprovableError: its loader does more than copy, or leaves a byte as it was; says where.
     """
     live = {name: each.detach() for name, each in parameters_of(model)}
-    try:
-        require_complete(model)
-    except TransportError as error:
-        raise UnprovableError(str(error)) from error
     whole = stored_tensors(checkpoint, {})
-    weights = {f"{path}.{leaf}" for path, layer in layers.items() for leaf in _weights(layer)}
-    scales = {f"{name}_scale" for name in weights}
-    with _as_before(layers, dtype):
-        before = {name: each.detach() for name, each in parameters_of(model) if name not in scales}
-        reload = trace_reload(model, before, whole, make_loader)
-    if padded := next((name for name, _, _ in reload.fills if name in weights), ""):
-        raise UnprovableError(f"its loader pads {padded}, which it quantises")
+    with torch.device("cpu"):  # memory that nobody touches
+        created = {path: _created(layer, dtype) for path, layer in layers.items()}
+    scales = {f"{path}.{leaf}_scale" for path, layer in layers.items() for leaf in _weights(layer)}
+    reload = trace_created(model, created, whole, make_loader, later=scales)
     found = _Found.of(reload.segments, whole, layers, dtype)
     made = StoredCheckpoint(found.formats, stored_tensors(checkpoint, found.formats))
     places = StoredPlaces(found.segments, live, made.tensors, found.formats)
@@ -80,45 +67,18 @@ def trace_online(
     return made, places
 
 
-@contextmanager
-def _as_before(layers: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Have layers hold weights as before SGLang quantised them: of host memory that nobody touches."""
-    live = [(layer, {leaf: getattr(layer, leaf) for leaf in _weights(layer)}) for layer in layers.values()]
-    try:
-        for layer, _ in live:
-            _hold(layer, _created(layer, dtype))
-        yield
-    finally:
-        for layer, weights in live:
-            _hold(layer, weights)
-
-
-def _hold(layer: torch.nn.Module, weights: Mapping[str, torch.nn.Parameter]) -> None:
-    for leaf, weight in weights.items():
-        setattr(layer, leaf, weight)
-
-
 def _weights(layer: torch.nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters of a layer that hold FP8. Scales have theirs with ``_scale``."""
     return STACKS if hasattr(layer, STACKS[0]) else ("weight",)
 
 
-def _created(layer: Any, dtype: torch.dtype) -> Mapping[str, torch.nn.Parameter]:  # noqa: ANN401 - SGLang's
-    """Return the weights as the layer's method creates them, with the layer's own loader."""
-    with torch.device("cpu"):
-        if _weights(layer) == STACKS:
-            made = created_stacks(layer, len(layer.w13_weight), dtype)
-        else:
-            made = _created_matrix(layer, dtype)
+def _created(layer: Any, dtype: torch.dtype) -> Parameters:  # noqa: ANN401 - SGLang's
+    """Return the weights as the method of a layer creates them."""
+    if _weights(layer) == STACKS:
+        made = created_stacks(layer, len(layer.w13_weight), dtype)
+    else:
+        made = created_matrix(layer, dtype)
     return {leaf: made.get_parameter(leaf) for leaf in _weights(layer)}
-
-
-def _created_matrix(layer: Any, dtype: torch.dtype) -> torch.nn.Module:  # noqa: ANN401 - SGLang's
-    columns, rows = layer.weight.shape
-    method, made = copy.copy(layer.quant_method), torch.nn.Module()
-    load = getattr(layer, _LOADERS.get(type(method).__name__, ""), None) or layer.weight_loader
-    method.create_weights(made, columns, [rows], columns, rows, dtype, weight_loader=load)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

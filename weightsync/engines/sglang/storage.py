@@ -1,6 +1,7 @@
 """Whether live parameters hold what SGLang's loaders wrote, told by its layers and their methods.
 
-Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``kv_cache.py`` of 0.5.17.
+Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py``, ``kv_cache.py`` and
+``compressed_tensors/`` of 0.5.17.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from weightsync.plan.formats import FIELD, Format
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 _BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
+_CHANNELS_METHOD, _CHANNELS_EXPERTS = "CompressedTensorsLinearMethod", "CompressedTensorsFusedMoEMethod"
+_CHANNELS_SCHEMES = {
+    _CHANNELS_METHOD: ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A8Int8"),
+    _CHANNELS_EXPERTS: ("CompressedTensorsW8A8Fp8MoE",),
+}
+"""SGLang's schemes of compressed-tensors that keep what was loaded, if each row has a scale."""
 _CACHE_METHOD = "Fp8KVCacheMethod"
 _ONLINE = {"Fp8LinearMethod": "fp8", "Fp8MoEMethod": "fp8", "W8A8Fp8LinearMethod": "w8a8_fp8"}
 """Methods that may quantise full-precision weights to FP8, and the ``quantization`` that has them."""
@@ -32,29 +39,47 @@ def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
     return _why_not(model, device, _why_not_plain)
 
 
-def require_blocks(
+def require_kept(
     model: torch.nn.Module, device: torch.device, formats: Mapping[str, Format], repacks: bool
 ) -> None:
-    """Raise ConfigError unless live parameters are what a checkpoint in FP8 blocks stores.
+    """Raise ConfigError unless live parameters are what a quantised checkpoint stores, or views of it.
 
-    It accepts what `stored_otherwise` accepts, and layers with kernels that read FP8 blocks as loaded.
+    It accepts what `stored_otherwise` accepts, and layers with kernels that read FP8 blocks, or rows with a
+    scale for each, as they were loaded.
 
     Args:
         formats: of the weights that the checkpoint has quantised.
         repacks: SGLang processes weights again after each update.
     """
     for name, form in formats.items():
-        if form.rule != "fp8":
-            remedy = "serve this format with vLLM, or give SGLang quant_method: fp8 with weight_block_size"
+        if form.rule != "fp8" and not _is_in_channels(form):
+            remedy = (
+                "serve this format with vLLM, or give SGLang quant_method: fp8 with weight_block_size, "
+                "or compressed-tensors with strategy: channel, in FP8 or int8"
+            )
             raise ConfigError(f"{FIELD} of {name}", str(form), remedy)
+    method = next(iter(formats.values())).rule
     if repacks:
-        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep FP8 blocks in an update"
-        raise ConfigError(FIELD, "fp8", remedy)
+        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep them in an update"
+        raise ConfigError(FIELD, method, remedy)
     if _has_adapters(model):
         remedy = f"leave it out: with it, the layers of {FIELD} have other names"
         raise ConfigError("options.enable_lora", True, remedy)
-    if reason := _why_not(model, device, _why_not_blocks):
-        raise ConfigError(FIELD, "fp8", f"{reason}; or serve this model with vLLM")
+    if reason := _why_not(model, device, _why_not_kept):
+        raise ConfigError(FIELD, method, f"{reason}; or serve this model with vLLM")
+
+
+def transposed_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the layers, by path, that a compressed-tensors checkpoint fills and SGLang then transposes."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(getattr(module, "quant_method", None)).__name__ == _CHANNELS_METHOD
+    }
+
+
+def _is_in_channels(form: Format) -> bool:
+    return form.rule == "compressed-tensors" and form.block == (1, 0) and not form.packed
 
 
 def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -122,15 +147,17 @@ def _why_not_plain(module: torch.nn.Module) -> str:
     return "FlashInfer's TRT-LLM kernels rearrange experts" if method.use_flashinfer_trtllm_moe else ""
 
 
-def _why_not_blocks(module: torch.nn.Module) -> str:
+def _why_not_kept(module: torch.nn.Module) -> str:
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     if kind == _CACHE_METHOD:
         return _why_not_cache(module)
-    if kind not in _BLOCK_METHODS or getattr(module, "use_intel_amx_backend", False):
+    if kind not in (*_BLOCK_METHODS, *_CHANNELS_SCHEMES) or getattr(module, "use_intel_amx_backend", False):
         return _why_not_plain(module)
     if reason := _why_in_another_order(method):
         return reason
+    if kind in _CHANNELS_SCHEMES:
+        return _why_not_channels(module.scheme, kind)
     if not method.block_quant or method.use_mxfp8 or getattr(method, "is_fp4_expert", False):
         return f"{kind} has another format than FP8 in blocks with float32 scales"
     if any(getattr(each, "format_ue8m0", False) for each in module.parameters(recurse=False)):
@@ -139,6 +166,15 @@ def _why_not_blocks(module: torch.nn.Module) -> str:
             "fp8_gemm_runner_backend='triton' and moe_runner_backend='triton' keep the checkpoint's"
         )
     return _why_not_experts(method) if kind == "Fp8MoEMethod" else ""
+
+
+def _why_not_channels(scheme: Any, kind: str) -> str:  # noqa: ANN401 - SGLang's
+    if type(scheme).__name__ not in _CHANNELS_SCHEMES[kind]:
+        return (
+            f"{type(scheme).__name__} may repack weights: its group needs input_activations of 8 bits, "
+            "dynamic, with strategy: token"
+        )
+    return _why_not_experts(scheme) if kind == _CHANNELS_EXPERTS else ""
 
 
 def _why_not_cache(module: torch.nn.Module) -> str:

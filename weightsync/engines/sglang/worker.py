@@ -17,6 +17,7 @@ from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, loaded_layers, model_config, packed_layers
+from weightsync.engines.sglang.channels import trace_channels
 from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
 from weightsync.engines.sglang.online import trace_online
@@ -25,9 +26,10 @@ from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.engines.sglang.storage import (
     online_layers,
     online_option,
-    require_blocks,
+    require_kept,
     require_online,
     stored_otherwise,
+    transposed_layers,
 )
 from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
 from weightsync.engines.stored_loader import trace_places
@@ -42,6 +44,8 @@ _ranks: dict[int, Rank] = {}
 """The rank of this process, by number."""
 _drafts: dict[int, torch.nn.Module] = {}
 """Its draft model."""
+_LEFT = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}
+"""What a configuration names that stays as it is, by ``quant_method``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class SglangHost:
             return self._quantised_online(checkpoint)
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
         if self._stored.formats:
-            require_blocks(self._model, self._device, self._stored.formats, self._settings.repacks)
+            require_kept(self._model, self._device, self._stored.formats, self._settings.repacks)
         if quantization.groups:
             layers, packed = loaded_layers(self._model), packed_layers(self._model)
             require_stored("SGLang", layers, packed, checkpoint.linears, self._stored.formats)
@@ -165,10 +169,12 @@ class SglangHost:
         return self._places
 
     def _found_places(self) -> StoredPlaces:
-        if not self._online:
-            return trace_places(self._model, self._stored.tensors, self._stored.formats, self._load)
-        checkpoint = checkpoint_of(self._config(), self._dtype).as_held(self._model)
-        return trace_online(self._model, self._online, checkpoint, self._dtype, self._load)[1]
+        if self._online:
+            checkpoint = checkpoint_of(self._config(), self._dtype).as_held(self._model)
+            return trace_online(self._model, self._online, checkpoint, self._dtype, self._load)[1]
+        if layers := transposed_layers(self._model):
+            return trace_channels(self._model, layers, self._stored, self._dtype, self._load)
+        return trace_places(self._model, self._stored.tensors, self._stored.formats, self._load)
 
     def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the full-precision checkpoint of a model that SGLang has quantised. Raises ConfigError."""
@@ -198,11 +204,12 @@ class SglangHost:
         try:
             self.places()
         except UnprovableError as error:
+            method = next(iter(self._stored.formats.values())).rule
             remedy = (
-                f"SGLang's loader does other than copy these tensors: {error}; name what SGLang leaves "
-                "as it is, and no more, in modules_to_not_convert, or serve this model with vLLM"
+                f"SGLang's loader does other than copy these tensors: {error}; name what SGLang leaves as "
+                f"it is, and no more, in {_LEFT[method]}, or serve this model with vLLM"
             )
-            raise ConfigError(FIELD, "fp8", remedy) from error
+            raise ConfigError(FIELD, method, remedy) from error
 
     def _require_loadable(self) -> None:
         """Raise ConfigError if a load would not be all that SGLang does with weights."""
