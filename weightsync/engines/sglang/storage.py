@@ -170,10 +170,7 @@ def _why_not_kept(module: torch.nn.Module) -> str:
 
 def _why_not_channels(scheme: Any, kind: str) -> str:  # noqa: ANN401 - SGLang's
     if type(scheme).__name__ not in _CHANNELS_SCHEMES[kind]:
-        return (
-            f"{type(scheme).__name__} may repack weights: its group needs input_activations of 8 bits, "
-            "dynamic, with strategy: token"
-        )
+        return f"{type(scheme).__name__} may repack weights, as on GPUs before compute capability 8.9"
     return _why_not_experts(scheme) if kind == _CHANNELS_EXPERTS else ""
 
 
