@@ -243,6 +243,9 @@ class CheckpointRank:
                     await self._map(name)
         return AttachReport(self._mapped[wanted], None)
 
+    def ask_readable(self, readable: asyncio.Future[None]) -> None:
+        """Return None: it is in host memory."""
+
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
         """Make the published checkpoint the holder's source. It is in host memory, so never `readable`.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -134,6 +135,7 @@ class _Trainer(Remote):
         super().__init__(name, handle, "sync_", adapter)
         self.notices: PublishNotices | None = None
         self._is_read_in_place = False
+        self._expected: _Expected | None = None
 
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
@@ -143,14 +145,22 @@ class _Trainer(Remote):
         report: AttachReport = await self.call("attach", plan, trainer, send_buffer)
         return report
 
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
+        """Ask it on its control channel, if holders read its weights in place."""
+        if not (self.notices and self.channel and self._is_read_in_place):
+            return None
+        self._expected = _Expected.of(self.notices, readable)
+        early = self.channel.call("readable", (self._expected.ticket,))
+        if early:
+            early.add_done_callback(partial(_note, readable))
+        return early
+
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
-        """Have it publish. What it says on sockets comes before Ray's answer, or even before Ray's call."""
-        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
-        ticket = self.notices.expect(readable, told) if self.notices else 0
-        if ticket and self.channel and self._is_read_in_place:
-            if early := self.channel.call("readable", (ticket,)):
-                early.add_done_callback(partial(_note, readable))
-            await asyncio.sleep(0)  # Ray takes long: all trainers, and engines, are asked by sockets first
+        """Have it publish. What it says on its socket comes before Ray's answer."""
+        expected, self._expected = self._expected, None
+        if expected is None or expected.readable is not readable:
+            expected = _Expected.of(self.notices, readable)
+        told, ticket = expected.told, expected.ticket
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
             self.call("publish", count, ticket, bool(ticket))
         )
@@ -162,6 +172,20 @@ class _Trainer(Remote):
             asked.cancel()
             raise
         return told.result() if told.done() else asked.result()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    """What a trainer is to say on its socket while it publishes. `ticket` is 0 if it has none."""
+
+    readable: asyncio.Future[None]
+    told: asyncio.Future[PublishReport]
+    ticket: int
+
+    @classmethod
+    def of(cls, notices: PublishNotices | None, readable: asyncio.Future[None]) -> _Expected:
+        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
+        return cls(readable, told, notices.expect(readable, told) if notices else 0)
 
 
 def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:

@@ -58,6 +58,9 @@ _NO_HOLDER = 1 << 31
 class TrainerWire(Wire):
     """A trainer rank that is readable at once. Its notice, 20 bytes on a socket, is not counted."""
 
+    def ask_readable(self, readable: asyncio.Future[None]) -> None:
+        """Return None, so that `publish` says it."""
+
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
         readable.set_result(None)
         report: PublishReport = await self.__getattr__("publish")(count)

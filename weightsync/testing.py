@@ -171,6 +171,9 @@ class LocalTrainer(LocalPeer):
         self._frozen = plan.frozen
         return AttachReport.of(await asyncio.to_thread(attach, self._source, plan, trainer, send_buffer))
 
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
+        return None
+
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
         source = self._source
         if isinstance(source, ExportsWeights) and await asyncio.to_thread(source.ready):

@@ -45,7 +45,7 @@ class Trainer(TrainerShard):
         self.source = Digesting(may_end)  # type: ignore[assignment]
 
     def num_ready(self) -> int:
-        return self.source.num_ready  # type: ignore[union-attr]
+        return self.source.num_ready  # type: ignore[union-attr, no-any-return]
 
     def work(self, begun: Path, may_end: Path) -> None:
         begun.touch()

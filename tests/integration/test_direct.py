@@ -19,7 +19,7 @@ from tests.patience import patient
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
-from weightsync.errors import ConfigError, PeerLostError
+from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, HolderDigests, Published, PublishReport
@@ -298,6 +298,66 @@ def test_a_trainer_that_says_nothing_is_read_once_it_has_published() -> None:
     finally:
         loop.close()
     assert order == ["published", "copy"]
+
+
+class Asked(LocalTrainer):
+    """Can be asked whether it may be read. `says` is its answer, None if none comes."""
+
+    says: bool | WeightSyncError | None = True
+    source_is_read: threading.Event | None = None
+
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool]:
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if isinstance(self.says, WeightSyncError):
+            answer.set_exception(self.says)
+        elif self.says is not None:
+            answer.set_result(self.says)
+            if self.says:
+                readable.set_result(None)
+        return answer
+
+    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+        if self.source_is_read:
+            is_read = await asyncio.to_thread(self.source_is_read.wait, patient(10))
+            assert is_read, "holders wait for the call to publish"
+        return await super().publish(
+            count, readable if not readable.done() else asyncio.get_running_loop().create_future()
+        )
+
+
+def test_a_trainer_that_says_when_asked_that_it_may_be_read_is_called_to_publish_later() -> None:
+    async def work(loop: Direct) -> None:
+        trainer = Asked(loop.source)
+        loop.fleet.trainers[0] = (trainer, loop.fleet.trainers[0][1])
+        await loop.controller.connect()
+        trainer.source_is_read = threading.Event()
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        copy = staging.start_direct_copy
+
+        def start(frozen: bool) -> None:
+            assert trainer.source_is_read
+            trainer.source_is_read.set()
+            copy(frozen)
+
+        staging.start_direct_copy = start  # type: ignore[method-assign]
+        assert (await loop.controller.update(1)).verified
+        assert loop.holds_the_models_weights("e0")
+
+    drive(work)
+
+
+@pytest.mark.parametrize("says", [False, None, StateError("trainer 0: none of your business")])
+def test_a_trainer_that_does_not_say_so_is_called_at_once(says: bool | WeightSyncError | None) -> None:
+    async def work(loop: Direct) -> None:
+        trainer = Asked(loop.source)
+        trainer.says = says
+        loop.fleet.trainers[0] = (trainer, loop.fleet.trainers[0][1])
+        await loop.controller.connect()
+        assert (await loop.controller.update(1)).verified
+        assert loop.holds_the_models_weights("e0")
+
+    drive(work)
 
 
 def test_what_is_published_on_the_host_is_broadcast_and_direct_is_refused() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weightsync.config import SyncConfig
@@ -18,6 +19,9 @@ from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
 
 logger = logging.getLogger("weightsync.driver.trainers")
+
+_EARLY_S = 0.005
+"""Time for trainers to answer by sockets. Calls through Ray take about two milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,34 +47,53 @@ class Publication:
 
 
 class Publishing:
-    """A version that trainers are publishing. Holders may read their memory before the digests are known."""
+    """A version that trainers publish. Holders may read their memory before the digests are known.
+
+    Trainers are asked by sockets whether they may be read. If all may, they are called to publish once
+    somebody waits for that: while bytes move, since those calls take long.
+    """
 
     def __init__(
-        self, publication: Coroutine[object, object, Publication], readable: Sequence[asyncio.Future[None]]
+        self,
+        publish: Callable[[], Coroutine[object, object, Publication]],
+        readable: Sequence[asyncio.Future[None]],
+        ask: Callable[[], Collection[asyncio.Future[bool]]],
     ) -> None:
-        """`publication` has a deadline of its own; `readable` has one future for each rank."""
-        self._publication, self._readable = asyncio.ensure_future(publication), readable
+        """`publish` has a deadline of its own; `readable` has one future for each rank."""
+        self._publish, self._ask, self._readable = publish, ask, readable
+        self._publication: asyncio.Task[Publication] | None = None
 
     async def readable(self) -> None:
         """Wait until holders may read all ranks in place, at the latest until all have published.
 
         Raises what `publication` raises, if that is known by then.
         """
+        if asked := self._ask():
+            await asyncio.wait(asked, timeout=_EARLY_S)
+        if asked and all(each.done() for each in self._readable):
+            return
+        publication = self._begin()
         for each in self._readable:  # most are readable by the time that the first is
-            if not each.done() and not self._publication.done():
-                either: list[asyncio.Future[Any]] = [each, self._publication]
+            if not each.done() and not publication.done():
+                either: list[asyncio.Future[Any]] = [each, publication]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._publication.done():
-            self._publication.result()
+        if publication.done():
+            publication.result()
 
     async def publication(self) -> Publication:
         """Wait for all ranks' digests. Raises as `Trainers.publish`."""
-        return await self._publication
+        return await self._begin()
+
+    def _begin(self) -> asyncio.Task[Publication]:
+        if self._publication is None:
+            self._publication = asyncio.create_task(self._publish())
+        return self._publication
 
     def close(self) -> None:
         """Wait for it no longer. Ranks that still publish come to their end."""
-        if not self._publication.cancel() and not self._publication.cancelled():
-            self._publication.exception()  # else asyncio logs that nobody asked
+        begun = self._publication
+        if begun and not begun.cancel() and not begun.cancelled():
+            begun.exception()  # else asyncio logs that nobody asked
 
 
 class Trainers:
@@ -80,9 +103,9 @@ class Trainers:
         self._config, self._fleet = config, fleet
 
     def begin(self, version: int) -> Publishing:
-        """Have all ranks publish `version`, and wait for none of them."""
+        """Have all ranks publish `version`, once somebody waits for what is returned."""
         readable = [asyncio.get_running_loop().create_future() for _ in self._fleet.trainers]
-        return Publishing(self._publish(version, readable), readable)
+        return Publishing(partial(self._publish, version, readable), readable, partial(self._look, readable))
 
     async def publish(self, version: int) -> Publication:
         """Have all ranks publish `version`.
@@ -91,6 +114,15 @@ class Trainers:
         if there is no other.
         """
         return await self.begin(version).publication()
+
+    def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
+        """Ask ranks whether they may be read already. Returns nothing if some cannot be asked."""
+        if self._fleet.relays:
+            return ()
+        pairs = zip(self._fleet.trainers, readable, strict=True)
+        asked = [trainer.ask_readable(each) for (trainer, _), each in pairs]
+        known = [each for each in asked if each is not None]
+        return known if len(known) == len(asked) else ()
 
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
         count = self._config.nonfinite != "ignore"

@@ -69,6 +69,9 @@ class TrainerPeer(Protocol):
     `trial_handle` is that of `weightsync.sources.ExportsWeights`, None for others. For these sources,
     `publish` calls `ready` first, and resolves `readable` if holders may read the weights from then on.
     `can_push` is that of `weightsync.sources.PushesWeights`, False for others.
+
+    `ask_readable` asks, before `publish` is called with the same `readable`, whether holders may read, and
+    resolves it if they may. It returns the answer to come, None for a rank that cannot be asked.
     """
 
     async def outline(self) -> Outline: ...
@@ -78,6 +81,7 @@ class TrainerPeer(Protocol):
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
     ) -> AttachReport: ...
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None: ...
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...
 

@@ -33,6 +33,8 @@ class Rank:
         digest = np.array([1 << self._rank, 0], np.uint64)
         return PublishReport(digest, digest, {}, ())
 
+    def ask_readable(self, readable: asyncio.Future[None]) -> None: ...
+
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
         said = self.say("driver")
         if isinstance(said, WeightSyncError):

@@ -32,7 +32,7 @@ async def _begun(
     async def publication() -> Publication:
         return cast("Publication", await end)
 
-    waiting = asyncio.create_task(Publishing(publication(), readable).readable())
+    waiting = asyncio.create_task(Publishing(publication, readable, list).readable())
     await _steps()
     return waiting, readable, end
 
@@ -74,5 +74,36 @@ def test_an_error_of_the_publication_ends_the_wait() -> None:
         end.set_exception(StateError("a rank failed"))
         with pytest.raises(StateError, match="a rank failed"):
             await waiting
+
+    asyncio.run(work())
+
+
+@given(st.lists(st.sampled_from(["yes", "no", "raises", "nothing"]), min_size=1, max_size=4))
+def test_ranks_are_called_to_publish_later_only_if_all_say_that_they_may_be_read(says: Sequence[str]) -> None:
+    async def work() -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        readable: list[asyncio.Future[None]] = [loop.create_future() for _ in says]
+
+        async def publication() -> Publication:
+            begun.set()
+            return DONE
+
+        def ask() -> Sequence[asyncio.Future[bool]]:
+            answers: list[asyncio.Future[bool]] = [loop.create_future() for _ in says]
+            for each, said, may in zip(answers, says, readable, strict=True):
+                if said == "raises":
+                    each.set_exception(StateError("it was replaced"))
+                    each.exception()
+                elif said != "nothing":
+                    each.set_result(said == "yes")
+                if said == "yes":
+                    may.set_result(None)
+            return answers
+
+        publishing = Publishing(publication, readable, ask)
+        await publishing.readable()
+        assert begun.is_set() == (set(says) != {"yes"})
+        assert await publishing.publication() is DONE
+        publishing.close()
 
     asyncio.run(work())
