@@ -1,4 +1,4 @@
-"""Whether holders may read a trainer's weights, which two threads of its actor find out."""
+"""A trainer's weights, which its driver asks for by a socket and by Ray."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from weightsync.protocol.messages import PublishReport
+
 
 class Readiness:
-    """Has weights ready before Ray brings the call that publishes them, which takes a millisecond.
+    """Has weights ready, and published, once for each `publish` of the driver, whichever way asks first.
 
-    It leaves that to the call while another one runs, which may still change the weights.
+    A socket's thread asks a millisecond before Ray brings the call. It leaves all to Ray while another call
+    of the actor runs, which may still change the weights.
     """
 
     def __init__(self, ready: Callable[[], bool]) -> None:
@@ -22,7 +25,8 @@ class Readiness:
         self._ready = ready
         self._thread, self._ray = threading.get_ident(), frozenset(_frames(sys._getframe()))
         self._has_others = threading.current_thread() is not threading.main_thread()
-        self._lock, self._early_for = threading.Lock(), 0
+        self._lock, self._early_for = threading.RLock(), 0
+        self._published: tuple[int, PublishReport | None] = 0, None
 
     def early(self, ticket: int) -> bool:
         """Say on another thread whether holders may read, before `publish` number `ticket`, which is not 0.
@@ -43,6 +47,15 @@ class Readiness:
         with self._lock:
             said, self._early_for = self._early_for, 0
             return (bool(ticket) and said == ticket) or self._ready()
+
+    def once(self, ticket: int, publish: Callable[[], PublishReport]) -> PublishReport:
+        """Return what `publish` number `ticket` has returned, or call it. Calls one at a time."""
+        with self._lock:
+            number, report = self._published
+            if not report or not ticket or number != ticket:
+                report = publish()
+                self._published = ticket, report
+            return report
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.actors.readiness import Readiness
-from weightsync.channel.control import ControlOffer, Turns, answer_calls
+from weightsync.channel.control import ControlOffer, Turns, answer_calls, fits
 from weightsync.channel.notices import Notices
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
@@ -62,7 +65,7 @@ class TrainerShard(Claimable):
     WeightSync calls methods named ``sync_…`` between your own. Wait for your own calls with `ray.get` before
     `WeightSync.update_weights`: weights have to be final when it begins. Where trainers are on more than 8
     hosts, a process on each host calls them to publish, and Ray keeps only the calls of one process in order.
-    Where GPU memory is read in place, reads may begin before Ray brings such a call, unless another one runs.
+    Where GPU memory is read in place, a thread of the actor publishes without such a call, unless one runs.
 
     Call ``super().__init__`` only to pass one of these arguments.
 
@@ -102,6 +105,7 @@ class TrainerShard(Claimable):
     _digests: Digests | None = None
     _notices: Notices | None = None
     _readiness: Readiness | None = None
+    _gpu: int | None = None
     _parts: Mapping[str, TrainerShard] = MappingProxyType({})
 
     def __init__(
@@ -180,25 +184,39 @@ class TrainerShard(Claimable):
         """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
         self._attached, self._described = self._current_source(), None
         self._attached_plan = plan
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
 
     def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
         """Prepare to tell the driver when holders may read this rank's weights.
 
-        With an offer for what it `asks`, also answer that before `publish`, see `Readiness`.
+        With an offer for what it `asks`, also answer that, before or in place of `publish`.
         """
         if self._notices:
             self._notices.close()
         self._notices = Notices(offer)
         readiness = self._readiness = Readiness(self._ready)
         is_newest = self._turns.begin()
-        if asks:
-            methods = {"readable": readiness.early}
-            on_daemon(partial(answer_calls, asks, methods, is_newest), "weightsync-readable")
 
-    def _ready(self) -> bool:
-        source = self._attached_source()
-        return isinstance(source, ExportsWeights) and source.ready()
+        if asks:
+            on_daemon(partial(self._answer, asks, readiness, is_newest), "weightsync-publish")
+
+    def _answer(self, asks: ControlOffer, readiness: Readiness, is_newest: Callable[[], bool]) -> None:
+        """Answer what comes before Ray's call, on a thread where the actor's GPU is the current one."""
+
+        def readable(ticket: int) -> bool:
+            with self._on_its_gpu():
+                return readiness.early(ticket)
+
+        def publish_in_place(count: bool, ticket: int) -> PublishReport | None:
+            with self._on_its_gpu():
+                report = readiness.once(ticket, partial(self._publish, count, ticket))
+            return report if fits(report) else None
+
+        answer_calls(asks, {"readable": readable, "publish_in_place": publish_in_place}, is_newest)
+
+    def _on_its_gpu(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
 
     @cached_property
     def _turns(self) -> Turns:
@@ -210,6 +228,13 @@ class TrainerShard(Claimable):
         In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
         If it `tells`, the driver gets the report on the socket of notices, too.
         """
+        publish = partial(self._publish, count, ticket)
+        report = self._readiness.once(ticket, publish) if self._readiness else publish()
+        if tells and self._notices:
+            self._notices.published(ticket, report)
+        return report
+
+    def _publish(self, count: bool, ticket: int) -> PublishReport:
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
@@ -220,10 +245,11 @@ class TrainerShard(Claimable):
             published = source.publish(count)
         assert self._attached_plan is not None
         self._digests = published.digests
-        report = publish_report(published, self._attached_plan.frozen, clock.spans)
-        if tells and self._notices:
-            self._notices.published(ticket, report)
-        return report
+        return publish_report(published, self._attached_plan.frozen, clock.spans)
+
+    def _ready(self) -> bool:
+        source = self._attached_source()
+        return isinstance(source, ExportsWeights) and source.ready()
 
     def sync_digests(self) -> Digests:
         """Return the digests that this rank published last, uint64[num_tensors]."""

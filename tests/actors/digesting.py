@@ -11,8 +11,9 @@ import numpy as np
 
 from tests.patience import patient
 from weightsync import TrainerShard
+from weightsync.errors import WeightSyncError
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Published, PublishReport
 
 PLAN: Any = SimpleNamespace(frozen=())
 
@@ -21,7 +22,9 @@ class Digesting:
     """A source that is read in place, and digests until a file is there."""
 
     def __init__(self, may_end: Path) -> None:
-        self._may_end, self.num_ready = may_end, 0
+        self._may_end, self.num_ready, self.num_published = may_end, 0, 0
+        self.raises: WeightSyncError | None = None
+        self.counts: dict[str, int] = {}
 
     def trial_handle(self) -> None: ...
 
@@ -33,23 +36,39 @@ class Digesting:
         return True
 
     def publish(self, count: bool) -> Published:
-        deadline = time.monotonic() + patient(30)
-        while not self._may_end.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return Published(np.ones(3, np.uint64), {})
+        self.num_published += 1
+        if self.raises:
+            raise self.raises
+        _wait_for(self._may_end)
+        return Published(np.ones(3, np.uint64), self.counts)
 
 
 class Trainer(TrainerShard):
     def __init__(self, may_end: Path) -> None:
-        self.source = Digesting(may_end)  # type: ignore[assignment]
+        self.source = self.digesting = Digesting(may_end)  # type: ignore[assignment]
+        self.num_by_ray = 0
 
-    def num_ready(self) -> int:
-        return self.source.num_ready  # type: ignore[union-attr, no-any-return]
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+        self.num_by_ray += 1
+        return super().sync_publish(count, ticket, tells)
+
+    def seen(self) -> tuple[int, int, int]:
+        """How often it was ready, has published, and was called by Ray to do so."""
+        return self.digesting.num_ready, self.digesting.num_published, self.num_by_ray
+
+    def fail(self, error: WeightSyncError) -> None:
+        self.digesting.raises = error
+
+    def count(self, num_tensors: int) -> None:
+        self.digesting.counts = {f"model.layers.{i}.weight": 1 for i in range(num_tensors)}
 
     def work(self, begun: Path, may_end: Path) -> None:
         begun.touch()
-        deadline = time.monotonic() + patient(30)
-        while not may_end.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _wait_for(may_end)
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + patient(30)
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 import ray
 
 from tests.actors.digesting import PLAN, Trainer
 from tests.patience import patient
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.remote import RemoteTrainer, remote_trainer
+from weightsync.errors import MovedError, PeerLostError
 from weightsync.protocol.messages import PublishReport
 
 
@@ -35,21 +37,15 @@ async def publish(trainer: RemoteTrainer) -> tuple[asyncio.Future[None], asyncio
     return readable, asyncio.create_task(trainer.publish(True, readable))
 
 
-async def ask(trainer: RemoteTrainer, ticket: int) -> bool:
-    """Ask as soon as the channel is open."""
-    assert trainer.channel
+async def asked(trainer: RemoteTrainer) -> asyncio.Future[None]:
+    """Ask until it has dialled, and has come back from its last call. Returns what it has resolved."""
     deadline = time.monotonic() + patient(30)
-    while not (asked := trainer.channel.call("readable", (ticket,))):
+    while True:
+        readable = asyncio.get_running_loop().create_future()
+        if (asked := trainer.ask_readable(readable)) and await asyncio.wait_for(asked, patient(30)):
+            return readable
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    return bool(await asyncio.wait_for(asked, patient(30)))
-
-
-async def until_readable(trainer: RemoteTrainer, ticket: int) -> None:
-    """Ask until the actor has come back from its last call."""
-    deadline = time.monotonic() + patient(30)
-    while not await ask(trainer, ticket):
-        assert time.monotonic() < deadline
 
 
 def test_the_driver_knows_before_publish_has_returned(tmp_path: Path) -> None:
@@ -66,17 +62,66 @@ def test_the_driver_knows_before_publish_has_returned(tmp_path: Path) -> None:
     run(test, may_end)
 
 
-def test_an_idle_trainer_knows_before_publish_has_begun_and_does_not_look_twice(tmp_path: Path) -> None:
+def test_an_idle_trainer_publishes_without_a_call_of_ray(tmp_path: Path) -> None:
     (may_end := tmp_path / "may end").touch()
 
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
-        await until_readable(trainer, 1)
-        readable, publishing = await publish(trainer)  # number 1
-        await publishing
+        readable = await asked(trainer)
         assert readable.done()
-        # Here, before it was asked to publish, and at most once more when it was: none in `publish` itself.
-        assert await asyncio.to_thread(ray.get, trainer.handle.num_ready.remote()) in (1, 2)
+        num_ready, *_ = await trainer.handle.seen.remote()
+        assert (await trainer.publish(True, await asked(trainer))).fingerprint.any()
+        assert await trainer.handle.seen.remote() == (num_ready + 1, 1, 0)
+
+    run(test, may_end, asks=True)
+
+
+def test_ray_is_called_too_for_what_takes_long_and_it_is_published_once(tmp_path: Path) -> None:
+    may_end = tmp_path / "may end"
+
+    async def test(trainer: RemoteTrainer) -> None:
+        await trainer.attach(PLAN, 0, None)
+        publishing = asyncio.create_task(trainer.publish(True, await asked(trainer)))
+        await asyncio.wait([publishing], timeout=0.2)
+        assert not publishing.done()
+        may_end.touch()
+        assert (await publishing).fingerprint.any()
+        assert (await trainer.handle.seen.remote())[1:] == (1, 1)
+
+    run(test, may_end, asks=True)
+
+
+def test_a_trainer_that_is_killed_while_it_publishes_is_known_to_be_gone(tmp_path: Path) -> None:
+    async def test(trainer: RemoteTrainer) -> None:
+        await trainer.attach(PLAN, 0, None)
+        publishing = asyncio.create_task(trainer.publish(True, await asked(trainer)))
+        await asyncio.wait([publishing], timeout=0.2)
+        ray.kill(trainer.handle)
+        with pytest.raises(PeerLostError, match="trainer 0"):
+            await asyncio.wait_for(publishing, patient(30))
+
+    run(test, tmp_path / "never", asks=True)
+
+
+def test_an_error_comes_as_it_is(tmp_path: Path) -> None:
+    async def test(trainer: RemoteTrainer) -> None:
+        await trainer.attach(PLAN, 0, None)
+        await trainer.handle.fail.remote(MovedError("trainer 0: w is in other memory"))
+        with pytest.raises(MovedError, match="w is in other memory"):
+            await trainer.publish(True, await asked(trainer))
+
+    run(test, tmp_path / "never", asks=True)
+
+
+def test_a_report_that_no_frame_holds_comes_by_ray(tmp_path: Path) -> None:
+    (may_end := tmp_path / "may end").touch()
+
+    async def test(trainer: RemoteTrainer) -> None:
+        await trainer.attach(PLAN, 0, None)
+        await trainer.handle.count.remote(60_000)
+        report = await trainer.publish(True, await asked(trainer))
+        assert len(report.nonfinite) == 60_000
+        assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
     run(test, may_end, asks=True)
 
@@ -88,17 +133,20 @@ def test_a_trainer_that_is_called_leaves_it_to_publish(tmp_path: Path) -> None:
 
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
-        await until_readable(trainer, 7)
+        await asked(trainer)
         working = trainer.handle.work.remote(begun, may_stop)
         while not begun.exists():
             await asyncio.sleep(0.01)
-        assert not await ask(trainer, 8)
-        readable, publishing = await publish(trainer)
+        readable = asyncio.get_running_loop().create_future()
+        early = trainer.ask_readable(readable)
+        assert early
+        assert not await early
+        publishing = asyncio.create_task(trainer.publish(True, readable))
         await asyncio.wait([publishing], timeout=0.2)
         assert not readable.done()
         may_stop.touch()
         assert (await publishing).fingerprint.any()
         assert readable.done()
-        await asyncio.to_thread(ray.get, working)
+        await working
 
     run(test, may_end, asks=True)

@@ -36,6 +36,7 @@ from weightsync.protocol.messages import (
 logger = logging.getLogger("weightsync.channel.control")
 
 MAX_FRAME_NBYTES = 1 << 20
+_ENVELOPE_NBYTES = 64
 _LOOK_MS = 1000
 """How often a process looks whether its driver has opened a newer channel."""
 
@@ -80,6 +81,7 @@ CALLS: Mapping[str, Call] = {
     "move_all": Call(tuple[int, HostTasks, float], HostMoved),
     "moved": Call(tuple[()], HostMoved),
     "readable": Call(tuple[int], bool),
+    "publish_in_place": Call(tuple[bool, int], PublishReport | None),
 }
 """The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
 
@@ -87,8 +89,9 @@ CALLS: Mapping[str, Call] = {
 trainers' tickets and its deadline, and returns reports and errors by rank. `move_all` begins an attempt of
 the host's holders; it and `moved` return what is new of them.
 
-`readable` is a trainer's. It takes the ticket of a `publish` that is on its way through Ray, and returns
-whether holders may read the weights already.
+`readable` and `publish_in_place` are a trainer's, before or in place of `publish`, and take its ticket. The
+first returns whether holders may read the weights already. The second, called only then, also takes whether
+to count. It returns None for a report that no frame holds: Ray brings it.
 """
 
 
@@ -155,6 +158,11 @@ def decode_reply(data: bytes) -> Reply:
 def pack(value: object) -> msgspec.Raw:
     """Encode arguments, or an answer."""
     return msgspec.Raw(_encoder.encode(value))
+
+
+def fits(value: object) -> bool:
+    """Whether a frame holds `value` as an answer."""
+    return len(pack(value)) < MAX_FRAME_NBYTES - _ENVELOPE_NBYTES
 
 
 def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance of `kind`
