@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +38,9 @@ from weightsync.sources import (
     make_components,
     make_source,
 )
+
+if TYPE_CHECKING:
+    from weightsync.actors.adapter_shard import AdapterShard
 
 
 class TrainerShard(Claimable):
@@ -106,7 +108,7 @@ class TrainerShard(Claimable):
     _notices: Notices | None = None
     _readiness: Readiness | None = None
     _gpu: int | None = None
-    _parts: Mapping[str, TrainerShard] = MappingProxyType({})
+    _parts: Mapping[str, AdapterShard] = MappingProxyType({})
 
     def __init__(
         self,
@@ -262,41 +264,30 @@ class TrainerShard(Claimable):
 
         Engines call it `name`. Raises ConfigError if there is none, or if engines could not serve it.
         """
-        from weightsync.sources.lora import LoraSource
+        from weightsync.actors.adapter_shard import AdapterShard
 
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model before its adapter is registered")
-        source = LoraSource(self.model, adapter)
-        spec = source.spec(name)
-        part = TrainerShard(slot=None if source.is_on_gpu else f"pid-{os.getpid()}")
-        part.source = source
-        self._parts = {**self._parts, name: part}
+        shard = AdapterShard(self, adapter)
+        spec = shard.adapter.spec(name)
+        self._parts = {**self._parts, name: shard}
         return spec
 
     def sync_cast_adapter(self, name: str, dtype: str) -> None:
         """Publish an adapter in `dtype`, that of the engines' slots, from the next connect on."""
-        from weightsync.sources.lora import LoraSource
-
-        source = self._parts[name].source
-        assert isinstance(source, LoraSource)
-        source.cast(dtype)
+        self._parts[name].adapter.cast(dtype)
 
     def sync_close_adapter(self, name: str) -> None:
         """Forget an adapter. Safe to call twice."""
-        if (part := self._parts.get(name)) and part.source:
-            part.source.close()
+        if part := self._parts.get(name):
+            part.adapter.close()
         self._parts = {other: part for other, part in self._parts.items() if other != name}
 
     def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, which has its own plan, holder and version."""
-        from weightsync.sources.lora import LoraSource
-
         part = self._parts.get(spec.name)
         if part is None:
             raise StateError(f"this process does not know adapter {spec.name}: register it again")
-        assert isinstance(part.source, LoraSource)
-        if part.source.model is not self.model:
-            part.source.replace(self.model)
         return getattr(part, method)(*args)
 
     def _attached_source(self) -> Source:

@@ -91,14 +91,19 @@ def test_ray_is_called_too_for_what_takes_long_and_it_is_published_once(tmp_path
     run(test, may_end, asks=True)
 
 
-def test_a_trainer_that_is_killed_while_it_publishes_is_known_to_be_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_trainer_that_is_killed_once_it_may_be_read_is_known_to_be_gone(
+    tmp_path: Path, has_begun: bool
+) -> None:
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
-        publishing = asyncio.create_task(trainer.publish(True, await asked(trainer)))
-        await asyncio.wait([publishing], timeout=0.2)
+        readable = await asked(trainer)
+        publishing = asyncio.create_task(trainer.publish(True, readable)) if has_begun else None
+        if publishing:
+            await asyncio.wait([publishing], timeout=0.2)
         ray.kill(trainer.handle)
         with pytest.raises(PeerLostError, match="trainer 0"):
-            await asyncio.wait_for(publishing, patient(30))
+            await asyncio.wait_for(publishing or trainer.publish(True, readable), patient(30))
 
     run(test, tmp_path / "never", asks=True)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from weightsync.actors.adapter_shard import AdapterShard
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
@@ -226,4 +227,21 @@ def test_an_adapter_that_changed_its_shape_has_to_be_registered_again() -> None:
     with pytest.raises(StateError, match=r"layers.0.down_proj.lora_A.weight of adapter default is gone"):
         source.publish(True)
     source.close()
+    buffer.close()
+
+
+def test_a_shard_publishes_the_model_that_its_trainer_has_now_whoever_calls_it() -> None:
+    """A control channel calls it without the trainer's own methods between."""
+    trainer = TrainerShard()
+    trainer.model = adapted()
+    shard = AdapterShard(trainer, "default")
+    plan = plan_of(shard.sync_layout().rank_layout(), "float32")
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    shard.sync_attach(plan, 0, buffer.handle)
+    first = shard.sync_publish(True).fingerprint
+    trainer.model = adapted()
+    with torch.no_grad():
+        next(each for name, each in trainer.model.named_parameters() if ".lora_A" in name).zero_()
+    assert (shard.sync_publish(True).fingerprint != first).any()
+    shard.adapter.close()
     buffer.close()

@@ -1,0 +1,32 @@
+"""An adapter of a trainer's model, as a shard of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from weightsync.actors.trainer_shard import TrainerShard
+from weightsync.sources import Source
+from weightsync.sources.lora import LoraSource
+
+
+class _HasModel(Protocol):
+    model: Any
+
+
+class AdapterShard(TrainerShard):
+    """One rank of a LoRA adapter, with a plan, a holder and a version of its own.
+
+    Attributes:
+        adapter: its source.
+    """
+
+    def __init__(self, trainer: _HasModel, adapter: str) -> None:
+        """`adapter` is PEFT's name of one in the `trainer`'s model. Raises ConfigError if it has none."""
+        self._trainer, self.adapter = trainer, LoraSource(trainer.model, adapter)
+        super().__init__(slot=None if self.adapter.is_on_gpu else f"pid-{os.getpid()}")
+
+    def _current_source(self) -> Source:
+        if self.adapter.model is not self._trainer.model:
+            self.adapter.replace(self._trainer.model)
+        return self.adapter
