@@ -199,7 +199,6 @@ class TrainerShard(Claimable):
         self._notices = Notices(offer)
         readiness = self._readiness = Readiness(self._ready)
         is_newest = self._turns.begin()
-
         if asks:
             on_daemon(partial(self._answer, asks, readiness, is_newest), "weightsync-publish")
 

@@ -433,7 +433,11 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return Part(self.version, prepare, self._controller.exclusive, move)
 
     async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
-        reports = await update_together(parts, version, lambda: held.set_result(None))
+        def when_held() -> None:  # again, if the update is repeated since weights moved
+            if not held.done():
+                held.set_result(None)
+
+        reports = await update_together(parts, version, when_held)
         first = next(iter(reports.values()))
         return replace(first, components=reports) if len(reports) > 1 else first
 
