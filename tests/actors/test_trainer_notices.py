@@ -18,9 +18,16 @@ from weightsync.errors import MovedError, PeerLostError
 from weightsync.protocol.messages import PublishReport
 
 
-def run(test: Callable[[RemoteTrainer], Awaitable[None]], may_end: Path, *, asks: bool = False) -> None:
+def run(
+    test: Callable[[RemoteTrainer], Awaitable[None]],
+    may_end: Path,
+    *,
+    asks: bool = False,
+    num_threads: int = 1,
+) -> None:
     async def whole() -> None:
-        trainer = remote_trainer("trainer 0", ray.remote(Trainer).remote(may_end))
+        actor = ray.remote(Trainer).options(max_concurrency=num_threads)
+        trainer = remote_trainer("trainer 0", actor.remote(may_end))
         channels = ControlChannels(None)
         try:
             channels.open_notices(trainer, asks=asks)
@@ -155,3 +162,20 @@ def test_a_trainer_that_is_called_leaves_it_to_publish(tmp_path: Path) -> None:
         await working
 
     run(test, may_end, asks=True)
+
+
+def test_an_actor_that_runs_calls_on_several_threads_leaves_it_to_publish(tmp_path: Path) -> None:
+    """Whether one of them still writes weights is not known."""
+    (may_end := tmp_path / "may end").touch()
+
+    async def test(trainer: RemoteTrainer) -> None:
+        await trainer.attach(PLAN, 0, None)
+        deadline = time.monotonic() + patient(30)
+        while not (early := trainer.ask_readable(readable := asyncio.get_running_loop().create_future())):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert not await early
+        assert (await trainer.publish(True, readable)).fingerprint.any()
+        assert (await trainer.handle.seen.remote())[1:] == (1, 1)
+
+    run(test, may_end, asks=True, num_threads=2)
