@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol
 
-from weightsync.actors.trainer_shard import TrainerShard
+from weightsync.actors.shard import Shard
 from weightsync.sources import Source
 from weightsync.sources.lora import LoraSource
 
@@ -14,7 +14,7 @@ class _HasModel(Protocol):
     model: Any
 
 
-class AdapterShard(TrainerShard):
+class AdapterShard(Shard):
     """One rank of a LoRA adapter, with a plan, a holder and a version of its own.
 
     Attributes:
@@ -24,7 +24,7 @@ class AdapterShard(TrainerShard):
     def __init__(self, trainer: _HasModel, adapter: str) -> None:
         """`adapter` is PEFT's name of one in the `trainer`'s model. Raises ConfigError if it has none."""
         self._trainer, self.adapter = trainer, LoraSource(trainer.model, adapter)
-        super().__init__(slot=None if self.adapter.is_on_gpu else f"pid-{os.getpid()}")
+        self._slot = None if self.adapter.is_on_gpu else f"pid-{os.getpid()}"
 
     def _current_source(self) -> Source:
         if self.adapter.model is not self._trainer.model:

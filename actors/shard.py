@@ -1,0 +1,164 @@
+"""What a trainer's actor does for the driver with one source of weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+
+import torch
+
+from weightsync.actors.claim import Claimable
+from weightsync.actors.placement import Placement
+from weightsync.actors.readiness import Readiness
+from weightsync.channel.control import ControlOffer, Turns, answer_calls, fits
+from weightsync.channel.notices import Notices
+from weightsync.errors import StateError
+from weightsync.faults import Fault, inject, set_faults
+from weightsync.memory.fingerprints import publish_report
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.messages import AttachReport, Digests, PublishReport
+from weightsync.protocol.timing import PhaseClock
+from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
+
+
+class Shard(Claimable):
+    """Base of what has a plan, a holder and a version of its own: a trainer's model, or an adapter of it."""
+
+    _slot: str | None = None
+    _attached: Source | None = None
+    _described: LayoutTable | None = None
+    _attached_plan: Plan | None = None
+    _digests: Digests | None = None
+    _notices: Notices | None = None
+    _readiness: Readiness | None = None
+    _gpu: int | None = None
+
+    @abstractmethod
+    def _current_source(self) -> Source:
+        """Return the source of what is to be published now."""
+
+    def sync_placement(self) -> Placement:
+        """Return where this rank runs."""
+        return Placement.here(self._slot)
+
+    def sync_placement_so_far(self) -> Placement | None:
+        """Return where this rank runs, None before it has chosen its GPU."""
+        return Placement.so_far(self._slot)
+
+    def sync_outline(self) -> Outline:
+        """Return an outline of `sync_layout`, which is then asked of one of the ranks with equal ones."""
+        self._described = self._describe()
+        return self._described.outline()
+
+    def sync_layout(self) -> LayoutTable:
+        """Return the boxes of tensors that this rank holds, as it outlined them just now if it did."""
+        described, self._described = self._described, None
+        return described or self._describe()
+
+    def _describe(self) -> LayoutTable:
+        source = self._current_source()
+        source.close()
+        return LayoutTable.of(source.layout())
+
+    def sync_trial_handle(self) -> DeviceHandle | None:
+        """Return a handle that holders may try to map, see `ExportsWeights`."""
+        source = self._current_source()
+        return source.trial_handle() if isinstance(source, ExportsWeights) else None
+
+    def sync_can_push(self) -> bool:
+        """Return whether this rank can push weights from host memory to its holder's GPU."""
+        source = self._current_source()
+        return self._slot is None and isinstance(source, PushesWeights) and source.can_push()
+
+    def sync_attach(
+        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+    ) -> AttachReport:
+        """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
+        self._attached, self._described = self._current_source(), None
+        self._attached_plan = plan
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
+
+    def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
+        """Prepare to tell the driver when holders may read this rank's weights.
+
+        With an offer for what it `asks`, also answer that, before or in place of `publish`.
+        """
+        if self._notices:
+            self._notices.close()
+        self._notices = Notices(offer)
+        readiness = self._readiness = Readiness(self._ready)
+        is_newest = self._turns.begin()
+        if asks:
+            on_daemon(partial(self._answer, asks, readiness, is_newest), "weightsync-publish")
+
+    def _answer(self, asks: ControlOffer, readiness: Readiness, is_newest: Callable[[], bool]) -> None:
+        """Answer what comes before Ray's call, on a thread where the actor's GPU is the current one."""
+
+        def readable(ticket: int) -> bool:
+            with self._on_its_gpu():
+                return readiness.early(ticket)
+
+        def publish_in_place(count: bool, ticket: int) -> PublishReport | None:
+            with self._on_its_gpu():
+                report = readiness.once(ticket, partial(self._publish, count, ticket))
+            return report if fits(report) else None
+
+        answer_calls(asks, {"readable": readable, "publish_in_place": publish_in_place}, is_newest)
+
+    def _on_its_gpu(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns()
+
+    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+        """Publish this rank's share: copy it to its holder, or on a GPU in place.
+
+        In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
+        If it `tells`, the driver gets the report on the socket of notices, too.
+        """
+        publish = partial(self._publish, count, ticket)
+        report = self._readiness.once(ticket, publish) if self._readiness else publish()
+        if tells and self._notices:
+            self._notices.published(ticket, report)
+        return report
+
+    def _publish(self, count: bool, ticket: int) -> PublishReport:
+        clock = PhaseClock()
+        with clock.phase("publish"):
+            source = self._attached_source()
+            readable = self._readiness.now(ticket) if self._readiness else self._ready()
+            if readable and ticket and self._notices:
+                self._notices.readable(ticket)
+            inject("publish")
+            published = source.publish(count)
+        assert self._attached_plan is not None
+        self._digests = published.digests
+        return publish_report(published, self._attached_plan.frozen, clock.spans)
+
+    def _ready(self) -> bool:
+        source = self._attached_source()
+        return isinstance(source, ExportsWeights) and source.ready()
+
+    def sync_digests(self) -> Digests:
+        """Return the digests that this rank published last, uint64[num_tensors]."""
+        if self._digests is None:
+            raise StateError("nothing was published yet")
+        return self._digests
+
+    def _attached_source(self) -> Source:
+        source = self._current_source()
+        if source is not self._attached:
+            raise StateError("self.source was replaced after connect(): call connect() again")
+        return source
+
+    def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
+        """Set the faults of this process, see `weightsync.faults.set_faults`."""
+        set_faults(process, faults, seed)
