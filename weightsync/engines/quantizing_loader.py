@@ -89,22 +89,21 @@ class QuantizingLoader:
             if form is None:
                 yield name, tensor
             elif form.together:
-                yield from self._stored_together(name, tensor, form)
+                yield from self._stored_together(name, tensor, form.sharing(name))
             else:
                 yield from _named(name, quantize(tensor, form))
 
     def _stored_together(
-        self, name: str, tensor: torch.Tensor, form: Format
+        self, name: str, tensor: torch.Tensor, names: tuple[str, ...]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is stored of matrices that share scales, once all of them came."""
-        names = form.sharing(name)
+        """Yield what is stored of the matrices `names`, which share scales, once all of them came."""
         came = self._waiting.setdefault(names, {})
         if name in came:
             raise RuntimeError(f"{name} came twice")
         came[name] = tensor
         if len(came) == len(names):
             del self._waiting[names]
-            made = quantize_together([came[each] for each in names], form)
+            made = quantize_together([came[each] for each in names], [self._formats[each] for each in names])
             for each, stored in zip(names, made, strict=True):
                 yield from _named(each, stored)
 

@@ -3,12 +3,13 @@
 GPUs give the same bytes, which the libraries themselves need not do there: see `divided`. The rule ``sglang``
 is the exception: SGLang quantises on GPUs alone, with Hopper's approximate reciprocal. Our kernel has the
 same instruction. A CPU rounds the reciprocal correctly, so a few of its values are neighbours of a GPU's.
-The rule ``sglang_experts`` has only correctly rounded operations, as SGLang compiles that kernel.
+The rules `TOGETHER` have only correctly rounded operations, as SGLang and vLLM compile these kernels.
 
 Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), for blocks of
 the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``), for the rule ``sglang`` the machine code of
-``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires, and for the rule
-``sglang_experts`` that SGLang's ``per_tensor_quant_fp8.cuh``.
+``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires, for the rule
+``sglang_experts`` that SGLang's ``per_tensor_quant_fp8.cuh``, and for ``vllm_online`` the same kernel in
+vLLM's ``quantization/w8a8/fp8/common.cu``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weightsync.memory.microscaling import microscale
 from weightsync.memory.quantize_kernels import can_quantize, quantize_into
 from weightsync.memory.round_to_nearest import round_to_nearest
 from weightsync.memory.words import in_words
-from weightsync.plan.formats import MICROSCALING, NEAREST, Format
+from weightsync.plan.formats import MICROSCALING, NEAREST, TOGETHER, Format
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_FP8 = 1e-4
@@ -40,8 +41,8 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         What `Format.stored` declares, in its order, on the same device.
     """
     assert not form.together, "matrices that share scales are quantised by `quantize_together`"
-    if form.rule == "sglang_experts":
-        (stored,) = quantize_together([weight], form)
+    if form.rule in TOGETHER:
+        (stored,) = quantize_together([weight], [form])
         yield from stored
         return
     if form.rule in MICROSCALING:
@@ -77,20 +78,20 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
 
 
 def quantize_together(
-    weights: Sequence[torch.Tensor], form: Format
+    weights: Sequence[torch.Tensor], forms: Sequence[Format]
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Quantise matrices whose blocks share scales. Yields for each what `quantize` yields.
 
     Args:
-        weights: as for `quantize`, of one shape, on one device.
-        form: of the rule ``sglang_experts``.
+        weights: as for `quantize`, on one device.
+        forms: their formats, of a rule in `TOGETHER`. All have equally many blocks along both axes.
     """
-    blocks = [_in_blocks(weight, form) for weight in weights]
+    blocks = [_in_blocks(weight, form) for weight, form in zip(weights, forms, strict=True)]
     largest = torch.stack([_largest(each) for each in blocks]).amax(0)
     scales = divided(largest, _FP8_MAX)
-    stored = scales.flatten() if form.block == (0, 0) else scales.reshape(form.grid(weights[0].shape))
-    for weight, each in zip(weights, blocks, strict=True):
-        # SGLang's kernel has the greatest value where a product is no number, as of 0 with a scale of 0.
+    for weight, form, each in zip(weights, forms, blocks, strict=True):
+        stored = scales.flatten() if form.block == (0, 0) else scales.reshape(form.grid(weight.shape))
+        # These kernels have the greatest value where a product is no number, as of 0 with a scale of 0.
         scaled = (each * (1.0 / scales)).nan_to_num_(_FP8_MAX).clamp_(-_FP8_MAX, _FP8_MAX)
         values = _from_blocks(scaled, weight.shape).to(getattr(torch, form.values)).contiguous()
         yield [("weight", values), (form.scale_suffix, stored)]

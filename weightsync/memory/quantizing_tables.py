@@ -26,7 +26,7 @@ from weightsync.memory.tensors import byte_strides, typed
 from weightsync.plan import Box, Piece, Plan, TensorMeta
 from weightsync.plan.assembly import assemble
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import TOGETHER, Format
 from weightsync.protocol.messages import HolderDigests
 
 _ALIGN = 256
@@ -160,7 +160,7 @@ class QuantizingTables:
         if len(formats) > 1:
             raise NoKernelError(f"experts of {meta.name} are stored in different formats")
         form = formats.pop()
-        if form and form.rule == "sglang_experts":  # before memory is taken for it
+        if form and form.rule in TOGETHER:  # before memory is taken for it
             raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
         return _Parts(names, form)
 

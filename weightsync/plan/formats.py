@@ -19,8 +19,11 @@ FIELD = "quantization_config"
 _METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 FP4 = "float4_e2m1fn"
-ONLINE = ("sglang", "sglang_experts")
-"""Rules by which SGLang quantises when it starts. No checkpoint has them."""
+TOGETHER = ("sglang_experts", "vllm_online")
+"""Rules of a scale that several matrices may share. No kernel here has them: torch quantises."""
+
+ONLINE = ("sglang", *TOGETHER)
+"""Rules by which SGLang and vLLM quantise when they start. No checkpoint has them."""
 
 MICROSCALING = ("mx", "nvfp4")
 """Rules for small groups of FP4 or FP8 values with scales of 8 bits."""
@@ -51,7 +54,7 @@ class Format:
     Attributes:
         rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
             ``sglang`` and ``sglang_experts`` (rows, and whole experts, as SGLang quantises them when it
-            starts; no checkpoint has them);
+            starts) and ``vllm_online`` (a rank's whole layer, as vLLM does), which no checkpoint has;
             ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor);
             ``awq`` or ``gptq``, which store the transposed matrix.
         values: int4, int8, float8_e4m3fn or float4_e2m1fn.
@@ -61,7 +64,7 @@ class Format:
         symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
         together: the names of layers beside each other that share scales, such as ``gate_proj`` and
-            ``up_proj`` of an expert. Empty: each matrix has its own.
+            ``up_proj`` of an expert. Each has a format, with as many blocks. Empty: each has its own scales.
     """
 
     rule: str

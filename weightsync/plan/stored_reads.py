@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.errors import PlanError
 from weightsync.plan.experts import expert_parts
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import TOGETHER, Format
 from weightsync.plan.layout import Bool, Int64
 from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
@@ -134,7 +134,8 @@ class _Places:
         held = self._held[name], self._held[scales_name]
         if not any(held):
             return
-        if [*map(len, held)] != [1, 1] or form.packed or not form.block[0]:
+        is_alone = not form.packed and form.block[0] and form.rule not in TOGETHER
+        if [*map(len, held)] != [1, 1] or not is_alone:
             raise PlanError(name, f"a rank cannot read a part of what becomes {form}")
         (place,), (scales,) = held
         box, columns = place.box, part.extent[-1]

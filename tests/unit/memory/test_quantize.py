@@ -105,6 +105,7 @@ def test_rows_are_those_of_sglang_as_a_processor_without_approximation_has_them(
 
 EXPERTS = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
 GATE_AND_UP = replace(EXPERTS, together=("gate_proj", "up_proj"))
+LAYER = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
 
 
 def per_tensor_as_sglang(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +136,7 @@ def test_matrices_that_share_scales_are_quantised_as_one_on_each_rank(
     drawn = data.draw(weights())
     gate, up = torch.cat([drawn] * num_ranks), torch.cat([drawn.flip(0) * 7, drawn])[: num_ranks * len(drawn)]
     form = GATE_AND_UP if num_ranks == 1 else replace(GATE_AND_UP, block=(len(drawn), 0))
-    found = [dict(stored) for stored in quantize_together([gate, up], form)]
+    found = [dict(stored) for stored in quantize_together([gate, up], [form] * 2)]
     for weight, each in zip((gate, up), found, strict=True):
         check_declared(weight, form, each)
     for rank in range(num_ranks):
@@ -143,6 +144,24 @@ def test_matrices_that_share_scales_are_quantised_as_one_on_each_rank(
         values, scale = per_tensor_as_sglang(torch.cat(parts))
         own = [torch.chunk(each["weight"], num_ranks)[rank] for each in found]
         assert same_bits(torch.cat(own), values)
+        for each in found:
+            assert same_bits(each["weight_scale"].flatten()[rank], scale)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@given(data=st.data())
+def test_a_layer_of_unequal_matrices_has_one_scale_on_each_rank(num_ranks: int, data: st.DataObject) -> None:
+    """As vLLM makes it of query, key and value projections together."""
+    drawn = data.draw(weights())
+    matrices = [torch.cat([drawn] * num_ranks), torch.cat([drawn.flip(0) * 7, drawn, drawn] * num_ranks)]
+    rows = [0 if num_ranks == 1 else len(each) // num_ranks for each in matrices]
+    forms = [replace(LAYER, block=(each, 0)) for each in rows]
+    found = [dict(stored) for stored in quantize_together(matrices, forms)]
+    for weight, form, each in zip(matrices, forms, found, strict=True):
+        check_declared(weight, form, each)
+    for rank in range(num_ranks):
+        values, scale = per_tensor_as_sglang(torch.cat([each.chunk(num_ranks)[rank] for each in matrices]))
+        assert same_bits(torch.cat([each["weight"].chunk(num_ranks)[rank] for each in found]), values)
         for each in found:
             assert same_bits(each["weight_scale"].flatten()[rank], scale)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.quantiser_bytes import are_same, random_matrix
 from weightsync.engines.sglang.online import ROWS
 from weightsync.engines.sglang.online_experts import EXPERT, STACKS, created_stacks
 from weightsync.memory.quantize import quantize, quantize_together
@@ -51,12 +52,12 @@ def _size(weight: torch.Tensor) -> tuple[int, int]:
 
 def _makes_rows(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SGLang's
     """Whether the method of a layer makes our bytes of a random matrix."""
-    matrix = _random(*_size(layer.weight), layer.weight.device, dtype)
+    matrix = random_matrix(*_size(layer.weight), layer.weight.device, dtype)
     made: Any = torch.nn.Module()
     made.weight = torch.nn.Parameter(matrix, requires_grad=False)
     copy.copy(layer.quant_method).process_weights_after_loading(made)
     values, scales = (each for _, each in quantize(matrix, ROWS))
-    return _are_same(made.weight.t(), values) and _are_same(made.weight_scale.t(), scales)
+    return are_same(made.weight.t(), values) and are_same(made.weight_scale.t(), scales)
 
 
 def _makes_experts(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SGLang's
@@ -67,31 +68,17 @@ def _makes_experts(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SG
     gate_up, down = made.w13_weight.data[0], made.w2_weight.data[0]
     for matrix in (gate_up, down):
         rows, columns = matrix.shape
-        matrix.copy_(_random(rows, columns, matrix.device, dtype))
+        matrix.copy_(random_matrix(rows, columns, matrix.device, dtype))
     copy.copy(layer.quant_method).process_weights_after_loading(made)
     (gate, scale), (up, _) = (
-        [each for _, each in stored] for stored in quantize_together(gate_up.chunk(2), _GATE_AND_UP)
+        [each for _, each in stored] for stored in quantize_together(gate_up.chunk(2), [_GATE_AND_UP] * 2)
     )
     wanted = {
         "w13": (torch.cat([gate, up]), scale),
         "w2": tuple(each for _, each in quantize(down, EXPERT)),
     }
     return all(
-        _are_same(getattr(made, f"{name}_weight")[0], values)
-        and _are_same(getattr(made, f"{name}_weight_scale"), scale)
+        are_same(getattr(made, f"{name}_weight")[0], values)
+        and are_same(getattr(made, f"{name}_weight_scale"), scale)
         for name, (values, scale) in wanted.items()
     )
-
-
-def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a random matrix, with rows of different sizes."""
-    draw = torch.Generator(device).manual_seed(0)
-    matrix = torch.randn(rows, columns, generator=draw, device=device, dtype=dtype)
-    return matrix.mul_(torch.logspace(-4, 1, rows, device=device).to(dtype).unsqueeze(1))
-
-
-def _are_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether both have the same dtype, shape and bits."""
-    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
-        return False
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (found, wanted)))
