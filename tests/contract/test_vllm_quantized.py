@@ -137,7 +137,7 @@ def test_a_layer_that_is_stored_otherwise_is_named_when_connecting(form: Format 
 class Served:
     """vLLM in this process, and its model."""
 
-    def __init__(self, folder: Path, load_format: str) -> None:
+    def __init__(self, folder: Path, load_format: str, **options: Any) -> None:
         set_environment()
         from vllm import EngineArgs, SamplingParams
 
@@ -149,6 +149,7 @@ class Served:
                 max_model_len=64,
                 skip_tokenizer_init=True,
                 enforce_eager=True,
+                **options,
             )
         )
         self._params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)

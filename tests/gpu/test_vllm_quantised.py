@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
@@ -36,6 +38,8 @@ from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
 from tests.patience import patient
 from tests.quantised import AWQ, GPTQ, dynamic, int4, save_quantised
 from weightsync import WeightSync
+from weightsync.engines.vllm.online import LAYER
+from weightsync.memory.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,9 +189,10 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
 def test_vllm_quantises_online(
     kind: str, num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
 ) -> None:
-    """vLLM takes full precision, and makes FP8 of it, with a scale for each tensor, as when it starts.
+    """vLLM takes full precision, and makes FP8 of it, with a scale for each layer, as when it starts.
 
-    Inputs of its experts have one scale for a batch, so that answers depend on what else is in it.
+    Dense, the second version on is written in place. Inputs of its experts have one scale for a batch, so
+    that answers depend on what else is in it.
     """
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
@@ -200,8 +205,28 @@ def test_vllm_quantises_online(
     engine = start(bundles, served(str(paths[0])), num_ranks=num_ranks, quantization="fp8")
     trainers = join(bundles, paths[0], tmp_path, 1, None)
     for report in feed(trainers, engine, saved):
-        assert report.proofs["e0"].startswith("what its loader got")
+        assert report.proofs["e0"].startswith("what its loader got" if kind == "moe" else IN_PLACE)
     end(engine, *trainers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [128, 1000, 4096])
+@pytest.mark.parametrize("special", [0.0, 1e-7, float("nan"), float("inf")])
+def test_online_layers_are_those_of_vllms_own_kernel(
+    special: float, columns: int, dtype: torch.dtype
+) -> None:
+    """A special value in one element, and in all of them."""
+    ops = importlib.import_module("vllm._custom_ops")
+    draw = torch.Generator("cuda").manual_seed(columns)
+    for seed in range(4):
+        weight = torch.randn(1536, columns, generator=draw, device="cuda") * 10.0 ** (seed - 4)
+        weight = weight.to(dtype)
+        weight[7, 5] = special
+        for matrix in (weight, torch.full_like(weight, special)):
+            values, scale = ops.scaled_fp8_quant(matrix, scale=None)
+            (_, found), (_, found_scale) = quantize(matrix, LAYER)
+            assert torch.equal(found_scale, scale)
+            assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_trainers", [1, 2])
@@ -287,13 +312,35 @@ def test_a_killed_vllm_comes_back_with_the_packed_weights(
         save_qwen3(path, "untied", seed)
     save_quantised(paths[0], tmp_path / "0-packed", FORMATS[form])
     packed = served(str(tmp_path / "0-packed"))
-    engine = start(bundles, packed, kernels)
+    _kill_and_fill(lambda: start(bundles, packed, kernels), paths, version, bundles, tmp_path)
+
+
+def test_a_killed_vllm_that_quantises_online_comes_back_with_its_weights(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    """The second version is in place."""
+    paths, _ = paths_in(tmp_path)
+    for seed, path in enumerate(paths):
+        save_qwen3(path, "untied", seed)
+    path = served(str(paths[0]))
+    _kill_and_fill(lambda: start(bundles, path, quantization="fp8"), paths, 2, bundles, tmp_path)
+
+
+def _kill_and_fill(
+    begin: Callable[[], ActorHandle[Any]],
+    paths: Sequence[Path],
+    version: int,
+    bundles: PlacementGroup,
+    tmp_path: Path,
+) -> None:
+    """Kill an engine at `version`, and compare what its holder fills the next one with."""
+    engine = begin()
     (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
     ray.get(engine.info.remote(), timeout=patient(200))
 
     def respawn(name: str) -> ActorHandle[Any]:
         nonlocal engine
-        engine = start(bundles, packed, kernels)
+        engine = begin()
         return engine
 
     with WeightSync(CONFIG) as sync:

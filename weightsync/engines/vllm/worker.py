@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +14,7 @@ from weightsync.config import Treatment
 from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.rank import Rank
 from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
 from weightsync.engines.stored_loader import find_places
@@ -24,10 +27,15 @@ from weightsync.engines.vllm.api import (
 )
 from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
+from weightsync.engines.vllm.online import online_loader, trace_online
+from weightsync.engines.vllm.online_proof import online_layers, require_online
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
 from weightsync.engines.wrapped import unwrapped
+from weightsync.errors import PlanError
 from weightsync.memory.stored_places import StoredPlaces
+
+logger = logging.getLogger("weightsync.engines.vllm")
 
 
 class WeightSyncWorker:
@@ -46,18 +54,20 @@ class WeightSyncWorker:
         next call.
         """
         if not hasattr(self, "_ws_rank"):
-            host, slots = _Host(self.model_runner, self.device), LoraSlots(self.model_runner)
+            host, slots = VllmHost(self.model_runner, self.device), LoraSlots(self.model_runner)
             self._ws_rank = Rank("vllm", self.rank, self.device, host, slots)
         method, args = pickle.loads(blob)
         return pickle.dumps(self._ws_rank.answer(method, args))
 
 
-class _Host:
+class VllmHost:
     """The `Host` of a vLLM rank."""
 
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
         self._stored = StoredCheckpoint()
+        self._whole: Checkpoint | None = None
+        self._online = StoredCheckpoint()
         self._places: StoredPlaces | None = None
         self._addresses: Sequence[int] = ()
 
@@ -72,10 +82,45 @@ class _Host:
         if self._runner.vllm_config.parallel_config.pipeline_parallel_size == 1:  # else a rank holds a part
             checkpoint = checkpoint.as_held(self.model())
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
-        if quantization.groups:  # vLLM's online quantisation takes the tensors as they are
-            layers, packed = loaded_layers(self.model()), packed_layers(self.model())
-            require_stored("vLLM", layers, packed, checkpoint.linears, self._stored.formats)
+        if not quantization.groups:
+            return self._quantised_online(checkpoint)
+        layers, packed = loaded_layers(self.model()), packed_layers(self.model())
+        require_stored("vLLM", layers, packed, checkpoint.linears, self._stored.formats)
         return self._stored.described(checkpoint)
+
+    def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with what vLLM makes of it as it loads. It takes the tensors as they are."""
+        self._whole = checkpoint
+        if (addresses := self._live_addresses()) != self._addresses:
+            self._addresses = addresses
+            self._online, self._places = self._found_online(checkpoint)
+        self._stored = self._online
+        return replace(self._stored.described(checkpoint), stored=())  # no checkpoint stores that
+
+    def _found_online(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, StoredPlaces | None]:
+        """Find what vLLM quantises as it loads. Nothing, and a line in the log, if that is not proven."""
+        model = self.model()
+        if not (layers := online_layers(model)):
+            return StoredCheckpoint(), None
+        try:
+            self._require_all_layers()
+            created = self._loaded_matrices(layers)
+            require_online(model, layers, created)
+            return trace_online(model, layers, created, checkpoint, self._reload)
+        except (UnprovableError, PlanError) as error:
+            logger.warning("vLLM quantises in each update, see docs/quantised.md: %s", error)
+            return StoredCheckpoint(), None
+
+    def _loaded_matrices(self, paths: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Return the matrix that vLLM's loader fills of each layer."""
+        loaded = loaded_layers(self.model())
+        if lost := next((path for path in paths if "weight" not in loaded.get(path, ())), ""):
+            raise UnprovableError(f"vLLM does not say what it loads of {lost}")
+        return {path: loaded[path]["weight"] for path in paths}
+
+    def _require_all_layers(self) -> None:
+        if self._runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise UnprovableError("a rank of a pipeline has some of the layers")
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         return draft_of(self._runner, self._device, treatment)
@@ -95,15 +140,25 @@ class _Host:
         model = self.converted()
         if model is None:
             return None
-        addresses = [each.data_ptr() for _, each in parameters_of(model)]
-        if addresses != self._addresses:
+        addresses = self._live_addresses()
+        if addresses != self._addresses and self._online.formats:
+            assert self._whole
+            self._addresses = addresses
+            found, places = self._found_online(self._whole)
+            self._places = places if found == self._online else None
+        elif addresses != self._addresses:
             self._addresses = addresses
             tensors, formats, obstacle = self._stored.tensors, self._stored.formats, quantized_again(model)
             self._places = find_places(model, tensors, formats, self._reload, self._device, obstacle)
         return self._places
 
     def loader(self, stored: bool) -> Loader:
+        if self._online.formats:
+            return online_loader(self._online.formats, self.places(), self._reload)
         return self._stored.loader(self.places(), self._reload, stored)
+
+    def _live_addresses(self) -> Sequence[int]:
+        return [each.data_ptr() for _, each in parameters_of(self.model())]
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)

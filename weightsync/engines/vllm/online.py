@@ -1,0 +1,228 @@
+"""The places of FP8 that vLLM makes of full-precision weights as it loads them, with a scale for each layer.
+
+A rank's linear layer has its matrix in FP8, transposed, and one float32 scale for all of it: for the query,
+key and value projections together. vLLM's loader takes full precision, and quantises. Where each row goes is
+found by a reload of the layers as they are before they are quantised. `online_proof` compares bytes with
+vLLM's, and the first update does so once more: it goes through vLLM's loader.
+
+Sources: vLLM's ``layers/quantization/online/fp8.py`` and ``model_loader/reload/layerwise.py`` of 0.24 and
+0.32.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weightsync.engines.checkpoint import Checkpoint
+from weightsync.engines.live_digest import parameters_of, require_complete
+from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
+from weightsync.engines.reload_trace import trace_reload
+from weightsync.engines.stored_checkpoint import StoredCheckpoint
+from weightsync.engines.stored_loader import StoredLoader
+from weightsync.engines.whole_sink import Loader
+from weightsync.errors import TransportError
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import Box, Segment
+from weightsync.plan.formats import Format
+
+logger = logging.getLogger("weightsync.engines.vllm")
+
+LAYER = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
+"""What vLLM makes of a layer. A rank that keeps a part of it has a scale of that part."""
+
+_DONE = "_already_called_process_weights_after_loading"
+"""What vLLM's methods give a layer that they have processed."""
+
+
+def trace_online(
+    model: torch.nn.Module,
+    layers: Mapping[str, torch.nn.Module],
+    created: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint,
+    make_loader: Callable[[], Loader],
+) -> tuple[StoredCheckpoint, StoredPlaces]:
+    """Find what vLLM quantises of a full-precision checkpoint, and where it lives. No weights change.
+
+    Args:
+        layers: those that it quantises, by path.
+        created: the matrix that vLLM's loader fills of each, by path.
+        make_loader: begins a reload of `model`.
+
+    Raises:
+        UnprovableError: its loader does more than copy, or a layer is made of parts that are not known here.
+    """
+    live = {name: each.detach() for name, each in parameters_of(model)}
+    try:
+        require_complete(model)
+    except TransportError as error:
+        raise UnprovableError(str(error)) from error
+    whole = stored_tensors(checkpoint, {})
+    with _before_it_quantises((layer, created[path]) for path, layer in layers.items()):
+        before = {name: each.detach() for name, each in parameters_of(model)}
+        reload = trace_reload(model, before, whole, make_loader)
+    shapes = {meta.name: meta.shape for meta in whole}
+    found, formats = list[Segment](), dict[str, Format]()
+    parts = defaultdict[str, list[Segment]](list)
+    for segment in reload.segments:
+        path, _, leaf = segment.buffer.rpartition(".")
+        if path in layers and leaf == "weight":
+            parts[path].append(segment)
+        else:
+            found.append(segment)
+    for path, its in parts.items():
+        layer = _Layer(path, created[path].shape[1], created[path].dtype.itemsize)
+        for segment, form in layer.formats(its, shapes):
+            if formats.setdefault(segment.tensor, form) != form:
+                raise UnprovableError(f"{segment.tensor} is cut in two ways")
+            found.extend(layer.places(segment, form))
+    made = StoredCheckpoint(formats, stored_tensors(checkpoint, formats))
+    return made, StoredPlaces(found, live, made.tensors, formats)
+
+
+@contextmanager
+def _before_it_quantises(layers: Iterable[tuple[Any, torch.Tensor]]) -> Iterator[None]:
+    """Have layers hold matrices like those that are loaded, which vLLM does not process."""
+    held = []
+    try:
+        for layer, loaded in layers:
+            held.append((layer, dict(layer._parameters), layer.quant_method))
+            matrix = torch.empty(loaded.shape, dtype=loaded.dtype, device="cpu")  # memory that nobody touches
+            layer._parameters["weight"] = torch.nn.Parameter(matrix, requires_grad=False)
+            layer._parameters.pop("weight_scale")
+            method = copy.copy(layer.quant_method)
+            method.process_weights_after_loading = _leave
+            layer.quant_method = method
+        yield
+    finally:
+        for layer, parameters, method in held:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer.quant_method = method
+
+
+def _leave(layer: torch.nn.Module) -> None:
+    """Stand in for a method of vLLM that processes a layer."""
+    setattr(layer, _DONE, True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A rank's linear layer before it is quantised: its path and columns, and the bytes of an element."""
+
+    path: str
+    columns: int
+    itemsize: int
+
+    def formats(
+        self, its: Sequence[Segment], shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[Segment, Format]]:
+        """Yield `its` segments, each with the format of its tensor. They have one scale.
+
+        Raises UnprovableError if they are not alike, or if ranks keep unequal parts of them.
+        """
+        its = sorted(its, key=lambda each: each.byte_offset)
+        names = [segment.tensor for segment in its]
+        paths = [name.removesuffix(".weight").rpartition(".") for name in names]
+        are_weights = all(name.endswith(".weight") for name in names)
+        if not are_weights or len({*names}) < len(names) or len({parent for parent, _, _ in paths}) > 1:
+            raise UnprovableError(f"{self.path} has one scale for parts of {' and '.join(names)}")
+        parts = [self._part(segment, shapes[segment.tensor]) for segment in its]
+        if len({(number, grid) for _, number, grid in parts}) > 1:
+            raise UnprovableError(f"{self.path}: ranks keep unequal parts of {' and '.join(names)}")
+        leaves = tuple(leaf for _, _, leaf in paths)
+        for segment, (block, _, _) in zip(its, parts, strict=True):
+            yield segment, replace(LAYER, block=block, together=leaves if len(leaves) > 1 else ())
+
+    def places(self, segment: Segment, form: Format) -> Iterator[Segment]:
+        """Yield where the values and the scale of a segment live."""
+        start = segment.byte_offset // self.itemsize
+        yield Segment(segment.tensor, segment.box, f"{self.path}.weight", start, (self.columns, 1))
+        name = segment.tensor.removesuffix("weight") + form.scale_suffix
+        box = Box.whole((1,)) if form.block == (0, 0) else Box(_number(segment.box), (1, 1))
+        yield Segment(name, box, f"{self.path}.{form.scale_suffix}", 0, (4,) * box.ndim)
+
+    def _part(
+        self, segment: Segment, shape: Sequence[int]
+    ) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]:
+        """Return the block of a tensor that a rank keeps, its number along each axis, and their count."""
+        box, pitch = segment.box, self.columns * self.itemsize
+        steps = zip(box.extent, segment.strides, (pitch, self.itemsize), strict=False)
+        is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)
+        if not is_rows or box.extent[1] != self.columns or segment.byte_offset % pitch:
+            raise UnprovableError(f"{self.path} has rows that are not those of {segment.tensor}")
+        if any(
+            size % part or at % part for size, part, at in zip(shape, box.extent, box.offset, strict=True)
+        ):
+            raise UnprovableError(f"{self.path}: ranks keep unequal parts of {segment.tensor}")
+        rows, columns = (0 if part == size else part for part, size in zip(box.extent, shape, strict=True))
+        grid = tuple(size // part for size, part in zip(shape, box.extent, strict=True))
+        return (rows, columns), _number(box), grid
+
+
+def _number(box: Box) -> tuple[int, ...]:
+    """Return the number of a block along each axis, where all blocks are as large as it."""
+    return tuple(at // size for at, size in zip(box.offset, box.extent, strict=True))
+
+
+def online_loader(
+    formats: Mapping[str, Format], places: StoredPlaces | None, make_loader: Callable[[], Loader]
+) -> Loader:
+    """Return a loader of full-precision tensors for one update.
+
+    Args:
+        places: where live parameters hold what is quantised. None if that is not known.
+        make_loader: returns vLLM's own, which quantises.
+    """
+    if places is None or places.are_right is False:
+        return make_loader()
+    if places.are_right:
+        return QuantizingLoader(StoredLoader(places, make_loader), formats)
+    return _FirstLoader(formats, places, make_loader())
+
+
+class _FirstLoader:
+    """The `Loader` of an update through vLLM's own. It shows whether the bytes are those made here."""
+
+    def __init__(self, formats: Mapping[str, Format], places: StoredPlaces, own: Loader) -> None:
+        self._own, self._places = own, places
+        compared = QuantizingLoader(StoredLoader(places, lambda: _End(own)), formats)
+        self._compared: Loader | None = compared
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give tensors to vLLM's loader, and digest what is quantised of them here."""
+        named = list(weights)
+        self._own.load(named)
+        try:
+            if self._compared:
+                self._compared.load(named)
+        except torch.OutOfMemoryError as error:
+            # vLLM alone may have enough: it need not hold both.
+            self._compared, self._places.are_right = None, False
+            logger.warning("vLLM quantises in each update, see docs/quantised.md: %s", error)
+
+    def finish(self) -> None:
+        """Make the tensors live, and compare. Raises RuntimeError if a tensor did not come."""
+        (self._compared or self._own).finish()
+
+    def abandon(self) -> None:
+        """End the update early, see `Loader.abandon`."""
+        (self._compared or self._own).abandon()
+
+
+class _End:
+    """A `Loader` that ends the update of another one, and loads nothing."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.finish, self.abandon = loader.finish, loader.abandon
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Leave tensors to the other loader."""
