@@ -16,7 +16,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
-from weightsync.errors import DeadlineError, PeerLostError, RankLostError, StateError, Where
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError, SlowError, StateError, Where
 from weightsync.testing import LocalEngine
 
 CONFIG = SyncConfig(
@@ -95,6 +95,26 @@ def test_one_that_an_update_brings_back_first_keeps_its_process(monkeypatch: pyt
         await _healed(healer)
         assert (respawn.times, state(loop), healer.given_up) == (0, EngineState.SERVING, {})
         assert [heal.version for heal in healer.heals] == [2]
+
+    drive(work)
+
+
+def test_one_that_is_slow_and_then_found_dead_before_it_is_filled_gets_a_new_process() -> None:
+    """As one that was killed, where Ray says so after the holder has given it up."""
+
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        async with loop.controller.exclusive():  # nothing is decided while an update runs
+            loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+            healer.engine_failed("e1", SlowError("reading of bucket 4", ("engine e1",), 2.0))
+            await asyncio.sleep(0)
+            loop.controller.engine_group.lost("e1", GONE)
+        await _healed(healer)
+        assert (respawn.times, state(loop), healer.given_up) == (1, EngineState.SERVING, {})
+        assert loop.engines["e1"].generate([[1]], {}).version == 1
 
     drive(work)
 

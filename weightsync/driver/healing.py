@@ -110,9 +110,14 @@ class Healer:
         # Every respawn after a slow update has used up an attempt.
         first = max(1, self._controller.engine_group.num_slow(name) - 1)
         for attempt in range(first, self._config.heal_attempts + 2):
-            decision = await self._decide(name, failure, attempt)
+            # A running update may yet commit, and its version can be refilled from then.
+            await self._controller.idle()
+            await self._controller.snapshot_index.settled()
             if name not in self._fleet.engines:
                 return
+            if self._is_dead(name):  # a refill might do for the first failure, and not for this
+                failure = self._missed.pop(name, failure)
+            decision = self._decide(name, failure, attempt)
             if self._is_newest(name):  # an update was quicker
                 self._healed(self._describe(name, cause, clock, respawned_at, None))
                 return
@@ -159,10 +164,7 @@ class Healer:
             # The user's own code starts engines: any exception is a failed attempt.
             raise EngineError(name, "respawn", f"{type(error).__name__}: {error}") from error
 
-    async def _decide(self, name: str, failure: WeightSyncError, attempt: int) -> Decision:
-        # A running update may yet commit, and its version can be refilled from then.
-        await self._controller.idle()
-        await self._controller.snapshot_index.settled()
+    def _decide(self, name: str, failure: WeightSyncError, attempt: int) -> Decision:
         states = [member.record.state for member in self._fleet.engines.values()]
         return decide(
             failure,
