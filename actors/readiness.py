@@ -42,11 +42,11 @@ class Readiness:
             self._early_for = ticket if self._ready() else 0
             return bool(self._early_for)
 
-    def now(self, ticket: int) -> bool:
-        """Say in `publish` number `ticket` whether holders may read, as `early` has if it said so."""
+    def has_said(self, ticket: int) -> bool:
+        """Return whether `early` has said so for `publish` number `ticket`. Asked once."""
         with self._lock:
             said, self._early_for = self._early_for, 0
-            return (bool(ticket) and said == ticket) or self._ready()
+            return bool(ticket) and said == ticket
 
     def once(self, ticket: int, publish: Callable[[], PublishReport]) -> PublishReport:
         """Return what `publish` number `ticket` has returned, or call it. Calls one at a time."""

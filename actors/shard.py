@@ -134,8 +134,8 @@ class Shard(Claimable):
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
-            readable = self._readiness.now(ticket) if self._readiness else self._ready()
-            if readable and ticket and self._notices:
+            is_known = self._readiness is not None and self._readiness.has_said(ticket)
+            if not is_known and self._ready() and ticket and self._notices:
                 self._notices.readable(ticket)
             inject("publish")
             published = source.publish(count)
