@@ -6,14 +6,14 @@ See `weightsync.channel.control` for what travels on it.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 from collections.abc import Hashable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import ray
-import zmq
 
 from weightsync.channel.control import (
     CALLS,
@@ -31,17 +31,14 @@ from weightsync.channel.control import (
 )
 from weightsync.config import Ports
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
-from weightsync.protocol.handshake import Doorman, keep_alive
 from weightsync.protocol.messages import PublishReport
-from weightsync.protocol.ports import listen
-
-if TYPE_CHECKING:
-    Socket = zmq.Socket[bytes]
+from weightsync.protocol.ports import BACKLOG, listen
+from weightsync.protocol.stream import Splitter, endpoint_of, framed, keep_alive
 
 logger = logging.getLogger("weightsync.control")
 
-_AT_ONCE, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""Plain numbers: flags of Python's `enum` cost as much as sending."""
+_HANDSHAKE_S = 5.0
+"""A process that has not shown the secret after this time is disconnected, which frees its descriptor."""
 
 
 class _Dials(Protocol):
@@ -108,9 +105,9 @@ class ControlChannel:
     `stuck`; `ControlChannels.replace` keeps the process from carrying it out.
     """
 
-    def __init__(self, name: str, listener: _Listener, channels: ControlChannels) -> None:
-        self.name, self._listener, self.channels = name, listener, channels
-        self._peer = b""
+    def __init__(self, name: str, channels: ControlChannels) -> None:
+        self.name, self.channels = name, channels
+        self._connection: _Connection | None = None
         self._ticket = 0
         self._method = ""
         self._waiting: asyncio.Future[Any] | None = None
@@ -118,7 +115,7 @@ class ControlChannel:
     @property
     def is_open(self) -> bool:
         """Whether the process has dialled, and the connection lasts."""
-        return bool(self._peer)
+        return self._connection is not None
 
     @property
     def stuck(self) -> bool:
@@ -133,20 +130,20 @@ class ControlChannel:
         The awaited answer raises the method's WeightSyncError, PeerLostError if the process has ended, or
         PeerError for any other error.
         """
-        if method not in CALLS or not self.is_open or self._waiting is not None:
+        if method not in CALLS or self._connection is None or self._waiting is not None:
             return None
         ask = msgspec.msgpack.encode(Ask(self._ticket + 1, method, pack(args)))
         if len(ask) > MAX_FRAME_NBYTES:
             return None
         self._ticket += 1
-        if not self._listener.send(self._peer, ask):
+        if not self._connection.send(ask):
             return None  # the connection is lost, as `end` will say
         self._method, self._waiting = method, asyncio.get_running_loop().create_future()
         return self._waiting
 
-    def dialled(self, peer: bytes) -> None:
-        """Note the routing id under which the socket knows the process."""
-        self._peer = peer
+    def dialled(self, connection: _Connection) -> None:
+        """Use the `connection` that the process has opened."""
+        self._connection = connection
 
     def answered(self, reply: Answer | Raised) -> None:
         """Give a reply to the call that waits for it."""
@@ -165,12 +162,12 @@ class ControlChannel:
 
     def hang_up(self) -> None:
         """Have the process end its part, once it has done what it was asked."""
-        if self.is_open:
-            self._listener.send(self._peer, msgspec.msgpack.encode(Ask(0, "", pack(()))))
+        if self._connection:
+            self._connection.send(msgspec.msgpack.encode(Ask(0, "", pack(()))))
 
     def end(self, error: WeightSyncError) -> None:
         """Have the unanswered call raise `error`. Later calls go through Ray."""
-        self._peer = b""
+        self._connection = None
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
 
@@ -244,7 +241,7 @@ class ControlChannels:
         self._channels.clear()
         self._notices.clear()
         if self._listener:
-            self._listener.close()
+            await self._listener.close()
             self._listener = None
 
     def _listening(self) -> _Listener:
@@ -280,71 +277,104 @@ class ControlChannels:
 
 
 class _Listener:
-    """The socket, and the channels by number."""
+    """The listening socket, and the channels by number."""
 
     def __init__(self, ports: Ports | None, host: str) -> None:
         listening = listen(host, ports, "the driver cannot listen for control channels")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._doorman = Doorman(self._context)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a call to a process that hung up fails at once
-        keep_alive(self._socket)
-        self._endpoint = self._doorman.bind(self._socket, listening, host, MAX_FRAME_NBYTES)
+        self.secret, self._endpoint = secrets.token_hex(32), endpoint_of(listening)
         self._channels: list[ControlChannel] = []
-        self._by_peer: dict[bytes, ControlChannel] = {}
         self._notices: list[PublishNotices] = []
-        self._loop, self._will_receive = asyncio.get_running_loop(), False
-        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self.connections: set[_Connection] = set()
+        serving = asyncio.get_running_loop().create_server(
+            lambda: _Connection(self), sock=listening, backlog=BACKLOG
+        )
+        self._serving = asyncio.ensure_future(serving)
 
     def add_notices(self) -> tuple[PublishNotices, ControlOffer]:
         """Return the notices of one more trainer, and what it needs to dial."""
         self._notices.append(PublishNotices())
-        return self._notices[-1], ControlOffer(self._endpoint, self._doorman.secret, len(self._notices) - 1)
+        return self._notices[-1], ControlOffer(self._endpoint, self.secret, len(self._notices) - 1)
 
     def add(self, name: str, channels: ControlChannels) -> tuple[ControlChannel, ControlOffer]:
         """Return a new channel, and what the process needs to dial."""
-        channel = ControlChannel(name, self, channels)
+        channel = ControlChannel(name, channels)
         self._channels.append(channel)
-        return channel, ControlOffer(self._endpoint, self._doorman.secret, len(self._channels) - 1)
+        return channel, ControlOffer(self._endpoint, self.secret, len(self._channels) - 1)
 
-    def send(self, peer: bytes, data: bytes) -> bool:
-        """Send one message. Returns False if `peer` has hung up."""
-        try:
-            self._socket.send(peer, _MORE_FOLLOWS)
-            self._socket.send(data, _AT_ONCE)
-        except zmq.ZMQError:
-            return False
-        if not self._will_receive:  # sending may have used up the signal that a reply has come
-            self._will_receive = True
-            self._loop.call_soon(self._receive)
-        return True
-
-    def _receive(self) -> None:
-        """Hand all replies that have come to their channels. Strange ones are logged."""
-        self._will_receive = False
-        while not self._socket.closed:
-            try:
-                peer, *frames = self._socket.recv_multipart(_AT_ONCE)
-            except zmq.Again:
-                return
-            try:
-                self._received(peer, b"".join(frames))
-            except (WireError, LookupError) as error:
-                logger.warning("a process sent to the driver what it should not: %s", error)
-
-    def _received(self, peer: bytes, data: bytes) -> None:
+    def received(self, connection: _Connection, data: bytes) -> None:
+        """Hand a reply to whom it is for. Raises WireError or LookupError for a strange one."""
         reply = decode_reply(data)
         if isinstance(reply, Hello):
-            self._by_peer[peer] = self._channels[reply.number]
-            self._by_peer[peer].dialled(peer)
+            connection.channel = self._channels[reply.number]
+            connection.channel.dialled(connection)
         elif isinstance(reply, Readable | Published):
             self._notices[reply.number].came(reply)
+        elif connection.channel is None:
+            raise WireError("an answer without a hello")
         else:
-            self._by_peer[peer].answered(reply)
+            connection.channel.answered(reply)
 
-    def close(self) -> None:
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(linger=0)
-        self._doorman.close()
-        with suppress(zmq.ZMQError):
-            self._context.term()
+    async def close(self) -> None:
+        (await self._serving).close()
+        for connection in self.connections:
+            connection.abort()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+
+
+class _Connection(asyncio.Protocol):
+    """The driver's end of one connection. A process that does not show the secret first is disconnected."""
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = listener
+        self._secret = listener.secret.encode()
+        self._messages = Splitter(len(self._secret))
+        self._admitted = False
+        self.channel: ControlChannel | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        keep_alive(self._transport.get_extra_info("socket"))
+        self._listener.connections.add(self)
+        self._limit = asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._messages.feed(data):
+                if self._admitted:
+                    self._received(message)
+                elif not self._admits(message):
+                    return
+        except WireError as error:
+            if self._admitted:
+                logger.warning("a process is disconnected: %s", error)
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._limit.cancel()
+        self._listener.connections.discard(self)
+
+    def send(self, data: bytes) -> bool:
+        """Send one message. Returns False if the process has hung up."""
+        if self._transport.is_closing():
+            return False
+        self._transport.write(framed(data))
+        return True
+
+    def abort(self) -> None:
+        """Hang up, without what was not sent yet."""
+        self._transport.abort()
+
+    def _admits(self, message: bytes) -> bool:
+        self._admitted = hmac.compare_digest(message, self._secret)
+        if self._admitted:
+            self._limit.cancel()
+            self._messages.max_nbytes = MAX_FRAME_NBYTES
+        else:
+            self._transport.abort()
+        return self._admitted
+
+    def _received(self, message: bytes) -> None:
+        try:
+            self._listener.received(self, message)
+        except (WireError, LookupError) as error:
+            logger.warning("a process sent to the driver what it should not: %s", error)

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from ray.exceptions import ActorUnavailableError
 
 from tests.patience import patient
+from weightsync.actors import control_channels
 from weightsync.actors.control_channels import Callee, ControlChannel, ControlChannels
 from weightsync.actors.publish_relay import PublishRelay
 from weightsync.actors.remote import answer, remote_engine
@@ -31,8 +32,8 @@ from weightsync.errors import (
 )
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.handshake import dial
 from weightsync.protocol.messages import LoadReport, Moved, Refilled, Snapshot, UpdateTask
+from weightsync.protocol.stream import Stream, framed
 from weightsync.protocol.timing import Span
 
 REPORT = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), ((Span("load", 1.0, 2.0),), ()))
@@ -387,25 +388,57 @@ def test_what_a_relay_was_asked_in_vain_is_not_carried_out_later() -> None:
     run(test)
 
 
+def dial(offer: ControlOffer, secret: str = "") -> Stream:
+    return Stream(offer.endpoint, secret or offer.secret, 1 << 20, patient(10))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(patient(10)):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test(channels: ControlChannels) -> None:
         process = await opened(channels, Process({"resume": lambda version: None}))
         offer = process.offers[0]
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger, _ = dial(context, offer.endpoint, "wrong", 1 << 20)
-        stranger.send(msgspec.msgpack.encode(Hello(offer.number)))
-        friend, _ = dial(context, offer.endpoint, offer.secret, 1 << 20)
-        for message in ("garbage", Hello(99), Answer(1, pack(3))):
-            friend.send(msgspec.msgpack.encode(message))
-        async with asyncio.timeout(patient(10)):
-            while len(caplog.records) < 3:
-                await asyncio.sleep(0.01)
-        assert await process.call("resume", 3) is None
-        context.destroy(linger=0)
+        with closing(dial(offer, "0" * 64)) as stranger, closing(dial(offer)) as friend:
+            await until(stranger.is_lost)
+            for message in ("garbage", Hello(99), Answer(1, pack(3))):
+                friend.send(msgspec.msgpack.encode(message))
+            await until(lambda: len(caplog.records) == 3)
+            assert not friend.is_lost()
+            assert await process.call("resume", 3) is None
 
     with caplog.at_level(logging.WARNING, "weightsync.control"):
         run(test)
     assert caplog.text.count("sent to the driver what it should not") == 3
+
+
+@pytest.mark.parametrize(
+    ("begins", "says"),
+    [(b"GET / HTTP/1.1\r\n", ""), (b"\0\0", ""), (None, "more than 1048576")],
+    ids=["another protocol", "no secret", "a message that is too long"],
+)
+def test_who_does_not_speak_as_agreed_is_disconnected(
+    begins: bytes | None, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_channels, "_HANDSHAKE_S", 0.2)
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"resume": lambda version: None}))
+        offer = process.offers[0]
+        host, _, port = offer.endpoint.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(framed(offer.secret.encode()) + b"\xff" * 4 if begins is None else begins)
+        assert await asyncio.wait_for(reader.read(), patient(10)) == b""
+        writer.close()
+        assert await process.call("resume", 3) is None
+
+    with caplog.at_level(logging.WARNING, "weightsync.control"):
+        run(test)
+    assert says in caplog.text
+    assert bool(caplog.records) == bool(says)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +475,6 @@ def test_a_reply_to_another_call_leaves_the_one_that_waits() -> None:
 
 
 def test_a_reply_that_comes_while_another_process_is_called_is_taken() -> None:
-    """The socket signals once for all that has come, and sending may take that signal."""
     may_end = threading.Event()
 
     def wait(version: int) -> None:

@@ -14,16 +14,15 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-import zmq
 
 from weightsync.channel.wire import SentError
 from weightsync.errors import SlowError, WeightSyncError, WireError
-from weightsync.protocol.handshake import dial, hang_up
 from weightsync.protocol.messages import (
     LoadReport,
     Moved,
@@ -32,13 +31,16 @@ from weightsync.protocol.messages import (
     Snapshot,
     UpdateTask,
 )
+from weightsync.protocol.stream import Stream
 
 logger = logging.getLogger("weightsync.channel.control")
 
 MAX_FRAME_NBYTES = 1 << 20
 _ENVELOPE_NBYTES = 64
-_LOOK_MS = 1000
+_LOOK_S = 1.0
 """How often a process looks whether its driver has opened a newer channel."""
+_SEND_S = 10.0
+"""Time for a process to connect, and for its driver to make room for an answer."""
 
 
 class ControlOffer(msgspec.Struct, frozen=True):
@@ -196,25 +198,19 @@ def answer_calls(
     Also ends when the driver hangs up, and once the channel is not the newest, see `Turns`: what the driver
     asked by it, it has given up.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket, monitor = dial(context, offer.endpoint, offer.secret, MAX_FRAME_NBYTES)
     try:
-        socket.send(msgspec.msgpack.encode(Hello(offer.number)))
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        while is_newest():
-            ready = dict(poller.poll(_LOOK_MS))
-            if monitor in ready and socket not in ready:
-                return
-            if socket in ready and is_newest():
-                ask = _asks.decode(socket.recv())
+        with closing(Stream(offer.endpoint, offer.secret, MAX_FRAME_NBYTES, _SEND_S)) as stream:
+            stream.send(msgspec.msgpack.encode(Hello(offer.number)))
+            while is_newest():
+                message = stream.receive(_LOOK_S)
+                if message is None or not is_newest():
+                    continue
+                ask = _asks.decode(message)
                 if not ask.method:
                     return
-                socket.send(msgspec.msgpack.encode(_reply(ask, methods)))
-    finally:
-        hang_up(socket, monitor)
-        context.term()
+                stream.send(msgspec.msgpack.encode(_reply(ask, methods)))
+    except OSError as error:
+        logger.debug("a control channel ends: %s", error)
 
 
 def _reply(ask: Ask, methods: Mapping[str, Callable[..., object]]) -> Answer | Raised:

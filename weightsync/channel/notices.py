@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 
 import msgspec
-import zmq
 
 from weightsync.channel.control import MAX_FRAME_NBYTES, ControlOffer, Published, Readable, pack
-from weightsync.protocol.handshake import dial, hang_up
 from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.stream import Stream
 
-_open: set[zmq.Context[zmq.Socket[bytes]]] = set()
-"""Contexts of notices that were not closed. Garbage collection, as when an actor exits, would end a context
-before it closes its sockets, and wait for that for ever."""
+_DIAL_S = 1.0
+_AGAIN_S = 0.1
+"""The same while the rank publishes."""
 
 
 class Notices:
@@ -24,12 +22,10 @@ class Notices:
     """
 
     def __init__(self, offer: ControlOffer) -> None:
-        """Dial, without waiting for the connection."""
+        """Dial. Nothing is raised if nobody answers."""
         self._offer = offer
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        _open.add(self._context)
         self._lock = threading.Lock()  # an actor may run its calls on several threads
-        self._socket, self._monitor = self._dial()
+        self._stream = self._dial(_DIAL_S)
 
     def readable(self, ticket: int) -> None:
         """Say that the weights of `publish` number `ticket` may be read. Dials again if it has to."""
@@ -44,18 +40,26 @@ class Notices:
         if len(data) > MAX_FRAME_NBYTES:
             return  # it names many tensors with NaN, and comes with Ray's answer
         with self._lock:
-            if self._monitor.poll(0):
-                hang_up(self._socket, self._monitor)
-                self._socket, self._monitor = self._dial()
-            with suppress(zmq.Again):
-                self._socket.send(data, flags=zmq.NOBLOCK)
+            if self._stream and self._stream.is_lost():
+                self._stream.close()
+                self._stream = self._dial(_AGAIN_S)
+            if self._stream is None:
+                return
+            try:
+                self._stream.send(data)
+            except OSError:
+                self._stream.close()
+                self._stream = None
 
     def close(self) -> None:
         """Hang up."""
         with self._lock:
-            hang_up(self._socket, self._monitor)
-            self._context.term()
-            _open.discard(self._context)
+            if self._stream:
+                self._stream.close()
+            self._stream = None
 
-    def _dial(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        return dial(self._context, self._offer.endpoint, self._offer.secret, MAX_FRAME_NBYTES)
+    def _dial(self, timeout_s: float) -> Stream | None:
+        try:
+            return Stream(self._offer.endpoint, self._offer.secret, MAX_FRAME_NBYTES, timeout_s)
+        except OSError:
+            return None  # nor will later notices: the driver has them dial again when it connects

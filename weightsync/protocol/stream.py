@@ -1,0 +1,128 @@
+"""Messages on a TCP connection, each after its length. The process that dials shows a secret first.
+
+Neither the secret nor the traffic is encrypted. The thread that sends a message gives it to the kernel, which
+wakes the thread that waits for it. ZeroMQ has a thread of its own at either end, and to wake takes long on an
+idle host.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from weightsync.errors import WireError
+from weightsync.protocol.routes import joined
+
+_LENGTH = struct.Struct("!I")
+_CHUNK_NBYTES = 1 << 18
+
+
+def framed(message: bytes) -> bytes:
+    """Return what carries `message` on a stream."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def endpoint_of(listening: socket.socket) -> str:
+    """Return the endpoint to dial for a socket that listens."""
+    host, port, *_ = listening.getsockname()
+    return f"tcp://{joined(host, port)}"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have `connection` notice within two minutes if it was dropped on its way, also while it is idle."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+class Splitter:
+    """Cuts a stream into messages.
+
+    Attributes:
+        max_nbytes: of the next message.
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.max_nbytes = max_nbytes
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that `data` ends. The caller may change the limit between two of them.
+
+        Raises WireError as soon as the length of a message that is too long has come.
+        """
+        self._rest += data
+        while len(self._rest) >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._rest)
+            if nbytes > self.max_nbytes:
+                raise WireError(f"a message of {nbytes} bytes, more than {self.max_nbytes}")
+            end = _LENGTH.size + nbytes
+            if len(self._rest) < end:
+                return
+            message = bytes(self._rest[_LENGTH.size : end])
+            del self._rest[:end]
+            yield message
+
+
+class Stream:
+    """A connection that this process has dialled. Used by one thread at a time.
+
+    All methods raise OSError once it is lost. It is then of no more use.
+    """
+
+    def __init__(self, endpoint: str, secret: str, max_nbytes: int, timeout_s: float) -> None:
+        """Connect, and show the secret.
+
+        Args:
+            endpoint: as `endpoint_of` returns it.
+            max_nbytes: limit for each message that comes.
+            timeout_s: for the connection, and for each message that is sent.
+
+        Raises:
+            OSError: nobody listens there, or it takes longer.
+        """
+        where = urlsplit(endpoint)
+        self._socket = socket.create_connection((where.hostname or "", where.port or 0), timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(self._socket)
+        self._timeout_s = timeout_s
+        self._splitter = Splitter(max_nbytes)
+        self._came: Iterator[bytes] = iter(())
+        self.send(secret.encode())
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        self._socket.settimeout(self._timeout_s)
+        self._socket.sendall(framed(message))
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Return the next message, or None if none has come by then. Raises WireError for one too long."""
+        deadline = time.monotonic() + timeout_s
+        while (message := next(self._came, None)) is None:
+            self._socket.settimeout(max(1e-6, deadline - time.monotonic()))  # 0 would not block
+            try:
+                data = self._socket.recv(_CHUNK_NBYTES)
+            except TimeoutError:
+                return None
+            if not data:
+                raise ConnectionResetError("the other end has hung up")
+            self._came = self._splitter.feed(data)
+        return message
+
+    def is_lost(self) -> bool:
+        """Whether the other end, which sends nothing, has hung up."""
+        self._socket.setblocking(False)
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Hang up. Safe to call twice."""
+        self._socket.close()
