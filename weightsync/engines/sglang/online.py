@@ -20,9 +20,10 @@ import torch
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.quantised_experts import STACKS, Expert
 from weightsync.engines.quantizing_loader import stored_tensors
 from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
-from weightsync.engines.sglang.online_experts import STACKS, Expert, created_stacks
+from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
 from weightsync.engines.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.stored_places import StoredPlaces
@@ -106,13 +107,12 @@ class _Found:
             if layer is None or leaf not in _weights(layer):
                 found.segments.append(segment)
             elif leaf in STACKS:
-                experts[Expert.at(segment, getattr(layer, leaf), dtype)].append(segment)
+                experts[Expert.at(segment, getattr(layer, leaf), dtype, EXPERT)].append(segment)
             else:
                 form = _format(segment, shapes[segment.tensor], layer, dtype)
                 found._add(segment.tensor, form, _quantised(segment, path, form, dtype))
         for expert, its in experts.items():
-            form = expert.format(its, shapes)
-            for segment in its:
+            for segment, form in expert.formats(its, shapes):
                 found._add(segment.tensor, form, expert.places(segment, form))
         return found
 
