@@ -20,6 +20,14 @@ from weightsync.protocol.messages import Digests, LiveDigest
 
 _OF_CACHES = ("kv_cache_dtype", "k_scale_float")
 """Attributes of vLLM's attention, and of SGLang's, which has scales of its cache."""
+_OF_RANKS = (
+    "_expert_map",
+    "expert_mask",
+    "expert_global_to_physical",
+    "expert_physical_to_global",
+    "expert_local_to_global",
+)
+"""Buffers of vLLM that say which rank has which experts. No checkpoint has them, and no loader fills them."""
 _LIBRARIES = ("vllm", "sglang", "torch")
 """Other versions of these may store the same parameters in another order."""
 
@@ -157,7 +165,7 @@ def require_complete(model: torch.nn.Module) -> None:
         if extent_nbytes(parameter) != parameter.numel() * parameter.element_size():
             raise TransportError(f"{name} has gaps, or elements that share memory")
     for path, module in model.named_modules():
-        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        saved = module._buffers.keys() - module._non_persistent_buffers_set - {*_OF_RANKS}
         made = {name for name, each in vars(module).items() if _may_be_made_of_weights(name, each)}
         if not _has_cache(module):
             made |= {name for name in saved if module._buffers[name] is not None}

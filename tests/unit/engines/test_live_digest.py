@@ -77,6 +77,7 @@ def test_all_that_was_loaded_is_among_the_parameters() -> None:
     complete = model()
     complete[0].register_buffer("inverse_frequencies", torch.rand(4), persistent=False)
     complete[0].num_tokens = torch.arange(8)
+    complete[0].register_buffer("_expert_map", torch.arange(8, dtype=torch.int32))
     complete[0].limit = torch.tensor(448.0)
     complete[1].register_buffer("scales", torch.rand(2))
     complete[1].kv_cache = torch.zeros(2, 8)
@@ -90,6 +91,7 @@ def test_all_that_was_loaded_is_among_the_parameters() -> None:
         (lambda each: setattr(each[1], "W_UK_T", torch.rand(2, 2)), r"1\.W_UK_T is no parameter"),
         (lambda each: setattr(each[0], "packed8", torch.ones(2, dtype=torch.int8)), r"0\.packed8 is no"),
         (lambda each: each[0].register_buffer("bias", torch.rand(2)), r"0\.bias is no parameter"),
+        (lambda each: each[0].register_buffer("map", torch.arange(2)), r"0\.map is no parameter"),
         (lambda each: setattr(each[0], "left", _frozen(torch.rand(6, 4)[:, :2])), r"0\.left has gaps"),
         (lambda each: setattr(each[0], "one", _frozen(torch.rand(1).expand(6))), r"0\.one has gaps, or elem"),
     ],
