@@ -276,7 +276,7 @@ def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return change
 
 
-class Fp8OnlineMoEMethod: ...
+class Int8OnlineMoEMethod: ...
 
 
 class QKVParallelLinearWithLoRA(nn.Module): ...
@@ -289,8 +289,8 @@ def doubled(model: Any) -> None:
 
 NOT_PROVEN: dict[str, tuple[Change, str]] = {
     "experts": (
-        lambda model: vars(model.get_submodule("model.norm")).update(quant_method=Fp8OnlineMoEMethod()),
-        r"model\.norm: what Fp8OnlineMoEMethod makes",
+        lambda model: vars(model.get_submodule("model.norm")).update(quant_method=Int8OnlineMoEMethod()),
+        r"model\.norm: what Int8OnlineMoEMethod makes",
     ),
     "adapters": (
         lambda model: model.add_module("wrapped", QKVParallelLinearWithLoRA()),

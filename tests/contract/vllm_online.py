@@ -24,6 +24,7 @@ from vllm.model_executor.utils import replace_parameter
 from tests.contract.test_sglang_quantized import PACKED
 from tests.quantised import same_bits
 from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.quantised_experts import STACKS
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.tensors import named_tensors
@@ -56,7 +57,7 @@ class Fp8PerTensorOnlineLinearMethod(QuantizeMethodBase):
 
     def __init__(self, quantise: Quantise = whole) -> None:
         self.quantise, self.num_processed = quantise, [0]
-        self.fp8_linear = SimpleNamespace(num_rows=0)
+        self.fp8_linear, self.fill = SimpleNamespace(num_rows=0), 0
 
     def create_weights(self, layer: Any, rows: int, columns: int, **attributes: Any) -> None:
         weight = nn.Parameter(
@@ -72,10 +73,59 @@ class Fp8PerTensorOnlineLinearMethod(QuantizeMethodBase):
         self.num_processed[0] += 1
         layer.input_scale = None
         values, scale = self.quantise(layer.weight)
+        behind = -len(values) % 16  # vLLM's CUTLASS kernels want multiples of 16
+        values = nn.functional.pad(values.view(torch.uint8), (0, 0, 0, behind), value=self.fill).view(FP8)
         replace_parameter(layer, "weight", values.t().data)
         replace_parameter(layer, "weight_scale", scale.data)
         self.fp8_linear.num_rows = layer.weight.shape[1]
         setattr(layer, DONE, True)
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Fp8OnlineMoEMethod(QuantizeMethodBase):
+    """As vLLM's of 0.24 for experts. `num_parts`: the ranks that have a part of each."""
+
+    def __init__(self, quantise: Quantise = whole, num_parts: int = 1) -> None:
+        self.quantise, self.num_processed = quantise, [0]
+        self.moe = SimpleNamespace(tp_size=num_parts)
+        self.moe_kernel: Any = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        number: int,
+        width: int,
+        columns: int,
+        **attributes: Any,
+    ) -> None:
+        layer.num_experts = layer.local_num_experts = number
+        shapes = ((number, 2 * width, columns), (number, columns, width))
+        for leaf, shape in zip(STACKS, shapes, strict=True):
+            stack = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+            vars(stack).update(attributes)
+            layer.register_parameter(leaf, stack)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, DONE, False):
+            return
+        self.num_processed[0] += 1
+        for leaf in STACKS:
+            stack, scales = getattr(layer, leaf), torch.ones(layer.num_experts)
+            values = torch.empty_like(stack, dtype=FP8)
+            for number in range(layer.local_num_experts):
+                values[number], scales[number] = self.quantise(stack[number])
+            replace_parameter(layer, leaf, values)
+            replace_parameter(layer, f"{leaf}_scale", scales)
+        if config := self.get_fused_moe_quant_config(layer):
+            packs = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+            self.moe_kernel = SimpleNamespace(config=config, fused_experts=packs)
+        setattr(layer, DONE, True)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return SimpleNamespace(w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale)
 
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -122,6 +172,38 @@ class Linear(nn.Module):
         target.copy_(loaded_weight.narrow(axis, number * size, size))
 
 
+class RoutedExperts(nn.Module):
+    """A rank's part of all experts, or all of some experts. `share`: which of how many ranks' it has."""
+
+    def __init__(
+        self,
+        stack: tuple[int, int, int],
+        method: Fp8OnlineMoEMethod,
+        part: tuple[int, int],
+        share: tuple[int, int],
+    ) -> None:
+        super().__init__()
+        number, rows, columns = stack
+        (self.part, num_parts), (at, num_shares) = part, share
+        number //= num_shares
+        self.first, self.quant_method = at * number, method
+        if num_shares > 1:  # vLLM 0.24 has it as a persistent buffer
+            experts = torch.arange(number * num_shares, dtype=torch.int32) - self.first
+            self.register_buffer("_expert_map", experts.where((experts >= 0) & (experts < number), -1))
+        method.create_weights(self, number, rows // 2 // num_parts, columns, weight_loader=self.weight_loader)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str, expert_id: int
+    ) -> None:
+        if not 0 <= expert_id - self.first < len(param):
+            return  # another rank's
+        target, axis = param.data[expert_id - self.first], 1 if shard_id == "down_proj" else 0
+        if axis == 0:
+            target = target.chunk(2)[shard_id == "up_proj"]
+        size = target.shape[axis]
+        target.copy_(loaded_weight.narrow(axis, self.part * size, size))
+
+
 class Embedding(nn.Module):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -135,10 +217,19 @@ class Embedding(nn.Module):
 
 
 class Online(nn.Module):
-    """Has the layers that vLLM makes of a Qwen3, one of which it leaves as it is. `start` loads them."""
+    """Has the layers that vLLM makes of a Qwen3, one of which it leaves as it is. `start` loads them.
+
+    `whole_experts`: a rank has some of the experts, and not a part of each.
+    """
 
     def __init__(
-        self, folder: Path, quantise: Quantise = whole, rank: int = 0, num_ranks: int = 1, copies: int = 1
+        self,
+        folder: Path,
+        quantise: Quantise = whole,
+        rank: int = 0,
+        num_ranks: int = 1,
+        copies: int = 1,
+        whole_experts: bool = False,
     ) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
@@ -146,9 +237,19 @@ class Online(nn.Module):
             named = named_tensors(AutoModelForCausalLM.from_config(config))[0]
         parts: dict[str, dict[str, Any]] = {}
         self.method = Fp8PerTensorOnlineLinearMethod(quantise)
+        cuts = (rank, num_ranks), (0, 1)
+        part, share = reversed(cuts) if whole_experts else cuts
+        self.of_experts = Fp8OnlineMoEMethod(quantise, part[1])
         for name, each in named.items():
             layer, _, last = name.removesuffix(".weight").rpartition(".")
-            if last.endswith("_proj"):
+            if name.endswith(".experts.gate_up_proj"):
+                self._put(f"{layer}.routed_experts", RoutedExperts(each.shape, self.of_experts, part, share))
+            elif ".experts." in name:
+                continue
+            elif last == "gate":
+                router = Linear({last: tuple(each.shape)}, self.method, 0, 1, 1)  # type: ignore[dict-item]
+                self._put(f"{layer}.{last}", router)
+            elif last.endswith("_proj"):
                 parts.setdefault(f"{layer}.{PACKED.get(last, last)}", {})[last] = tuple(each.shape)
             elif last == "embed_tokens":
                 self._put(f"{layer}.{last}", Embedding(*each.shape))
@@ -177,6 +278,9 @@ class Online(nn.Module):
         for name, tensor in weights:
             path = name.removesuffix(".weight")
             layer, _, last = path.rpartition(".")
+            if ".experts." in name:
+                taken.add(self._load_expert(modules, *layer.split(".experts."), last, tensor))
+                continue
             holder = path if path in modules else f"{layer}.{PACKED[last]}"
             param: Any = modules[holder].weight
             shard = [last] if isinstance(modules[holder], Linear) else []
@@ -186,6 +290,14 @@ class Online(nn.Module):
             taken.add(f"{holder}.weight")
         return taken
 
+    def _load_expert(
+        self, modules: Mapping[str, nn.Module], layer: str, number: str, projection: str, tensor: torch.Tensor
+    ) -> str:
+        holder, leaf = f"{layer}.experts.routed_experts", STACKS[projection == "down_proj"]
+        stack: Any = modules[holder].get_parameter(leaf)
+        stack.weight_loader(stack, tensor, shard_id=projection, expert_id=int(number))
+        return f"{holder}.{leaf}"
+
     def start(self, tensors: Mapping[str, torch.Tensor]) -> Online:
         with torch.no_grad():
             self.load_weights(tensors.items())
@@ -194,14 +306,14 @@ class Online(nn.Module):
 
     @property
     def num_processed(self) -> int:
-        """How many layers vLLM's method has quantised."""
-        return self.method.num_processed[0]
+        """How many layers vLLM's methods have quantised."""
+        return self.method.num_processed[0] + self.of_experts.num_processed[0]
 
 
-def host_of(model: nn.Module, folder: Path, num_stages: int = 1) -> VllmHost:
+def host_of(model: nn.Module, folder: Path, num_stages: int = 1, enable_eplb: bool = False) -> VllmHost:
     config = AutoConfig.from_pretrained(folder)
     model_config = SimpleNamespace(hf_config=config, dtype=torch.bfloat16, quantization="fp8")
-    parallel = SimpleNamespace(pipeline_parallel_size=num_stages, enable_eplb=False)
+    parallel = SimpleNamespace(pipeline_parallel_size=num_stages, enable_eplb=enable_eplb)
     vllm_config = SimpleNamespace(
         parallel_config=parallel,
         model_config=model_config,
@@ -226,3 +338,8 @@ def differing(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 def linears(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if hasattr(each, "weight_scale")]
+
+
+def quantised(model: nn.Module) -> list[Any]:
+    """Return the linear layers and the experts that vLLM has quantised."""
+    return [*linears(model), *(each for each in model.modules() if isinstance(each, RoutedExperts))]

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
 from tests.gpu.live_bytes import Live
-from tests.gpu.vllm_probe import OPTIONS, Answers, kernels, live, probe
+from tests.gpu.vllm_probe import OPTIONS, Answers, beside, kernels, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -147,6 +147,9 @@ class VllmEngine(EngineActor):
 
     async def kernels(self) -> set[str]:
         return await asyncio.to_thread(self._engine.call, kernels)
+
+    async def beside(self) -> list[list[str]]:
+        return await asyncio.to_thread(self._engine.call, beside)
 
 
 class SglangEngine(EngineActor):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tests.gpu.live_bytes import Live, hashes
+from weightsync.engines.kernel_state import tensors_beside
 
-__all__ = ["OPTIONS", "Answers", "kernels", "live", "probe"]
+__all__ = ["OPTIONS", "Answers", "beside", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -64,6 +65,11 @@ def kernels(llm: Any) -> set[str]:
     return set().union(*llm.collective_rpc(_kernels))
 
 
+def beside(llm: Any) -> list[list[str]]:
+    """Tensors that each rank's kernels hold in place of live ones, such as old scales of experts."""
+    return llm.collective_rpc(_beside)
+
+
 def _live(worker: Any) -> Mapping[str, str]:
     return hashes(worker.get_model())
 
@@ -72,6 +78,10 @@ def _kernels(worker: Any) -> set[str]:
     methods = [getattr(module, "quant_method", None) for module in worker.get_model().modules()]
     linear = {type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")}
     return linear | {method.fp8_backend.name for method in methods if hasattr(method, "fp8_backend")}
+
+
+def _beside(worker: Any) -> list[str]:
+    return list(tensors_beside(worker.get_model()))
 
 
 def _row(row: Mapping[int, Any]) -> list[list[float]]:

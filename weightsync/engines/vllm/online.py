@@ -1,12 +1,13 @@
 """The places of FP8 that vLLM makes of full-precision weights as it loads them, with a scale for each layer.
 
 A rank's linear layer has its matrix in FP8, transposed, and one float32 scale for all of it: for the query,
-key and value projections together. vLLM's loader takes full precision, and quantises. Where each row goes is
-found by a reload of the layers as they are before they are quantised. `online_proof` compares bytes with
-vLLM's, and the first update does so once more: it goes through vLLM's loader.
+key and value projections together. Experts are in stacks, with two scales for each: see `Expert`. vLLM's
+loader takes full precision, and quantises. Where each row goes is found by a reload of the layers as they are
+before they are quantised. `online_proof` compares bytes with vLLM's, and the first update does so once more:
+it goes through vLLM's loader.
 
-Sources: vLLM's ``layers/quantization/online/fp8.py`` and ``model_loader/reload/layerwise.py`` of 0.24 and
-0.32.
+Sources: vLLM's ``layers/quantization/fp8.py``, ``layers/quantization/online/fp8.py`` and
+``model_loader/reload/layerwise.py`` of 0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.live_digest import parameters_of, require_complete
 from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.quantised_experts import STACKS, Expert
 from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
 from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.stored_checkpoint import StoredCheckpoint
@@ -37,7 +39,10 @@ from weightsync.plan.formats import Format
 logger = logging.getLogger("weightsync.engines.vllm")
 
 LAYER = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
-"""What vLLM makes of a layer. A rank that keeps a part of it has a scale of that part."""
+"""What vLLM makes of a layer, or of an expert. A rank that keeps a part of it has a scale of that part."""
+
+Loaded = Mapping[str, Mapping[str, torch.Tensor]]
+"""What vLLM's loader fills of layers, of that which vLLM then quantises: by path, and by last name."""
 
 _DONE = "_already_called_process_weights_after_loading"
 """What vLLM's methods give a layer that they have processed."""
@@ -45,16 +50,14 @@ _DONE = "_already_called_process_weights_after_loading"
 
 def trace_online(
     model: torch.nn.Module,
-    layers: Mapping[str, torch.nn.Module],
-    created: Mapping[str, torch.Tensor],
+    loaded: Loaded,
     checkpoint: Checkpoint,
     make_loader: Callable[[], Loader],
 ) -> tuple[StoredCheckpoint, StoredPlaces]:
     """Find what vLLM quantises of a full-precision checkpoint, and where it lives. No weights change.
 
     Args:
-        layers: those that it quantises, by path.
-        created: the matrix that vLLM's loader fills of each, by path.
+        loaded: the layers that it quantises.
         make_loader: begins a reload of `model`.
 
     Raises:
@@ -66,38 +69,51 @@ def trace_online(
     except TransportError as error:
         raise UnprovableError(str(error)) from error
     whole = stored_tensors(checkpoint, {})
-    with _before_it_quantises((layer, created[path]) for path, layer in layers.items()):
+    with _before_it_quantises((model.get_submodule(path), its) for path, its in loaded.items()):
         before = {name: each.detach() for name, each in parameters_of(model)}
         reload = trace_reload(model, before, whole, make_loader)
     shapes = {meta.name: meta.shape for meta in whole}
     found, formats = list[Segment](), dict[str, Format]()
-    parts = defaultdict[str, list[Segment]](list)
+    with_one_scale = defaultdict[_Layer | Expert, list[Segment]](list)
     for segment in reload.segments:
-        path, _, leaf = segment.buffer.rpartition(".")
-        if path in layers and leaf == "weight":
-            parts[path].append(segment)
-        else:
+        if (owner := _owner(segment, loaded)) is None:
             found.append(segment)
-    for path, its in parts.items():
-        layer = _Layer(path, created[path].shape[1], created[path].dtype.itemsize)
-        for segment, form in layer.formats(its, shapes):
+        else:
+            with_one_scale[owner].append(segment)
+    for owner, its in with_one_scale.items():
+        for segment, form in owner.formats(its, shapes):
             if formats.setdefault(segment.tensor, form) != form:
                 raise UnprovableError(f"{segment.tensor} is cut in two ways")
-            found.extend(layer.places(segment, form))
+            found.extend(owner.places(segment, form))
     made = StoredCheckpoint(formats, stored_tensors(checkpoint, formats))
     return made, StoredPlaces(found, live, made.tensors, formats)
 
 
+def _owner(segment: Segment, loaded: Loaded) -> _Layer | Expert | None:
+    """Return what has one scale for a segment and its neighbours. None if the segment is not quantised."""
+    path, _, leaf = segment.buffer.rpartition(".")
+    if (whole := loaded.get(path, {}).get(leaf)) is None:
+        return None
+    if leaf in STACKS:
+        return Expert.at(segment, whole, whole.dtype, LAYER)
+    return _Layer(path, whole.shape[1], whole.dtype.itemsize)
+
+
 @contextmanager
-def _before_it_quantises(layers: Iterable[tuple[Any, torch.Tensor]]) -> Iterator[None]:
-    """Have layers hold matrices like those that are loaded, which vLLM does not process."""
+def _before_it_quantises(layers: Iterable[tuple[Any, Mapping[str, torch.Tensor]]]) -> Iterator[None]:
+    """Have layers hold tensors like those that are loaded, which vLLM does not process."""
     held = []
     try:
         for layer, loaded in layers:
             held.append((layer, dict(layer._parameters), layer.quant_method))
-            matrix = torch.empty(loaded.shape, dtype=loaded.dtype, device="cpu")  # memory that nobody touches
-            layer._parameters["weight"] = torch.nn.Parameter(matrix, requires_grad=False)
-            layer._parameters.pop("weight_scale")
+            for name, each in loaded.items():
+                whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")  # memory that nobody touches
+                parameter = torch.nn.Parameter(whole, requires_grad=False)
+                vars(parameter).update(
+                    vars(layer._parameters[name])
+                )  # its loader: another rank's experts come
+                layer._parameters[name] = parameter
+                layer._parameters.pop(f"{name}_scale")
             method = copy.copy(layer.quant_method)
             method.process_weights_after_loading = _leave
             layer.quant_method = method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from weightsync.engines.vllm.api import (
 from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.online import online_loader, trace_online
-from weightsync.engines.vllm.online_proof import online_layers, require_online
+from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
 from weightsync.engines.wrapped import unwrapped
@@ -103,24 +103,20 @@ class VllmHost:
         if not (layers := online_layers(model)):
             return StoredCheckpoint(), None
         try:
-            self._require_all_layers()
-            created = self._loaded_matrices(layers)
-            require_online(model, layers, created)
-            return trace_online(model, layers, created, checkpoint, self._reload)
+            self._require_fixed_layers()
+            loaded = loaded_weights(layers, loaded_layers(model))
+            require_online(model, loaded)
+            return trace_online(model, loaded, checkpoint, self._reload)
         except (UnprovableError, PlanError) as error:
             logger.warning("vLLM quantises in each update, see docs/quantised.md: %s", error)
             return StoredCheckpoint(), None
 
-    def _loaded_matrices(self, paths: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Return the matrix that vLLM's loader fills of each layer."""
-        loaded = loaded_layers(self.model())
-        if lost := next((path for path in paths if "weight" not in loaded.get(path, ())), ""):
-            raise UnprovableError(f"vLLM does not say what it loads of {lost}")
-        return {path: loaded[path]["weight"] for path in paths}
-
-    def _require_all_layers(self) -> None:
-        if self._runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+    def _require_fixed_layers(self) -> None:
+        parallel = self._runner.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
             raise UnprovableError("a rank of a pipeline has some of the layers")
+        if parallel.enable_eplb:
+            raise UnprovableError("experts move between ranks (EPLB)")
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         return draft_of(self._runner, self._device, treatment)
