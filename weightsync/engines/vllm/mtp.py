@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
@@ -16,8 +18,8 @@ _AFTER_LAYERS, _OWN_LAYERS = "Glm4MoeMTPModel", "MiMoMTPModel"
 ARCHITECTURES = (_AFTER_LAYERS, _OWN_LAYERS)
 """vLLM's names of the models whose layers are known."""
 
-_IN_FLOAT32 = "e_score_correction_bias"
-"""What a router adds to its scores, which engines keep in float32."""
+_BLOCK = "mtp_block."
+"""In vLLM's names of what a layer of the target has, too. Checkpoints leave it out."""
 
 
 def prefixes(hf_config: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers'
@@ -35,7 +37,7 @@ def prefixes(hf_config: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers'
 
 
 def tensors_of(
-    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str
+    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str, wide: Collection[str]
 ) -> tuple[TensorMeta, ...]:
     """Return the tensors of the layers, with single experts stacked as transformers' models have them.
 
@@ -43,16 +45,22 @@ def tensors_of(
         headers: dtype and shape of each tensor in the checkpoint's files, as safetensors says them.
         begin: what `prefixes` returned.
         dtype: the engine's.
+        wide: the tensors that it holds in float32, whatever its dtype is.
     """
-    metas = [*_metas(headers, begin, dtype)]
+    metas = [*_metas(headers, begin, dtype, wide)]
     whole = [Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, 0, 0) for meta in metas]
     return stacked(metas, whole)[0]
 
 
+def held_in_float32(draft: torch.nn.Module) -> frozenset[str]:
+    """Return the checkpoint's names of the parameters that vLLM has in float32, such as routers."""
+    held = draft.named_parameters(remove_duplicate=False)
+    return frozenset(name.replace(_BLOCK, "") for name, each in held if each.dtype == torch.float32)
+
+
 def _metas(
-    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str
+    headers: Mapping[str, Mapping[str, Any]], begin: tuple[str, ...], dtype: str, wide: Collection[str]
 ) -> Iterator[TensorMeta]:
     for name, header in sorted(headers.items()):
         if name.startswith(begin):
-            is_wide = name.endswith(_IN_FLOAT32) and header["dtype"] == "F32"
-            yield TensorMeta(name, "float32" if is_wide else dtype, tuple(header["shape"]))
+            yield TensorMeta(name, "float32" if name in wide else dtype, tuple(header["shape"]))

@@ -86,7 +86,8 @@ class VllmTrainedDraft(TrainableDraft):
     def _layers(self, begin: tuple[str, ...]) -> Sequence[TensorMeta]:
         """Return the tensors of MTP layers, from the headers of the target's files."""
         dtype = str(self.config.dtype).removeprefix("torch.")
-        if found := mtp.tensors_of(file_headers(self.config), begin, dtype):
+        wide = mtp.held_in_float32(self.model)
+        if found := mtp.tensors_of(file_headers(self.config), begin, dtype, wide):
             return found
         remedy = f"its safetensors files have no {begin[0]}*: give those of a checkpoint with MTP layers"
         raise ConfigError("speculative_config.model", self.path, remedy)
