@@ -28,7 +28,7 @@ _SHAPE = {
 _EXPERTS = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,  # kernels for CPUs pad what is less than 32 on a rank
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "n_group": 1,
@@ -79,6 +79,8 @@ FAMILIES = {
         "model.mtp_layers.0.input_proj",
     ),
 }
+_CUT_ROWS = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
+_CUT_COLUMNS = "o_proj", "down_proj"
 _COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 """What checkpoints of GLM repeat in MTP's layer."""
 
@@ -130,6 +132,22 @@ def mtp_weights(path: Path, family: str, seed: int) -> dict[str, torch.Tensor]:
         weights[f"{base}.gate_up_proj"] = torch.stack(gate_up)
         weights[f"{base}.down_proj"] = torch.stack([part["down_proj"] for part in each])
     return weights
+
+
+def part_of_rank(weights: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Return the part of an MTP layer's weights that a rank of tensor parallelism holds."""
+
+    def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        if name.endswith("experts.gate_up_proj"):  # [E, 2I, H]
+            halves = whole.chunk(2, dim=1)
+            return torch.cat([half.chunk(num_ranks, dim=1)[rank] for half in halves], dim=1)
+        if any(each in name for each in _CUT_ROWS):
+            return whole.chunk(num_ranks)[rank]
+        if any(each in name for each in _CUT_COLUMNS):
+            return whole.chunk(num_ranks, dim=-1)[rank]
+        return whole
+
+    return {name: part(name, whole) for name, whole in weights.items()}
 
 
 def _mtp(weights: Mapping[str, torch.Tensor], family: str, seed: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Real vLLMs in bfloat16 with an EAGLE draft or an MTP layer that predicts its model, until that moves away.
+"""Real vLLMs in bfloat16 with EAGLE drafts or an MTP layer that predict their model, until that moves away.
 
 On GPUs, `tests/gpu/test_drafts_on_gpu.py` does the same with CUDA graphs.
 """
@@ -17,11 +17,13 @@ from tests.draft_pairs import (
     NUM_SPECULATIVE_TOKENS,
     NUM_TOKENS,
     PROMPTS,
+    Eagle3Trainer,
     EagleTrainer,
+    GlmTrainer,
     MtpTrainer,
     PairTrainer,
     follow,
-    save_eagle,
+    save_draft,
     save_mtp,
     speculative_config,
 )
@@ -39,18 +41,26 @@ pytestmark = [
 CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120), components={"draft": "trained"})
 
 
-@pytest.mark.parametrize(("method", "trainer_class"), [("eagle", EagleTrainer), ("mtp", MtpTrainer)])
+@pytest.mark.parametrize(
+    ("method", "trainer_class"),
+    [
+        pytest.param("eagle", EagleTrainer, id="eagle"),
+        pytest.param("eagle3", Eagle3Trainer, id="eagle3"),
+        pytest.param("mtp", MtpTrainer, id="mtp-mimo"),
+        pytest.param("mtp", GlmTrainer, id="mtp-glm"),
+    ],
+)
 def test_a_pair_is_accepted_while_both_are_of_one_version(
     method: str, trainer_class: type[PairTrainer], tmp_path: Path
 ) -> None:
     from tests.actors.draft_engine import DraftEngine
 
     path = str(tmp_path / "model")
-    if method == "mtp":
-        save_mtp(path)
+    if issubclass(trainer_class, MtpTrainer):
+        save_mtp(path, trainer_class.family)
     else:
         save_qwen3(tmp_path / "model", "untied", 0)
-        save_eagle(path, "vllm")
+        save_draft(path, method, "vllm")
     options = {"dtype": "bfloat16", "max_model_len": 256}
     options["speculative_config"] = speculative_config(path, method)
     trainer, engine = spawn(trainer_class), spawn(DraftEngine, "vllm", path, "e0", options, "e0")
@@ -59,8 +69,8 @@ def test_a_pair_is_accepted_while_both_are_of_one_version(
     def check(report: SyncReport) -> None:
         assert report.engines == {"e0": report.version}
         live, trained = ray.get([engine.live_draft.remote(), trainer.weights.remote("draft")])
-        if method == "mtp":
-            check_live_mtp(live, trained, FAMILIES["mimo"])
+        if issubclass(trainer_class, MtpTrainer):
+            check_live_mtp(live, trained, FAMILIES[trainer_class.family])
         else:
             check_live(live, trained)
 

@@ -146,8 +146,8 @@ def test_mtp_layers_in_the_trainers_model_are_written_with_it(fleet: Fleet, tmp_
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("family", "apart", "num_ranks"),
-    [("glm", True, 1), ("mimo", True, 2)],
-    ids=["glm-apart", "mimo-apart-two-ranks"],
+    [("glm", True, 1), ("glm", True, 2), ("mimo", True, 2)],
+    ids=["glm-apart", "glm-apart-two-ranks", "mimo-apart-two-ranks"],
 )
 def test_mtp_layers_apart_from_the_model_and_on_two_ranks(fleet: Fleet) -> None:
     with WeightSync(CONFIG) as sync:

@@ -57,10 +57,15 @@ def check_live(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Ten
     assert seen == wanted.keys()
 
 
-def check_live_mtp(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], of: Family) -> None:
+def check_live_mtp(
+    live: Mapping[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
+    of: Family,
+    packs: bool = True,
+) -> None:
     """Compare an MTP layer's live memory, which vLLM fuses and packs, with a trainer's, tensor by tensor.
 
-    No tensor may be left.
+    No tensor may be left. `packs`: the engine is on a CPU, where it packs experts.
     """
     wanted = {name.removeprefix(of.layer): each for name, each in trained.items()}
     seen = set[str]()
@@ -70,13 +75,19 @@ def check_live_mtp(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch
         found = next((each for each in _MTP_PARTS if each in inner), "")
         names = [inner.replace(found, part) for part in _MTP_PARTS[found]] if found else [inner]
         whole = torch.cat([wanted[each] for each in names])
-        if inner.endswith(_EXPERTS):
-            from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
-
-            whole = cpu_prepack_moe_weight(whole, "vec")  # as the kernel has them in float32
+        if packs and inner.endswith(_EXPERTS):
+            whole = _packed_experts(whole)
         assert torch.equal(tensor, whole), name
         seen.update(names)
     assert seen == wanted.keys()
+
+
+def _packed_experts(experts: torch.Tensor) -> torch.Tensor:
+    """Return experts as vLLM's kernel for a CPU has them."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+    has_tiles = experts.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_tile")
+    return cpu_prepack_moe_weight(experts, "amx" if has_tiles else "vec")
 
 
 def check_version(rig: Rig, version: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.draft_pairs import eagle_path, speculative_config
+from tests.draft_pairs import NUM_SPECULATIVE_TOKENS, eagle_path, speculative_config
 from tests.gpu import sglang_probe, vllm_probe
 from weightsync.actors.engine import EngineActor
 
@@ -19,8 +19,9 @@ from weightsync.actors.engine import EngineActor
 class VllmDrafts(EngineActor):
     """A vLLM with CUDA graphs, started with dummy weights, that speculates with a draft of a `method`."""
 
-    def __init__(self, path: str, name: str, method: str) -> None:
-        options = {**vllm_probe.OPTIONS, "speculative_config": speculative_config(path, method)}
+    def __init__(self, path: str, name: str, method: str, num_ranks: int) -> None:
+        speculative = {"speculative_config": speculative_config(path, method)}
+        options = {**vllm_probe.OPTIONS, **speculative, "tensor_parallel_size": num_ranks}
         super().__init__("vllm", path, name, options)
 
     async def share_accepted(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
@@ -29,21 +30,25 @@ class VllmDrafts(EngineActor):
         await self.generate(prompts, {"max_tokens": num_tokens, "temperature": 0.0})
         return (await self.draft_counts()).since(before).acceptance
 
-    async def live_draft(self) -> Mapping[str, torch.Tensor]:
-        """Copy what the draft's kernels read."""
-        return (await asyncio.to_thread(self._engine.call, lambda llm: llm.collective_rpc(_live)))[0]
+    async def live_draft(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Copy what the draft's kernels read on each rank."""
+        return await asyncio.to_thread(self._engine.call, lambda llm: llm.collective_rpc(_live))
 
 
 class SglangDrafts(EngineActor):
-    """An SGLang with CUDA graphs, started with a dummy target, that speculates with an EAGLE draft."""
+    """An SGLang with CUDA graphs, started with a dummy target, that speculates with a draft of a `method`."""
 
-    def __init__(self, path: str, name: str, method: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str, name: str, method: str, num_ranks: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        num_tokens = NUM_SPECULATIVE_TOKENS[method]
         speculative = {
             "speculative_algorithm": method.upper(),
             "speculative_draft_model_path": eagle_path(path),
-            "speculative_num_steps": 2,
+            "speculative_num_steps": num_tokens,
             "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 3,
+            "speculative_num_draft_tokens": num_tokens + 1,
+            "tensor_parallel_size": num_ranks,
             "custom_weight_loader": [_LOADER],
         }
         super().__init__("sglang", path, name, {**(options or sglang_probe.OPTIONS), **speculative})
@@ -54,9 +59,9 @@ class SglangDrafts(EngineActor):
         asked = asyncio.run_coroutine_threadsafe(_accepted(server.manager, prompts, num_tokens), server.loop)
         return await asyncio.wrap_future(asked)
 
-    async def live_draft(self) -> Mapping[str, torch.Tensor]:
-        """Copy what the draft's kernels read."""
-        return await asyncio.to_thread(self._live_draft)
+    async def live_draft(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Copy what the draft's kernels read on the only rank."""
+        return [await asyncio.to_thread(self._live_draft)]
 
     def _live_draft(self) -> Mapping[str, torch.Tensor]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from tests.draft_pairs import (
     NUM_SPECULATIVE_TOKENS,
     NUM_TOKENS,
     PROMPTS,
+    Eagle3Trainer,
     EagleTrainer,
+    GlmTrainer,
     MtpTrainer,
     PairTrainer,
+    SglangEagle3Trainer,
     TwinTrainer,
     follow,
-    save_eagle,
+    save_draft,
     save_mtp,
 )
 from tests.gpu.draft_actors import SglangDrafts, VllmDrafts
-from tests.gpu.fleet import spawn
+from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
-from tests.mtp_models import FAMILIES
+from tests.mtp_models import FAMILIES, part_of_rank
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, SyncReport, WeightSync
 
@@ -40,53 +44,88 @@ pytestmark = [
 CONFIG = SyncConfig(
     timeout_s=patient(30), connect_timeout_s=patient(60), components={"draft": "trained"}, mode="direct"
 )
+SHARED = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def check_bytes(live: dict[str, torch.Tensor], trained: Mapping[str, torch.Tensor], method: str) -> None:
-    """Compare each byte of the engine's draft with the trainer's, but for what it shares with the model."""
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in trained:  # engines pad the vocabulary
-            live[name] = live[name][: len(trained[name])]
-        else:
-            live.pop(name, None)
-    if method == "mtp":
-        check_live_mtp(live, trained, FAMILIES["mimo"])
-    else:
-        check_live(live, trained)
+@dataclass(frozen=True)
+class Case:
+    """An engine's package, a way to speculate, who trains the draft, and how many ranks the engine has."""
+
+    package: str
+    method: str
+    trainer: type[PairTrainer]
+    num_ranks: int = 1
+
+    @property
+    def engine(self) -> Callable[..., EngineActor]:
+        return VllmDrafts if self.package == "vllm" else SglangDrafts
 
 
-@pytest.mark.parametrize(
-    ("package", "method", "trainer_class", "engine_class"),
-    [
-        pytest.param("vllm", "draft_model", TwinTrainer, VllmDrafts, id="vllm-draft_model"),
-        pytest.param("vllm", "eagle", EagleTrainer, VllmDrafts, id="vllm-eagle"),
-        pytest.param("vllm", "mtp", MtpTrainer, VllmDrafts, id="vllm-mtp"),
-        pytest.param("sglang", "eagle", EagleTrainer, SglangDrafts, id="sglang-eagle"),
-    ],
-)
-def test_a_draft_that_follows_the_model_is_accepted(
-    package: str,
-    method: str,
-    trainer_class: type[PairTrainer],
-    engine_class: Callable[..., EngineActor],
-    bundles: PlacementGroup,
-    tmp_path: Path,
+CASES = {
+    "vllm-draft_model": Case("vllm", "draft_model", TwinTrainer),
+    "vllm-eagle": Case("vllm", "eagle", EagleTrainer),
+    "vllm-eagle3": Case("vllm", "eagle3", Eagle3Trainer),
+    "vllm-mtp": Case("vllm", "mtp", MtpTrainer),
+    "vllm-mtp-glm": Case("vllm", "mtp", GlmTrainer),
+    "vllm-mtp-glm-two-ranks": Case("vllm", "mtp", GlmTrainer, num_ranks=2),
+    "sglang-eagle": Case("sglang", "eagle", EagleTrainer),
+    "sglang-eagle3": Case("sglang", "eagle3", SglangEagle3Trainer),
+}
+
+
+def check_bytes(
+    ranks: Sequence[dict[str, torch.Tensor]], trained: Mapping[str, torch.Tensor], case: Case
 ) -> None:
-    pytest.importorskip(package)
-    path = str(tmp_path / "model")
-    if method == "mtp":
-        save_mtp(path)
+    """Compare each byte of the engine's draft with the trainer's, but for what it shares with the model."""
+    assert len(ranks) == case.num_ranks
+    for rank, live in enumerate(ranks):
+        for name in SHARED:
+            if name in trained:  # engines pad the vocabulary
+                live[name] = live[name][: len(trained[name])]
+            else:
+                live.pop(name, None)
+        if issubclass(case.trainer, MtpTrainer):
+            wanted = part_of_rank(trained, rank, case.num_ranks)
+            check_live_mtp(live, wanted, FAMILIES[case.trainer.family], packs=False)
+        else:
+            check_live(live, trained)
+
+
+def save(folder: Path, case: Case) -> str:
+    path = str(folder / "model")
+    if issubclass(case.trainer, MtpTrainer):
+        save_mtp(path, case.trainer.family)
     else:
-        save_qwen3(tmp_path / "model", "untied", 0)
-        save_eagle(path, package)
-    trainer, engine = spawn(trainer_class, bundles, 0), spawn(engine_class, bundles, 0, path, "e0", method)
+        save_qwen3(folder / "model", "untied", 0)
+        save_draft(path, case.method, case.package)
+    return path
+
+
+def spawn_engine(case: Case, bundles: PlacementGroup, path: str) -> Any:
+    arguments = (path, "e0", case.method, case.num_ranks)
+    if case.num_ranks == 1:
+        return spawn(case.engine, bundles, 0, *arguments)
+    # Further ranks are the engine's own processes, so that one actor has to see all its GPUs.
+    visible = visible_devices(bundles, range(case.num_ranks))
+    return spawn(case.engine, bundles, 0, *arguments, share=0, visible=visible)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_draft_that_follows_the_model_is_accepted(
+    case: Case, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    pytest.importorskip(case.package)
+    if num_gpus < case.num_ranks:
+        pytest.skip(f"needs {case.num_ranks} GPUs")
+    path = save(tmp_path, case)
+    trainer, engine = spawn(case.trainer, bundles, 0), spawn_engine(case, bundles, path)
     ray.get([trainer.start.remote(path), engine.sync_layout.remote()], timeout=patient(200))
 
     def check(report: SyncReport) -> None:
         assert report.routes == {"e0": "direct"}
         assert report.proofs == {"e0": "live weights"}
-        live, trained = ray.get([engine.live_draft.remote(), trainer.weights.remote("draft")])
-        check_bytes(live, trained, method)
+        ranks, trained = ray.get([engine.live_draft.remote(), trainer.weights.remote("draft")])
+        check_bytes(ranks, trained, case)
 
     def share_accepted() -> Any:
         return ray.get(engine.share_accepted.remote(PROMPTS, NUM_TOKENS), timeout=patient(60))
@@ -95,6 +134,6 @@ def test_a_draft_that_follows_the_model_is_accepted(
         sync.register_trainers([trainer])
         sync.register_engines({"e0": engine})
         sync.connect()
-        follow(sync, trainer, share_accepted, check, NUM_SPECULATIVE_TOKENS[method])
+        follow(sync, trainer, share_accepted, check, NUM_SPECULATIVE_TOKENS[case.method])
     ray.kill(engine)
     ray.kill(trainer)
