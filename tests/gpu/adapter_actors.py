@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,16 @@ class SglangAdapters(EngineActor):
     def __init__(self, path: str, name: str, num_ranks: int, rank: int, **more: object) -> None:
         slots = {"enable_lora": True, "max_loras_per_batch": 4, "max_lora_rank": rank, **more}
         given = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **slots}
-        super().__init__("sglang", path, name, {"lora_target_modules": list(TARGETS), **given})
+        own = {"lora_target_modules": list(TARGETS), "custom_weight_loader": [sglang_probe.SLOTS_LOADER]}
+        super().__init__("sglang", path, name, {**own, **given})
 
     async def pid(self) -> int:
         """Return this process's id."""
         return os.getpid()
+
+    async def slots(self) -> list[Mapping[str, Any]]:
+        """Return the process of each rank, and its slots, see `sglang_probe.slots`."""
+        return await asyncio.to_thread(sglang_probe.slots_of, self._engine)
 
     async def by_file(
         self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,22 @@ from tests.patience import patient
 __all__ = [
     "LOADER",
     "OPTIONS",
+    "SLOTS_LOADER",
     "Answers",
     "answers_of",
     "label_of",
     "live",
     "live_of",
     "probe",
+    "slots",
+    "slots_of",
     "write_hashes",
+    "write_slots",
 ]
 
 LOADER = "tests.gpu.sglang_probe.write_hashes"
-"""SGLang has no call into its ranks that returns something: this "loader" of weights writes a file."""
+SLOTS_LOADER = "tests.gpu.sglang_probe.write_slots"
+"""SGLang has no call into its ranks that returns something: these "loaders" of weights write files."""
 
 # The same on both sides of a comparison, or kernels would differ.
 OPTIONS: dict[str, Any] = {
@@ -78,6 +86,15 @@ async def probe(manager: Any) -> Answers:
 
 async def live(manager: Any, num_ranks: int) -> Live:
     """What the kernels of each rank read, in their layout. The engine was started with `LOADER`."""
+    return await _written(manager, num_ranks, LOADER)
+
+
+async def slots(manager: Any, num_ranks: int) -> list[Mapping[str, Any]]:
+    """Each rank's pid, and its slots for adapters as hashes. The engine was started with `SLOTS_LOADER`."""
+    return await _written(manager, num_ranks, SLOTS_LOADER)
+
+
+async def _written(manager: Any, num_ranks: int, loader: str) -> list[Any]:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -87,7 +104,7 @@ async def live(manager: Any, num_ranks: int) -> Live:
             for rank in range(num_ranks)
         ]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=tensors, load_format=LOADER, flush_cache=False
+            serialized_named_tensors=tensors, load_format=loader, flush_cache=False
         )
         ok, message = (await manager.update_weights_from_tensor(request, None))[:2]
         assert ok, message
@@ -97,6 +114,18 @@ async def live(manager: Any, num_ranks: int) -> Live:
 def write_hashes(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Run by SGLang in each rank's process: write `hashes` to the file that the only tensor is named for."""
     Path(named_tensors[0][0]).write_text(json.dumps(hashes(model)))
+
+
+def write_slots(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Run by SGLang likewise: write this process's id, and a hash of all matrices in each slot."""
+    found: dict[int, Any] = defaultdict(hashlib.sha256)
+    for _, module in model.named_modules():
+        for name, stack in sorted(vars(module).items()):
+            if name.startswith(("A_buffer", "B_buffer")) and isinstance(stack, torch.Tensor):
+                for slot, matrix in enumerate(stack):
+                    found[slot].update(matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    held = sorted(each.hexdigest() for each in found.values())
+    Path(named_tensors[0][0]).write_text(json.dumps({"pid": os.getpid(), "slots": held}))
 
 
 def answers_of(engine: Any) -> Answers:
@@ -109,6 +138,13 @@ def live_of(engine: Any) -> Live:
     """Of our adapter, likewise."""
     server = engine.loop.server
     asked = asyncio.run_coroutine_threadsafe(live(server.manager, server.num_ranks), server.loop)
+    return asked.result(patient(120))
+
+
+def slots_of(engine: Any) -> list[Mapping[str, Any]]:
+    """Of our adapter, likewise."""
+    server = engine.loop.server
+    asked = asyncio.run_coroutine_threadsafe(slots(server.manager, server.num_ranks), server.loop)
     return asked.result(patient(120))
 
 

@@ -39,6 +39,17 @@ def served_by(request: pytest.FixtureRequest) -> type[EngineActor]:
     return VllmAdapters if request.param == "vllm" else SglangAdapters
 
 
+def spawn_engine(
+    cls: type[EngineActor], bundles: PlacementGroup, path: str, name: str, num_ranks: int
+) -> Any:
+    arguments = (path, name, num_ranks, RANK)
+    if num_ranks == 1:
+        return spawn(cls, bundles, 0, *arguments)
+    # Further ranks are the engine's own processes, so that one actor has to see all its GPUs.
+    visible = visible_devices(bundles, range(num_ranks))
+    return spawn(cls, bundles, 0, *arguments, share=0, visible=visible)
+
+
 @pytest.mark.parametrize(("num_ranks", "autocast"), [(1, False), (1, True), (2, False)])
 def test_it_answers_as_one_that_the_engine_read_from_files(
     num_ranks: int,
@@ -53,12 +64,7 @@ def test_it_answers_as_one_that_the_engine_read_from_files(
     path = str(tmp_path / "base")
     save_qwen3(tmp_path / "base", "untied", 0)
     trainer = spawn(AdapterTrainer, bundles, 0)
-    arguments = (path, "e0", num_ranks, RANK)
-    if num_ranks == 1:
-        engine = spawn(served_by, bundles, 0, *arguments)
-    else:  # further ranks are the engine's own processes, so that one actor has to see all its GPUs
-        visible = visible_devices(bundles, range(num_ranks))
-        engine = spawn(served_by, bundles, 0, *arguments, share=0, visible=visible)
+    engine = spawn_engine(served_by, bundles, path, "e0", num_ranks)
     ray.get([trainer.start.remote(path, RANK, autocast), engine.sync_layout.remote()], timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
     with WeightSync(CONFIG) as sync:
@@ -166,6 +172,61 @@ def test_a_killed_engine_gets_it_from_holders(
         assert until(lambda: answer() is not None, patient(200))
         rollout = answer()
         assert (rollout.adapter_version, rollout.tokens) == (1, before)
+        assert sync.update_adapter("math").engines == {"e0": 2}
+        assert answer().tokens != before
+        ray.kill(sync.engines()["e0"])
+    ray.kill(trainer)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_sglang_that_loses_a_rank_gets_it_from_holders(
+    num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    """SGLang's ranks are processes of their own. The last one is killed, and the slots come back."""
+    pytest.importorskip("sglang")
+    if num_gpus < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    path = str(tmp_path / "base")
+    save_qwen3(tmp_path / "base", "untied", 0)
+    trainer = spawn(AdapterTrainer, bundles, 0)
+
+    def start(name: str) -> Any:
+        return spawn_engine(SglangAdapters, bundles, path, name, num_ranks)
+
+    engine = start("e0")
+    ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "adapter": "math"}
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine}, respawn=start)
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        sync.register_adapter("math", [trainer])
+
+        def slots() -> list[Any]:
+            return ray.get(sync.engines()["e0"].slots.remote(), timeout=patient(60))
+
+        def answer() -> Any:
+            try:
+                return ray.get(sync.engines()["e0"].generate.remote(PROMPTS, sampling), timeout=patient(30))
+            except (WeightSyncError, ray.exceptions.RayError):
+                return None
+
+        empty = slots()
+        ray.get(trainer.train.remote(1))
+        sync.update_adapter("math")
+        held = slots()
+        filled = [{*now["slots"]} - {*then["slots"]} for now, then in zip(held, empty, strict=True)]
+        assert [len(each) for each in filled] == [1] * num_ranks
+        before = ray.get(engine.generate.remote(PROMPTS, sampling)).tokens
+        ray.get(trainer.train.remote(2))  # it has gone on, and is not asked
+        os.kill(held[-1]["pid"], signal.SIGKILL)
+        assert until(lambda: len(sync.heals) == 1 and answer() is not None, patient(200))
+        rollout = answer()
+        assert (rollout.adapter_version, rollout.tokens) == (1, before)
+        again = slots()
+        assert all(each <= {*now["slots"]} for each, now in zip(filled, again, strict=True))
+        assert not {each["pid"] for each in held} & {each["pid"] for each in again}
         assert sync.update_adapter("math").engines == {"e0": 2}
         assert answer().tokens != before
         ray.kill(sync.engines()["e0"])
