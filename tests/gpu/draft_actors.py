@@ -43,8 +43,7 @@ class SglangDrafts(EngineActor):
     ) -> None:
         num_tokens = NUM_SPECULATIVE_TOKENS[method]
         speculative = {
-            "speculative_algorithm": method.upper(),
-            "speculative_draft_model_path": eagle_path(path),
+            **_named(path, method),
             "speculative_num_steps": num_tokens,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": num_tokens + 1,
@@ -74,6 +73,12 @@ class SglangDrafts(EngineActor):
         )
         self._engine.loop.call(lambda server: server.manager.update_weights_from_tensor(request, None))
         return pickle.loads(Path(file).read_bytes())
+
+
+def _named(path: str, method: str) -> Mapping[str, str]:
+    if method == "mtp":  # the layer of MTP is in the model's files
+        return {"speculative_algorithm": "NEXTN"}
+    return {"speculative_algorithm": method.upper(), "speculative_draft_model_path": eagle_path(path)}
 
 
 _LOADER = "tests.gpu.draft_actors.dump"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ CASES = {
     "vllm-mtp-glm-two-ranks": Case("vllm", "mtp", GlmTrainer, num_ranks=2),
     "sglang-eagle": Case("sglang", "eagle", EagleTrainer),
     "sglang-eagle3": Case("sglang", "eagle3", SglangEagle3Trainer),
+    "sglang-nextn": Case("sglang", "mtp", MtpTrainer),
 }
 
 
@@ -85,8 +87,12 @@ def check_bytes(
             else:
                 live.pop(name, None)
         if issubclass(case.trainer, MtpTrainer):
-            wanted = part_of_rank(trained, rank, case.num_ranks)
-            check_live_mtp(live, wanted, FAMILIES[case.trainer.family], packs=False)
+            of, wanted = FAMILIES[case.trainer.family], part_of_rank(trained, rank, case.num_ranks)
+            if case.package == "sglang":
+                live = {
+                    re.sub(r"^model\.(mtp_block\.)?", of.layer, name): each for name, each in live.items()
+                }
+            check_live_mtp(live, wanted, of, packs=False)
         else:
             check_live(live, trained)
 

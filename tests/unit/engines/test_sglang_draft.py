@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_a_folder_without_files_says_what_is_missing(tmp_path: Path) -> None:
 def test_files_are_read_for_a_draft_and_its_path_is_the_models_by_default() -> None:
     arguments = {"model_path": "/m", "speculative_algorithm": "NEXTN"}
     assert Speculation.of(arguments, sessions=False) == Speculation("NEXTN", "/m", None)
+    assert arguments["speculative_draft_model_path"] == "/m"
     assert arguments["speculative_draft_load_format"] == "auto"
     for sessions in (False, True):
         assert Speculation.of({"model_path": "/m"}, sessions) is None
@@ -119,7 +121,7 @@ def test_drafts_of_later_sglangs_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"speculative_algorithm": "NEXTN"}, r"speculative_algorithm: 'NEXTN' .*freeze it"),
+        ({"speculative_algorithm": "NEXTN"}, r"'NEXTN' .*only MiMoMTP can .*not Eagle: freeze it"),
         (
             {"speculative_algorithm": "EAGLE", "quantization": "fp8"},
             r"options.quantization: 'fp8' .*freeze it",
@@ -133,3 +135,54 @@ def test_what_a_draft_cannot_be_trained_with_is_refused(given: Mapping[str, obje
     with pytest.raises(ConfigError, match=told):
         draft_of(speculation, Eagle(target), target, torch.bfloat16, CPU, "trained")
     assert draft_of(speculation, Eagle(target), target, torch.bfloat16, CPU, "frozen").path == "/m"
+
+
+class MiMoMTP(nn.Module):
+    """As SGLang's: a layer in the target's checkpoint, with the target's embedding and head."""
+
+    def __init__(self, target: Target, num_layers: int = 1) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_nextn_predict_layers=num_layers)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(6, 4)
+        self.model.embed_tokens.weight = target.model.embed_tokens.weight
+        self.model.input_proj = nn.Linear(8, 4, bias=False)
+        self.lm_head = nn.Linear(4, 6, bias=False)
+        self.lm_head.weight = target.lm_head.weight
+
+
+class ErnieMTP(MiMoMTP):
+    """Of another family."""
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])  # the same to SGLang
+def test_of_a_layers_files_the_layer_alone_is_its_own(algorithm: str, tmp_path: Path) -> None:
+    target = Target()
+    draft = MiMoMTP(target)
+    speculation = Speculation(algorithm, str(tmp_path), None)
+    trained = draft_of(speculation, draft, target, torch.bfloat16, CPU, "trained")
+    assert isinstance(trained, SglangTrainedDraft)
+    held = {"model.embed_tokens.weight": torch.zeros(6, 4), "model.layers.0.weight": torch.zeros(4, 4)}
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"draft_model_path: .*model\.mtp_layers\.0\.\*"):
+        trained.checkpoint()
+    held["model.mtp_layers.0.input_proj.weight"] = torch.zeros(4, 8)
+    save_file(held, tmp_path / "model.safetensors")
+    meta = TensorMeta("model.mtp_layers.0.input_proj.weight", "bfloat16", (4, 8))
+    assert trained.checkpoint().tensors == (meta,)
+    assert trained.shared()["lm_head.weight"] == "lm_head.weight"
+    assert trained.shared()["model.embed_tokens.weight"] == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        (ErnieMTP(Target()), r"'EAGLE' .*only MiMoMTP can be trained, not ErnieMTP: freeze it"),
+        (MiMoMTP(Target(), num_layers=2), r"num_nextn_predict_layers: 2 .*into one layer of MiMoMTP: freeze"),
+    ],
+)
+def test_other_layers_are_refused_under_each_name(draft: nn.Module, told: str) -> None:
+    speculation = Speculation("EAGLE", "/m", None)
+    with pytest.raises(ConfigError, match=told):
+        draft_of(speculation, draft, Target(), torch.bfloat16, CPU, "trained")
+    assert draft_of(speculation, draft, Target(), torch.bfloat16, CPU, "frozen").model is draft

@@ -1,6 +1,6 @@
 """The draft model of an SGLang rank. It starts with the weights of its own checkpoint.
 
-Sources: SGLang's ``speculative/`` and ``models/llama_eagle3.py`` of 0.5.17.
+Sources: SGLang's ``speculative/``, ``models/llama_eagle3.py`` and ``models/mimo_mtp.py`` of 0.5.17.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from weightsync.memory.tensors import meta_of
 from weightsync.plan import TensorMeta
 
 _WITHOUT_WEIGHTS = "NGRAM"
-_TRAINABLE = ("EAGLE", "EAGLE3")
-_KNOWN = (*_TRAINABLE, "NEXTN", _WITHOUT_WEIGHTS)
+_NEXTN = "NEXTN"
+"""Its draft is a layer in the target's checkpoint (MTP). To SGLang, it is another word for EAGLE."""
+_KNOWN = ("EAGLE", "EAGLE3", _NEXTN, _WITHOUT_WEIGHTS)
+_LAYER_CLASSES = ("NextN", "MTP")
+"""How SGLang's names of models end that are such a layer."""
+_LAYERS = {"MiMoMTP": "model.mtp_layers.0."}
+"""What names begin with in the checkpoint, by SGLang's models of a layer that can be trained."""
 _FREEZE = 'freeze it with SyncConfig(components={"draft": "frozen"})'
 _TOKEN_MAPS = ("d2t", "t2d")
 """EAGLE-3's maps between the target's tokens and the draft's. SGLang reads them once, when it starts."""
@@ -67,6 +72,8 @@ class Speculation:
         given = ((name, arguments.get(name)) for name in ("quantization", "speculative_token_map"))
         obstacle = next(((f"options.{name}", value) for name, value in given if value), None)
         path = arguments.get("speculative_draft_model_path") or arguments["model_path"]
+        if algorithm == _NEXTN:  # SGLang has this default for some models alone
+            arguments["speculative_draft_model_path"] = path
         return cls(str(algorithm), str(path), obstacle)
 
 
@@ -81,47 +88,70 @@ def draft_of(
     """Return the draft of a rank. Raises ConfigError if it is to be trained and cannot be."""
     if treatment != "trained":
         return DraftModel(speculation.algorithm, speculation.path, draft)
-    if speculation.algorithm not in _TRAINABLE:
-        remedy = f"only drafts of {', '.join(_TRAINABLE)} can be trained: {_FREEZE}"
-        raise ConfigError("options.speculative_algorithm", speculation.algorithm, remedy)
+    begin = _begin(speculation.algorithm, draft)
     if speculation.obstacle:
         remedy = f"leave it out, since a draft with it is not trained, or {_FREEZE}"
         raise ConfigError(*speculation.obstacle, remedy)
     own = _OwnModules(draft, target)
-    return SglangTrainedDraft(speculation.algorithm, speculation.path, own, draft, target, dtype, device)
+    return SglangTrainedDraft(
+        speculation.algorithm, speculation.path, own, draft, target, dtype, device, begin
+    )
+
+
+def _begin(algorithm: str, draft: torch.nn.Module) -> str:
+    """Return what names of a draft begin with in its files, "" for one with files of its own.
+
+    Raises ConfigError for a layer of MTP that cannot be trained.
+    """
+    kind = type(draft).__name__
+    if algorithm != _NEXTN and not kind.endswith(_LAYER_CLASSES):
+        return ""
+    if kind not in _LAYERS:
+        remedy = f"of MTP, only {', '.join(_LAYERS)} can be trained, not {kind}: {_FREEZE}"
+        raise ConfigError("options.speculative_algorithm", algorithm, remedy)
+    num_layers = getattr(getattr(draft, "config", None), "num_nextn_predict_layers", 1)
+    if num_layers != 1:
+        remedy = f"SGLang loads all of them into one layer of {kind}: {_FREEZE}"
+        raise ConfigError("num_nextn_predict_layers", num_layers, remedy)
+    return _LAYERS[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class SglangTrainedDraft(TrainableDraft):
-    """An EAGLE or EAGLE-3 draft, whose `model` has its own modules alone.
+    """A draft of EAGLE or EAGLE-3, or a layer of MTP, whose `model` has its own modules alone.
 
     Attributes:
         draft: SGLang's module, with those that it shares with the target.
         target: the model that the draft speculates for.
         dtype: of both.
+        begin: what names of its tensors begin with in its files, "" if it has all that is in them.
     """
 
     draft: torch.nn.Module
     target: torch.nn.Module
     dtype: torch.dtype
     device: torch.device
+    begin: str
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors of its files, in the engine's dtype: transformers does not know these models."""
+        """Return the tensors of its files, in the engine's dtype: transformers does not know these models.
+
+        Raises ConfigError if there are none.
+        """
         shared = self.shared()
-        return Checkpoint(tuple(each for each in self._stored() if each.name not in shared), (), frozenset())
+        if found := tuple(each for each in self._stored() if each.name not in shared):
+            return Checkpoint(found, (), frozenset())
+        wanted = f"{self.begin}*" if self.begin else "tensors of a draft"
+        remedy = f"give a folder with {wanted} in safetensors files, which say what tensors a draft has"
+        raise ConfigError("options.speculative_draft_model_path", self.path, remedy)
 
     def _stored(self) -> Iterator[TensorMeta]:
         from safetensors.torch import safe_open
 
-        files = sorted(Path(self.path).glob("*.safetensors"))
-        if not files:
-            remedy = "give a folder with safetensors files, which say what tensors a draft has"
-            raise ConfigError("options.speculative_draft_model_path", self.path, remedy)
-        for file in files:
+        for file in sorted(Path(self.path).glob("*.safetensors")):
             with safe_open(file, framework="pt") as held:
                 for name in held.keys():  # noqa: SIM118 - it is no mapping
-                    if not any(each in name for each in _TOKEN_MAPS):
+                    if name.startswith(self.begin) and not any(each in name for each in _TOKEN_MAPS):
                         shape = held.get_slice(name).get_shape()
                         yield meta_of(name, torch.empty(shape, dtype=self.dtype, device="meta"))
 

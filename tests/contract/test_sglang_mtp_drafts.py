@@ -1,0 +1,107 @@
+"""A real SGLang's models with MTP layers: what updates write of MiMo's, and why GLM-4 MoE is refused.
+
+Its models and loaders run in processes of the test, without its kernels: tests/gpu has the tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.contract.test_sglang_layers import Sglang
+from tests.forked import said_by
+from tests.mtp_models import build_tiny_mtp
+from tests.quantised import same_bits
+from weightsync.engines.rank import Rank
+from weightsync.engines.sglang.draft import Speculation
+from weightsync.engines.sglang.worker import RankSettings, SglangHost
+from weightsync.plan import RankLayout
+from weightsync.plan.draft import DRAFT
+
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="sglang is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+CPU = torch.device("cpu")
+
+
+class Pair(Sglang):
+    """A rank of an SGLang that speculates with the layer of a model in `folder`."""
+
+    def pair(self, folder: Path, load_format: str) -> tuple[nn.Module, nn.Module]:
+        """Return the model and its draft, which has the model's embedding and head."""
+        target, draft = self.model(folder, load_format), self.draft(folder)
+        draft.set_embed_and_head(*target.get_embed_and_head())  # type: ignore[operator]
+        return target, draft
+
+    def draft(self, folder: Path) -> nn.Module:
+        """Return the draft as SGLang starts it, from files."""
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.model_loader.loader import get_model_loader
+
+        config = ModelConfig(str(folder), dtype="bfloat16", is_draft_model=True)
+        loader = get_model_loader(LoadConfig(load_format="safetensors"), config)
+        model: nn.Module = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        return model
+
+
+def write(layout: RankLayout, live: nn.Module, draft: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors to where the layout says that they are, with nothing but offsets and strides."""
+    held = dict(live.named_parameters()) | {f"{DRAFT}{n}": each for n, each in draft.named_parameters()}
+    for segment in layout.segments:
+        buffer, box = held[segment.buffer].detach(), segment.box
+        part = given[segment.tensor.removeprefix(DRAFT)][box.slices()].to(buffer.dtype)
+        strides = [each // buffer.itemsize for each in segment.strides]
+        start = segment.byte_offset // buffer.itemsize
+        torch.as_strided(buffer, box.extent, strides, buffer.storage_offset() + start).copy_(part)
+
+
+def checked(pipe: Connection, folder: Path, number: int, num_ranks: int) -> None:
+    """Send the draft's names in the layout, once its bytes have been compared over three versions."""
+    path = folder / "1"
+    sglang = Pair(path, folder / "meeting", number, num_ranks)
+    wanted = [sglang.pair(folder / str(seed), "safetensors") for seed in range(2)]
+    target, draft = sglang.pair(path, "dummy")
+    settings = RankSettings("e0", str(path), "bfloat16", False, Speculation("NEXTN", str(path), None))
+    rank = Rank("sglang", number, CPU, SglangHost(target, CPU, settings, draft))
+    rank.treat("trained")
+    layout = rank.layout()
+    assert layout.buffers, "its layout is proven"
+    addresses = [each.data_ptr() for each in (*target.parameters(), *draft.parameters())]
+    for seed in (0, 1, 0):
+        write(layout, target, draft, load_file(folder / str(seed) / "model.safetensors"))
+        for ours, theirs in zip((target, draft), wanted[seed], strict=True):
+            expected = dict(theirs.named_parameters())
+            assert [n for n, each in ours.named_parameters() if not same_bits(each, expected[n])] == []
+    assert not same_bits(draft.model.input_proj.weight, wanted[1][1].model.input_proj.weight)
+    assert [each.data_ptr() for each in (*target.parameters(), *draft.parameters())] == addresses
+    tied = {alias for alias, _ in layout.tied}
+    assert {f"{DRAFT}model.embed_tokens.weight", f"{DRAFT}lm_head.weight"} <= tied
+    pipe.send(sorted(meta.name for meta in layout.tensors if meta.name.startswith(DRAFT)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_three_versions_of_mimos_layer_are_what_sglang_loads(num_ranks: int, tmp_path: Path) -> None:
+    for seed in range(2):
+        build_tiny_mtp(tmp_path / str(seed), "mimo", 1 + seed, mtp_seed=5 + seed)
+
+    def of_rank(number: int) -> list[str]:
+        found: list[str] = said_by(checked, tmp_path, number, num_ranks)
+        return found
+
+    held = load_file(tmp_path / "0" / "model.safetensors")
+    own = sorted(f"{DRAFT}{name}" for name in held if ".mtp_layers." in name)
+    assert len(own) > 10
+    with ThreadPoolExecutor(num_ranks) as threads:
+        assert [*threads.map(of_rank, range(num_ranks))] == [own] * num_ranks
