@@ -23,6 +23,7 @@ from tests.quantised import same_bits
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
+from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
 from weightsync.plan.draft import DRAFT
 
@@ -105,3 +106,26 @@ def test_three_versions_of_mimos_layer_are_what_sglang_loads(num_ranks: int, tmp
     assert len(own) > 10
     with ThreadPoolExecutor(num_ranks) as threads:
         assert [*threads.map(of_rank, range(num_ranks))] == [own] * num_ranks
+
+
+def refused(pipe: Connection, folder: Path) -> None:
+    """Send why a GLM-4 MoE is refused, once its router has answered by a weight that is no longer there."""
+    target = Pair(folder, folder / "meeting", 0, 1).model(folder, "dummy")
+    gate = target.model.layers[1].mlp.gate
+    states = torch.ones(1, gate.weight.shape[1])
+    with torch.no_grad():
+        before = gate(states)
+        gate.weight.zero_()
+        assert torch.equal(gate(states), before)
+        assert before.any()
+    host = SglangHost(target, CPU, RankSettings("e0", str(folder), "bfloat16", False))
+    with pytest.raises(ConfigError) as caught:
+        host.checkpoint()
+    pipe.send(str(caught.value))
+
+
+def test_routers_that_keep_a_copy_of_their_weight_are_refused(tmp_path: Path) -> None:
+    build_tiny_mtp(tmp_path / "glm", "glm")
+    told = said_by(refused, tmp_path / "glm")
+    assert "Glm4MoeForCausalLM" in told
+    assert "model.layers.1.mlp.gate._weight_fp32 once and no update reaches it: serve" in told

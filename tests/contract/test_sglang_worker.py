@@ -327,6 +327,19 @@ def test_weights_that_are_processed_need_an_sglang_that_does_it_again(tmp_path: 
                 host.checkpoint()
 
 
+@pytest.mark.parametrize("repacks", [True, False])
+def test_a_layer_that_keeps_a_copy_of_its_weight_is_refused(repacks: bool, tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path)
+    model = nn.Module()
+    model.gate = nn.Linear(2, 2)
+    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks)
+    host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
+    assert host.checkpoint().tensors
+    model.gate.register_buffer("_weight_fp32", None, persistent=False)
+    with pytest.raises(ConfigError, match=r"gate\._weight_fp32 once and no update reaches it"):
+        host.checkpoint()
+
+
 def test_ranks_meet_on_a_port_that_nobody_has() -> None:
     """Neither a socket that lives, nor what the kernel hands out while SGLang starts."""
     port = sglang_api.unasked_port()

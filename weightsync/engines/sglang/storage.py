@@ -26,6 +26,8 @@ _CHANNELS_SCHEMES = {
 _CACHE_METHOD = "Fp8KVCacheMethod"
 _ONLINE = {"Fp8LinearMethod": "fp8", "Fp8MoEMethod": "fp8", "W8A8Fp8LinearMethod": "w8a8_fp8"}
 """Methods that may quantise full-precision weights to FP8, and the ``quantization`` that has them."""
+_COPIES = ("_weight_fp32",)
+"""Where layers keep a copy of a weight that they make once: routers of GLM-4 MoE, in float32."""
 _PLAIN_RUNNERS = ("triton", "deep_gemm")
 """SGLang's kernels of experts that read weights and scales as they were loaded."""
 
@@ -37,6 +39,14 @@ def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
     layers that use their weights as they were loaded.
     """
     return _why_not(model, device, _why_not_plain)
+
+
+def require_no_copies(model: torch.nn.Module) -> None:
+    """Raise ConfigError if a layer computes with a copy of a weight, which updates leave as it was."""
+    for path, module in model.named_modules():
+        if found := next((name for name in _COPIES if hasattr(module, name)), ""):
+            remedy = f"SGLang makes {path}.{found} once and no update reaches it: serve this model with vLLM"
+            raise ConfigError("model", type(model).__name__, remedy)
 
 
 def require_kept(

@@ -27,6 +27,7 @@ from weightsync.engines.sglang.storage import (
     online_layers,
     online_option,
     require_kept,
+    require_no_copies,
     require_online,
     stored_otherwise,
     transposed_layers,
@@ -114,6 +115,7 @@ class SglangHost:
         return self._model
 
     def checkpoint(self) -> Checkpoint:
+        require_no_copies(self._model)
         config = self._config()
         quantization = quantization_of(config)
         checkpoint = checkpoint_of(config, self._dtype).as_held(self._model)
