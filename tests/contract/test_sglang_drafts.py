@@ -1,4 +1,4 @@
-"""A real SGLang's models with MTP layers: what updates write of MiMo's, and why GLM-4 MoE is refused.
+"""A real SGLang's drafts: what updates write of EAGLE-3's and MiMo's MTP layer, and why GLM-4 MoE is refused.
 
 Its models and loaders run in processes of the test, without its kernels: tests/gpu has the tokens.
 """
@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.contract.test_sglang_layers import Sglang
 from tests.forked import said_by
+from tests.models import build_tiny_eagle, build_tiny_qwen3
 from tests.mtp_models import build_tiny_mtp
 from tests.quantised import same_bits
 from weightsync.engines.rank import Rank
@@ -36,16 +37,20 @@ CPU = torch.device("cpu")
 
 
 class Pair(Sglang):
-    """A rank of an SGLang that speculates with the layer of a model in `folder`."""
+    """A rank of an SGLang with models and drafts."""
 
-    def pair(self, folder: Path, load_format: str) -> tuple[nn.Module, nn.Module]:
-        """Return the model and its draft, which has the model's embedding and head."""
-        target, draft = self.model(folder, load_format), self.draft(folder)
-        draft.set_embed_and_head(*target.get_embed_and_head())  # type: ignore[operator]
+    def pair(self, folder: Path, drafts: Path, load_format: str) -> tuple[nn.Module, nn.Module]:
+        """Return a model, and the draft in the folder `drafts` with what it has of the model."""
+        target, draft = self.model(folder, load_format), self.draft(drafts)
+        embed, head = target.get_embed_and_head()  # type: ignore[operator]
+        if hasattr(draft, "hot_token_id"):  # EAGLE-3 has a head of its own
+            draft.set_embed(embed)  # type: ignore[operator]
+        else:
+            draft.set_embed_and_head(embed, head)  # type: ignore[operator]
         return target, draft
 
     def draft(self, folder: Path) -> nn.Module:
-        """Return the draft as SGLang starts it, from files."""
+        """Return a draft as SGLang starts it, from files."""
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -62,50 +67,79 @@ def write(layout: RankLayout, live: nn.Module, draft: nn.Module, given: Mapping[
     held = dict(live.named_parameters()) | {f"{DRAFT}{n}": each for n, each in draft.named_parameters()}
     for segment in layout.segments:
         buffer, box = held[segment.buffer].detach(), segment.box
-        part = given[segment.tensor.removeprefix(DRAFT)][box.slices()].to(buffer.dtype)
+        part = given[segment.tensor][box.slices()].to(buffer.dtype)
         strides = [each // buffer.itemsize for each in segment.strides]
         start = segment.byte_offset // buffer.itemsize
         torch.as_strided(buffer, box.extent, strides, buffer.storage_offset() + start).copy_(part)
 
 
-def checked(pipe: Connection, folder: Path, number: int, num_ranks: int) -> None:
-    """Send the draft's names in the layout, once its bytes have been compared over three versions."""
-    path = folder / "1"
-    sglang = Pair(path, folder / "meeting", number, num_ranks)
-    wanted = [sglang.pair(folder / str(seed), "safetensors") for seed in range(2)]
-    target, draft = sglang.pair(path, "dummy")
-    settings = RankSettings("e0", str(path), "bfloat16", False, Speculation("NEXTN", str(path), None))
+def checked(pipe: Connection, folder: Path, algorithm: str, number: int, num_ranks: int) -> None:
+    """Send the layout's names of the draft, and what is tied, once three versions have been compared."""
+    paths = [
+        (folder / f"{seed}", folder / (f"{seed}-draft" if algorithm == "EAGLE3" else f"{seed}"))
+        for seed in range(2)
+    ]
+    sglang = Pair(paths[0][0], folder / "meeting", number, num_ranks)
+    wanted = [sglang.pair(*each, "safetensors") for each in paths]
+    path, draft_path = paths[1]  # its draft has been read, and is written over
+    target, draft = sglang.pair(path, draft_path, "dummy")
+    speculation = Speculation(algorithm, str(draft_path), None)
+    settings = RankSettings("e0", str(path), "bfloat16", False, speculation)
     rank = Rank("sglang", number, CPU, SglangHost(target, CPU, settings, draft))
     rank.treat("trained")
     layout = rank.layout()
     assert layout.buffers, "its layout is proven"
     addresses = [each.data_ptr() for each in (*target.parameters(), *draft.parameters())]
     for seed in (0, 1, 0):
-        write(layout, target, draft, load_file(folder / str(seed) / "model.safetensors"))
+        given = [load_file(each / "model.safetensors") for each in paths[seed]]
+        write(layout, target, draft, {**given[0], **{DRAFT + name: each for name, each in given[1].items()}})
         for ours, theirs in zip((target, draft), wanted[seed], strict=True):
             expected = dict(theirs.named_parameters())
             assert [n for n, each in ours.named_parameters() if not same_bits(each, expected[n])] == []
-    assert not same_bits(draft.model.input_proj.weight, wanted[1][1].model.input_proj.weight)
+    assert any(
+        not same_bits(ours, theirs)
+        for ours, theirs in zip(draft.parameters(), wanted[1][1].parameters(), strict=True)
+    )
     assert [each.data_ptr() for each in (*target.parameters(), *draft.parameters())] == addresses
-    tied = {alias for alias, _ in layout.tied}
-    assert {f"{DRAFT}model.embed_tokens.weight", f"{DRAFT}lm_head.weight"} <= tied
-    pipe.send(sorted(meta.name for meta in layout.tensors if meta.name.startswith(DRAFT)))
+    tied = sorted(alias for alias, _ in layout.tied if alias.startswith(f"{DRAFT}"))
+    pipe.send((sorted(meta.name for meta in layout.tensors if meta.name.startswith(DRAFT)), tied))
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
+def names_of_ranks(folder: Path, algorithm: str, num_ranks: int) -> list[tuple[list[str], list[str]]]:
+    def of_rank(number: int) -> tuple[list[str], list[str]]:
+        found: tuple[list[str], list[str]] = said_by(checked, folder, algorithm, number, num_ranks)
+        return found
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return [*threads.map(of_rank, range(num_ranks))]
+
+
+TWO_RANKS = pytest.param(2, marks=pytest.mark.faults)
+
+
+@pytest.mark.parametrize("num_ranks", [1, TWO_RANKS])
 def test_three_versions_of_mimos_layer_are_what_sglang_loads(num_ranks: int, tmp_path: Path) -> None:
     for seed in range(2):
         build_tiny_mtp(tmp_path / str(seed), "mimo", 1 + seed, mtp_seed=5 + seed)
-
-    def of_rank(number: int) -> list[str]:
-        found: list[str] = said_by(checked, tmp_path, number, num_ranks)
-        return found
-
     held = load_file(tmp_path / "0" / "model.safetensors")
     own = sorted(f"{DRAFT}{name}" for name in held if ".mtp_layers." in name)
     assert len(own) > 10
-    with ThreadPoolExecutor(num_ranks) as threads:
-        assert [*threads.map(of_rank, range(num_ranks))] == [own] * num_ranks
+    for names, tied in names_of_ranks(tmp_path, "NEXTN", num_ranks):
+        assert names == own
+        assert {f"{DRAFT}model.embed_tokens.weight", f"{DRAFT}lm_head.weight"} <= {*tied}
+
+
+@pytest.mark.parametrize("num_ranks", [1, TWO_RANKS])
+def test_three_versions_of_an_eagle3_are_what_sglang_loads(num_ranks: int, tmp_path: Path) -> None:
+    for seed in range(2):
+        build_tiny_qwen3(tmp_path / str(seed), seed=seed)
+        build_tiny_eagle(tmp_path / f"{seed}-draft", third=True, seed=5 + seed, vocab_size=128)
+    held = load_file(tmp_path / "0-draft" / "model.safetensors")
+    own = sorted(f"{DRAFT}{name}" for name in held if name not in ("d2t", "t2d"))
+    for names, tied in names_of_ranks(tmp_path, "EAGLE3", num_ranks):
+        assert names == own
+        assert f"{DRAFT}embed_tokens.weight" in tied
+        assert f"{DRAFT}lm_head.weight" not in tied
 
 
 def refused(pipe: Connection, folder: Path) -> None:
