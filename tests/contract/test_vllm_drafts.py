@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 
 from tests.contract.conftest import Rig
 from tests.contract.vllm_speculation import check_version, models
-from tests.models import build_tiny_eagle
+from tests.models import build_tiny_eagle, build_tiny_qwen3
+from weightsync.engines.vllm.api import engine_args
 from weightsync.engines.vllm.draft import VllmDraft
 from weightsync.errors import EngineError, StateError
 
@@ -119,3 +121,27 @@ def test_a_draft_that_changed_fails_the_update_by_its_tensors_name(rig: Rig, nam
     assert (caught.value.engine, caught.value.rank) == ("e0", 0)
     with pytest.raises(StateError, match="has no whole weights"):
         rig.engine.resume(2)
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["as later versions have it", "as 0.24 has it"])
+def test_a_runner_that_gives_a_draft_dummy_weights_is_not_chosen(
+    knows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.model_loader import utils
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")  # so that what the code sets is undone
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    if not knows:
+        monkeypatch.delattr(utils, "get_draft_load_config")
+    build_tiny_qwen3(tmp_path / "model")
+    path, draft = (
+        str(tmp_path / "model"),
+        {"method": "eagle", "model": "a/draft", "num_speculative_tokens": 2},
+    )
+    engine_args(path, {"speculative_config": NGRAM}, "weightsync.WeightSyncWorker")
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ, "there is no draft"
+    engine_args(path, {"speculative_config": draft}, "weightsync.WeightSyncWorker")
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == (None if knows else "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    engine_args(path, {"speculative_config": draft}, "weightsync.WeightSyncWorker")
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1", "the user has set it"

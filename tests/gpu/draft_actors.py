@@ -111,4 +111,6 @@ def _live(worker: Any) -> dict[str, torch.Tensor]:
         draft = runner.get_draft_model()
     else:  # before 0.32, each of two runners has its own name for it
         draft = getattr(runner, "drafter", getattr(runner, "speculator", None)).model
-    return {name: each.detach().cpu().clone() for name, each in draft.named_parameters()}
+    theirs = {id(each) for each in runner.get_model().parameters()}  # a head that GLM's layer shares
+    own = ((name, each) for name, each in draft.named_parameters() if id(each) not in theirs)
+    return {name: each.detach().cpu().clone() for name, each in own}
