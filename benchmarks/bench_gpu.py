@@ -3,7 +3,7 @@
     python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--host-weights copy|push]
         [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
-        [--head-start 10]
+        [--head-start 10] [--join [--keep-versions 2]]
 
 One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
 two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
@@ -15,8 +15,10 @@ Clocks: ``total`` is the wall clock of `update_weights`, from the call until eve
 version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
 Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
 clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
-need to load. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the
-same processes round after round.
+need to load. With `--join` another engine, whose processes stand, is added after the last round, and filled
+while the first one serves. ``join s`` is the wall clock of `add_engine`. It reads the first one's memory or,
+if holders keep two versions, a copy on the host; on a CPU it needs that. ``bare`` rows run from a barrier
+until the last rank has one bucket, the same calls in the same processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
 with the holder's CUDA context (some 500 MiB) and NCCL's memory. benchmarks/README.md explains
 ``floor ms`` and ``share``. The file also has the last report of each row, with the cost of connecting.
@@ -40,7 +42,7 @@ import ray
 from benchmarks.cluster import gpu_uuids, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.gpu_bare import bare_rates
-from benchmarks.gpu_fleet import Fleet, start_fleet
+from benchmarks.gpu_fleet import Fleet, Model, start_engine, start_fleet
 from benchmarks.isolate import emit, run_part, stage
 from benchmarks.models import model_of
 from benchmarks.updates import (
@@ -48,6 +50,7 @@ from benchmarks.updates import (
     Mode,
     Round,
     WrongWeightsError,
+    check,
     config,
     connect,
     floor,
@@ -61,6 +64,8 @@ from weightsync.errors import WeightSyncError
 __all__ = ["main", "shown"]
 
 _LONG_MARKS = (10, 100, 200)
+_Slots = list[str | None]
+"""GPUs. None is a slot of a CPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--empty", action="store_true", help="also a model of a few kilobytes")
     parser.add_argument("--long", type=int, default=0, help="also this many updates, memory watched")
     parser.add_argument("--head-start", type=float, default=0.0, help="seconds before connecting")
+    parser.add_argument("--join", action="store_true", help="at last, add another engine on the same GPUs")
+    parser.add_argument("--keep-versions", type=int, default=1, help="as SyncConfig.keep_versions")
     parser.add_argument("--no-bare", action="store_true", help="without the collectives called bare")
     parser.add_argument("--cpu", action="store_true", help="slots of this host instead of GPUs: a smoke test")
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each part")
@@ -127,6 +134,8 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
         "bucket_mib": args.bucket_mib,
         "slots": args.slots,
         "head_start": args.head_start,
+        "join": args.join,
+        "keep_versions": args.keep_versions,
     }
     for world in worlds:
         if world > 1 and not (args.no_bare or cpu):
@@ -162,13 +171,9 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 
 def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
-    placements: list[str | None] = [None] * spec["world"] if spec["cpu"] else list(gpus[: spec["world"]])
-    if len(placements) < spec["world"]:
-        raise SystemExit(f"{spec['world']} GPUs asked for, {len(placements)} there")
-    half = len(placements) // 2 if spec["placement"] == "disaggregated" else 0
-    model = model_of(spec["model"], spec["gib"], spec["layers"])
+    model, (trainer_gpus, engine_gpus) = _model(spec), _placements(spec, gpus)
     stage(f"{len(model)} tensors are made")
-    fleet = start_fleet(model, placements[: half or None], placements[half:], spec["source"])
+    fleet = start_fleet(model, trainer_gpus, engine_gpus, spec["source"])
     fleet.used()
     stage("and filled")
     version = new_version()
@@ -176,6 +181,19 @@ def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
     stage("and compared")
     fleet.wrong(version)
     return fleet
+
+
+def _model(spec: Mapping[str, Any]) -> Model:
+    return model_of(spec["model"], spec["gib"], spec["layers"])
+
+
+def _placements(spec: Mapping[str, Any], gpus: Sequence[str]) -> tuple[_Slots, _Slots]:
+    """Return where trainers are, and where the engine's ranks are."""
+    slots: _Slots = [None] * spec["world"] if spec["cpu"] else list(gpus[: spec["world"]])
+    if len(slots) < spec["world"]:
+        raise SystemExit(f"{spec['world']} GPUs asked for, {len(slots)} there")
+    half = len(slots) // 2 if spec["placement"] == "disaggregated" else 0
+    return slots[: half or None], slots[half:]
 
 
 def _case(
@@ -193,7 +211,8 @@ def _case(
         "mode": mode,
     }
     try:
-        settings = replace(config(bucket_mib, num_slots, mode), host_weights=spec["host_weights"])
+        settings = config(bucket_mib, num_slots, mode, spec["keep_versions"])
+        settings = replace(settings, host_weights=spec["host_weights"])
         return row | _measure(spec, fleet, settings)
     except (WrongWeightsError, WeightSyncError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}"}
@@ -220,8 +239,27 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
                 )
         if not spec["cpu"]:
             extra |= floor(sync.links(), rounds)
+        if spec["join"]:
+            stage("another engine starts")
+            extra["join s"] = _join(sync, spec)
         stage("leaving")
     return update_row(rounds) | extra
+
+
+def _join(sync: WeightSync, spec: Mapping[str, Any]) -> float:
+    """Add another engine. Returns the seconds until it serves the version of the others, verified."""
+    joining = start_engine(_model(spec), (), _placements(spec, gpu_uuids())[1])
+    joining.wrong(sync.version)  # its processes stand, and have loaded what the checks need
+    ray.get([rank.poison.remote() for rank in joining.ranks])
+    stage("another engine joins")
+    started = time.perf_counter()
+    report = sync.add_engine("joining", joining.front)
+    seconds = time.perf_counter() - started
+    if report is None or not report.verified:
+        raise WrongWeightsError(f"the engine that joined was not filled: {report}")
+    check(joining.wrong(sync.version), "the engine that joined", sync.version)
+    joining.close()
+    return seconds
 
 
 def _extra(fleet: Fleet, before: Mapping[str, int]) -> int:

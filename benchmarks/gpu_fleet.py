@@ -48,6 +48,7 @@ __all__ = [
     "EngineFront",
     "EngineRank",
     "Fleet",
+    "Model",
     "RankActors",
     "ShardTrainer",
     "device_used",
