@@ -3,7 +3,7 @@
     python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--host-weights copy|push]
         [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
-        [--head-start 10] [--join [--keep-versions 2]]
+        [--head-start 10] [--join]
 
 One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
 two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
@@ -16,9 +16,9 @@ version, with Ray's calls, digests of both sides and their comparison. Phases ar
 Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
 clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
 need to load. With `--join` another engine, whose processes stand, is added after the last round, and filled
-while the first one serves. ``join s`` is the wall clock of `add_engine`. It reads the first one's memory or,
-if holders keep two versions, a copy on the host; on a CPU it needs that. ``bare`` rows run from a barrier
-until the last rank has one bucket, the same calls in the same processes round after round.
+from copies on the host, which holders then keep, while the first one serves. ``join s`` is the wall clock of
+`add_engine`. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the same
+processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
 with the holder's CUDA context (some 500 MiB) and NCCL's memory. benchmarks/README.md explains
 ``floor ms`` and ``share``. The file also has the last report of each row, with the cost of connecting.
@@ -114,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--long", type=int, default=0, help="also this many updates, memory watched")
     parser.add_argument("--head-start", type=float, default=0.0, help="seconds before connecting")
     parser.add_argument("--join", action="store_true", help="at last, add another engine on the same GPUs")
-    parser.add_argument("--keep-versions", type=int, default=1, help="as SyncConfig.keep_versions")
     parser.add_argument("--no-bare", action="store_true", help="without the collectives called bare")
     parser.add_argument("--cpu", action="store_true", help="slots of this host instead of GPUs: a smoke test")
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each part")
@@ -135,7 +134,6 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
         "slots": args.slots,
         "head_start": args.head_start,
         "join": args.join,
-        "keep_versions": args.keep_versions,
     }
     for world in worlds:
         if world > 1 and not (args.no_bare or cpu):
@@ -211,7 +209,7 @@ def _case(
         "mode": mode,
     }
     try:
-        settings = config(bucket_mib, num_slots, mode, spec["keep_versions"])
+        settings = config(bucket_mib, num_slots, mode, 2 if spec["join"] else 1)
         settings = replace(settings, host_weights=spec["host_weights"])
         return row | _measure(spec, fleet, settings)
     except (WrongWeightsError, WeightSyncError) as error:
@@ -250,6 +248,7 @@ def _join(sync: WeightSync, spec: Mapping[str, Any]) -> float:
     """Add another engine. Returns the seconds until it serves the version of the others, verified."""
     joining = start_engine(_model(spec), (), _placements(spec, gpu_uuids())[1])
     joining.wrong(sync.version)  # its processes stand, and have loaded what the checks need
+    sync.settle(60)  # holders have copied the version
     ray.get([rank.poison.remote() for rank in joining.ranks])
     stage("another engine joins")
     started = time.perf_counter()

@@ -19,11 +19,24 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.faults
 @pytest.mark.timeout(240)
 def test_updates_of_a_fleet_without_gpus_are_measured_and_right(tmp_path: Path) -> None:
-    asked = ["--gpu", "--cpu", "--source", "device", "--model", "tiny", "--world", "2", "--rounds", "1"]
+    asked = [
+        "--gpu",
+        "--cpu",
+        "--source",
+        "device",
+        "--model",
+        "tiny",
+        "--world",
+        "2",
+        "--rounds",
+        "1",
+        "--join",
+    ]
     rows, stages = measured("bench_sync", *asked, out=tmp_path / "sync.json")
     assert len(rows) == 1
     assert all(row["last report"]["verified"] for row in rows)
     assert "s  connecting\n" in stages
+    assert all(row["join s"] > 0 for row in rows)
 
 
 @pytest.mark.faults
