@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
     python -m benchmarks.bench_latency --engine vllm --quantization config.json    quantised, by ours alone
+    python -m benchmarks.bench_latency --online fp8    the engine quantises full precision as it loads
     python -m benchmarks.bench_latency --way direct --apart    from trainers on other GPUs of the host
     python -m benchmarks.bench_latency --way loop --apart --model 100m    as in README's loop
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
@@ -61,6 +62,7 @@ from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
 from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
 from weightsync import SyncConfig, SyncReport
+from weightsync.plan.formats import FIELD
 from weightsync.recipes.quantised import quantization_config
 
 __all__ = ["main"]
@@ -126,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--engine", nargs="+", choices=list(ENGINES), help="sglang and vllm; torch on a CPU")
-    parser.add_argument("--model", nargs="+", default=["1b", "8b"], choices=["1b", "8b", "100m", "tiny"])
+    parser.add_argument(
+        "--model", nargs="+", default=["1b", "8b"], choices=["1b", "8b", "moe4", "100m", "tiny"]
+    )
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[1], help="ranks of the engine, and of the trainers"
     )
@@ -137,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-memory", type=float, default=0.5, help="share of a GPU that the engine may take"
     )
     parser.add_argument("--quantization", help="config.json of a quantised model, whose format vLLM then has")
+    parser.add_argument("--online", help="the engine's own option quantization, without such a config")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--each-rounds", type=int, default=2, help="of one call for each tensor")
     parser.add_argument("--cpu", action="store_true", help="on this host instead of GPUs: a smoke test")
@@ -151,7 +156,9 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
     common |= {"rounds": args.rounds, "each_rounds": args.each_rounds, "apart": args.apart}
-    common["quantization"] = quantization_config(args.quantization) if args.quantization else None
+    common["quantization"] = {"quantization": args.online} if args.online else {}
+    if args.quantization:
+        common["quantization"] = {"hf_overrides": {FIELD: quantization_config(args.quantization)}}
     for engine, model, tp in itertools.product(engines, args.model, args.tp):
         if importlib.util.find_spec(engine) is None:
             notes.append(f"{engine}: not installed, left out")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -23,7 +24,6 @@ from benchmarks.models import Tensor, model_of, save_config, shape_of
 from benchmarks.updates import Round, WrongWeightsError
 from weightsync import SyncConfig, WeightSync
 from weightsync.plan import RankLayout
-from weightsync.plan.formats import FIELD
 
 __all__ = ["Layers", "Rig", "start"]
 
@@ -149,7 +149,7 @@ def start(
     model: str,
     num_ranks: int,
     gpu_memory: float,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] = MappingProxyType({}),
     *,
     cpu: bool,
     config: SyncConfig,
@@ -158,7 +158,7 @@ def start(
 ) -> Iterator[Rig]:
     """Start an engine with dummy weights, and a trainer rank on each GPU.
 
-    `quantization`: the ``quantization_config`` of a vLLM. With `apart` the engine is on the next GPUs; so it
+    `quantization`: options of an engine that is quantised. With `apart` the engine is on the next GPUs; so it
     is with `nodes`, which are Ray's for the trainers and for the engine.
     """
     tensors = model_of(model)
@@ -180,7 +180,7 @@ def start(
         options = _ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)
         options = {"tensor_parallel_size": num_ranks, **options}
         if quantization:
-            options |= {"dtype": "bfloat16", "hf_overrides": {FIELD: quantization}}
+            options |= {"dtype": "bfloat16", **quantization}
         first = num_ranks if apart or nodes else 0
         visible = "" if cpu else ",".join(str(first + rank) for rank in range(num_ranks))
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV, node=its)

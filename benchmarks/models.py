@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from weightsync.plan import Box
 from weightsync.recipes.catalog import load
@@ -39,7 +40,9 @@ _SHIPPED = {
     "8b": "qwen3-8b",
     "moe": "qwen3-30b-a3b",
     "moe-stacked": "qwen3-30b-a3b",
+    "moe4": "qwen3-30b-a3b",
 }
+_NUM_LAYERS = {"moe4": 4}
 _CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0)
 _CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
 
@@ -61,28 +64,32 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
     """Return a model by its name on the command line.
 
     ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and
-    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``100m`` (a Llama of 197 MB), ``tiny``
-    (what is left when there are no bytes).
+    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``moe4`` (its first 4 layers, stacked),
+    ``100m`` (a Llama of 197 MB), ``tiny`` (what is left when there are no bytes).
     """
     if name == "llama":
         return llama_like(gib)
     shape = shape_of(name, num_layers)
-    return _stacked(_tensors(shape), shape) if name == "moe-stacked" else _tensors(shape)
+    return _stacked(_tensors(shape), shape) if name in ("moe-stacked", "moe4") else _tensors(shape)
 
 
 def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
     """Return the shape of a model of `model_of`, except ``llama``, which no engine serves."""
     shape = _OWN.get(name) or load(ModelShape, _SHIPPED[name], field="model", kind="models")
-    return replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers)
+    return replace(shape, num_hidden_layers=num_layers or _NUM_LAYERS.get(name, shape.num_hidden_layers))
 
 
 def save_config(shape: ModelShape, folder: Path) -> None:
-    """Save the config of a Qwen3, or a Llama if queries are not normalised."""
-    from transformers import LlamaConfig, Qwen3Config
+    """Save the config of a Qwen3, with or without experts, or of a Llama if queries are not normalised."""
+    from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-    config = Qwen3Config if shape.qk_norm else LlamaConfig
+    config: type[PretrainedConfig] = Qwen3Config if shape.qk_norm else LlamaConfig
+    more: dict[str, Any] = {}
+    if shape.moe:
+        config, more = Qwen3MoeConfig, {"num_experts_per_tok": 8, "norm_topk_prob": True}
+        more |= {"num_experts": shape.moe.num_experts, "moe_intermediate_size": shape.moe.intermediate_size}
     config(
-        architectures=["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
+        architectures=[config.__name__.replace("Config", "ForCausalLM")],
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_hidden_layers,
@@ -92,6 +99,7 @@ def save_config(shape: ModelShape, folder: Path) -> None:
         vocab_size=shape.vocab_size,
         tie_word_embeddings=shape.tie_word_embeddings,
         dtype=shape.dtype,
+        **more,
     ).save_pretrained(folder)
 
 

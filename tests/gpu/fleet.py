@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
 from tests.gpu.live_bytes import Live
-from tests.gpu.vllm_probe import OPTIONS, Answers, beside, kernels, live, probe
+from tests.gpu.vllm_probe import OPTIONS, Answers, beside, flip, kernels, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -150,6 +150,9 @@ class VllmEngine(EngineActor):
 
     async def beside(self) -> list[list[str]]:
         return await asyncio.to_thread(self._engine.call, beside)
+
+    async def flip(self, leaf: str) -> None:
+        await asyncio.to_thread(self._engine.call, lambda llm: flip(llm, leaf))
 
 
 class SglangEngine(EngineActor):

@@ -125,6 +125,7 @@ CASES = {
     "triton_moe": Case("moe"),
     "triton_tied": Case("tied"),
     "deep_gemm": Case("untied", "deep_gemm"),
+    "two_ranks": Case("untied", num_ranks=2),
     "two_ranks_moe": Case("moe", num_ranks=2),
     "fp8": Case("untied", form="fp8"),
     "fp8_moe": Case("moe", form="fp8"),

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
 from tests.patience import patient
 from tests.quantised import AWQ, GPTQ, dynamic, int4, save_quantised
-from weightsync import WeightSync
+from weightsync import SyncReport, WeightSync
+from weightsync.driver.engine_state import EngineState
 from weightsync.engines.vllm.online import LAYER
+from weightsync.errors import WeightSyncError
 from weightsync.memory.quantize import quantize
 
 pytestmark = [
@@ -156,6 +158,8 @@ CASES = {
     "two_ranks_fp8": Case("untied", "fp8", in_place=True, num_ranks=2),
     "two_ranks_cutlass": Case("untied", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
     "two_ranks_cutlass_moe": Case("moe", "fp8_blocks", in_place=True, kernels="cutlass", num_ranks=2),
+    "two_ranks_deep_gemm": Case("untied", "fp8_blocks", in_place=True, kernels="deep_gemm", num_ranks=2),
+    "two_ranks_deep_gemm_moe": Case("moe", "fp8_blocks", in_place=True, kernels="deep_gemm", num_ranks=2),
 }
 
 
@@ -299,6 +303,35 @@ def test_checkpoints_in_fp8_blocks_are_served_as_they_are_stored(
         saved.check(engines[1], 1)
         update(0)
     end(engines[1])
+
+
+@pytest.mark.parametrize("leaf", ["qkv_proj.weight", "qkv_proj.weight_scale_inv"])
+def test_a_bit_that_flips_before_the_comparison_serves_nowhere(
+    leaf: str, bundles: PlacementGroup, save: Save, tmp_path: Path
+) -> None:
+    """In live FP8 and in a scale of it, in an update in place. The next update mends it."""
+    saved = save("untied", "fp8_blocks", "cutlass", 1)
+    engine = start(bundles, served(str(saved.packed[0])), "cutlass")
+    trainers = join(bundles, saved.paths[0], tmp_path, 1, None)
+    ray.get(engine.info.remote(), timeout=patient(200))
+    with WeightSync(replace(CONFIG, heal_attempts=0)) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engine})
+        sync.connect()
+
+        def update(number: int) -> SyncReport:
+            ray.get([trainer.load.remote(str(saved.paths[number])) for trainer in trainers])
+            return sync.update_weights()
+
+        for number in (0, 1):
+            assert update(number).proofs == {"e0": IN_PLACE}
+        ray.get(engine.flip.remote(leaf))
+        with pytest.raises(WeightSyncError, match="was written, and live memory holds other bytes"):
+            update(0)
+        assert sync.engine_states() == {"e0": EngineState.STALE}
+        assert update(1).proofs == {"e0": IN_PLACE}
+        saved.check(engine, 1)
+    end(engine, *trainers)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 
 from tests.gpu.live_bytes import Live, hashes
 from weightsync.engines.kernel_state import tensors_beside
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.protocol.messages import Digests
 
-__all__ = ["OPTIONS", "Answers", "beside", "kernels", "live", "probe"]
+__all__ = ["OPTIONS", "Answers", "beside", "flip", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -68,6 +70,25 @@ def kernels(llm: Any) -> set[str]:
 def beside(llm: Any) -> list[list[str]]:
     """Tensors that each rank's kernels hold in place of live ones, such as old scales of experts."""
     return llm.collective_rpc(_beside)
+
+
+def flip(llm: Any, leaf: str) -> None:
+    """Flip a bit of the first parameter whose name ends so, once, before its bytes are digested next."""
+    llm.collective_rpc(_flip, args=(leaf,))
+
+
+def _flip(worker: Any, leaf: str) -> None:
+    named, digests = worker.get_model().named_parameters(), StoredPlaces.digests
+    held = next(each for name, each in named if name.endswith(leaf))
+    storage = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
+    left = [held.storage_offset() * held.itemsize + 2]
+
+    def flipped(places: StoredPlaces) -> Digests:
+        if left:
+            storage[left.pop()] ^= 1
+        return digests(places)
+
+    StoredPlaces.digests = flipped
 
 
 def _live(worker: Any) -> Mapping[str, str]:
