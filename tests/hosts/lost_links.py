@@ -326,7 +326,7 @@ def lost_links() -> None:
             say(failed[-1])
             ask("mend", case.link or "west")
     for name in OTHERS:  # those that were given up ended, once they were reached
-        assert until(lambda name=name: ask("count", name, "ray::Holder") == 1, patient(10)), name
+        assert until(lambda name=name: ask("count", name, "Holder") == 1, patient(10)), name
     fleet.sync.close()
     say(f"{'link lost in':24} {'limit':>5} {'noticed':>8} {'others':>8} {'again':>8}", *lines, sep="\n")
     assert not failed, failed
