@@ -188,7 +188,8 @@ class _Copies:
         self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
         self._modules_of_b = [its.module for its in self._found if its.is_b]
         pairs = zip(self._held, self._found, strict=True)
-        self._casts = any(its.parameter.dtype != copied.dtype for copied, its in pairs)
+        # On the host, a product in place rounds the factor to B's dtype first.
+        self._in_place = all(copied.is_cuda and its.parameter.dtype == copied.dtype for copied, its in pairs)
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
@@ -202,12 +203,12 @@ class _Copies:
             torch.cuda.synchronize(device)
         values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
-        if self._casts:  # B is rounded once, after its product
+        if not self._in_place:  # B is rounded once, after its product
             products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
             for number, product in zip(self._rows_of_b, products, strict=True):
                 values[number] = product
         torch._foreach_copy_(self._held, values)
-        if not self._casts:
+        if self._in_place:
             torch._foreach_mul_([self._held[number] for number in self._rows_of_b], factors)
 
     def _find(self) -> list[int]:

@@ -105,6 +105,15 @@ def test_a_and_b_times_the_scaling_travel(settings: dict[str, Any], scaling: flo
         assert torch.equal(value, wanted.to(value.dtype))
 
 
+def test_bfloat16_is_multiplied_with_the_whole_scaling_and_rounded_once() -> None:
+    model = adapted(lora_alpha=4).to(torch.bfloat16)
+    found = published(LoraSource(model, "default"), "bfloat16")
+    live = dict(model.named_parameters())
+    for name in (each for each in NAMES if ".lora_B" in each):
+        b = live[f"base_model.model.{name.removesuffix('.weight')}.default.weight"]
+        assert torch.equal(found[name], (b.float() * (4 / 3)).bfloat16())
+
+
 def test_each_version_is_what_the_parameters_are_then() -> None:
     model = adapted()
     source = LoraSource(model, "default")
