@@ -1,4 +1,4 @@
-"""Publishes a LoRA adapter that PEFT trains, in a model that is plain or sharded by FSDP2."""
+"""Publishes a LoRA adapter that PEFT trains, in a model that is plain or sharded by FSDP2 or ZeRO-3."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from weightsync.memory.addresses import AddressGuard, local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expert
-from weightsync.sources.deepspeed import is_partitioned
+from weightsync.sources.deepspeed import check_engine
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import segment_of
 from weightsync.sources.peft_modules import adapted_modules, base_name
 from weightsync.sources.stacked_lora import StackedExperts
 from weightsync.sources.tensors import TensorSource
+from weightsync.sources.zero_partitions import (
+    PART,
+    check_partition,
+    is_partitioned,
+    part_segments,
+    require_current,
+    run_of,
+    whole_meta,
+    with_memory,
+)
 
 _KINDS = {LORA_A: "lora_A", LORA_B: "lora_B"}
 
@@ -54,9 +64,13 @@ class _Trained:
         else:
             yield whole
 
+    def local(self) -> torch.Tensor:
+        """Return the tensor that has the parameter's part on this rank."""
+        return local_tensor(self.parameter)
+
     def live(self) -> torch.Tensor:
         """Return a view of this rank's part, as it is copied."""
-        return self.cut(local_tensor(self.parameter))
+        return self.cut(self.local())
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         """Return a view of `local`, the parameter's part on this rank, as it is copied."""
@@ -72,6 +86,28 @@ class _Trained:
             yield from self.experts.segments(whole, segment, self.suffix)
         else:
             yield dataclasses.replace(segment, strides=byte_strides(held))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Partitioned(_Trained):
+    """A or B of which ZeRO-3 keeps a run of elements on this rank. Its `experts` is None."""
+
+    def metas(self) -> Iterator[TensorMeta]:
+        yield whole_meta(self.name, self.parameter)
+
+    def local(self) -> torch.Tensor:
+        """Return the partition itself: DeepSpeed may give it other memory."""
+        part: torch.Tensor = getattr(self.parameter, PART)
+        return part
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        start, stop = run_of(self.parameter)
+        return local[: stop - start]
+
+    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
+        (meta,) = self.metas()
+        copied = dataclasses.replace(meta, dtype=meta_of(self.name, held).dtype)
+        yield from part_segments(copied, self.parameter)
 
 
 class LoraSource(TensorSource):
@@ -106,24 +142,20 @@ class LoraSource(TensorSource):
     @property
     def is_on_gpu(self) -> bool:
         """Whether all of the adapter is on a GPU."""
-        return all(local_tensor(its.parameter).is_cuda for its in self._look_up().values())
+        return all(its.local().is_cuda for its in self._look_up().values())
 
     def _look_up(self) -> Mapping[str, _Trained]:
         """Find the adapter's parameters, by their names.
 
-        Raises ConfigError if there are none, or if the adapter does more than A and B.
+        Raises ConfigError if there are none, if the adapter does more than A and B, or if a rank's part of
+        them cannot be read.
         """
+        if hasattr(self.model, "autotp_size"):  # as DeepSpeed's engines have
+            check_engine(self.model)
         self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
         found: dict[str, _Trained] = {}
         for path, module in adapted_modules(self.model, self._adapter).items():
-            experts = StackedExperts.of(base_name(path), module)
-            for suffix, kind in _KINDS.items():
-                name = (experts.name if experts else base_name(path)) + suffix
-                live = getattr(module, kind)[self._adapter].weight
-                found[name] = _Trained(name, module, live, suffix, experts)
-                if is_partitioned(live):
-                    remedy = f"{name} is partitioned by ZeRO-3: give plain modules or FSDP2"
-                    raise ConfigError("self.model", type(self.model).__name__, remedy)
+            found |= {its.name: its for its in _trained(base_name(path), module, self._adapter)}
         return found
 
     def _weights(self) -> LocalWeights:
@@ -153,14 +185,15 @@ class LoraSource(TensorSource):
         if self._guarded and self._guarded.as_before(self.model):
             return False
         self._adapter_copies = _Copies(self._same(self._look_up()), self._held, self._adapter)
-        self._guarded = AddressGuard(self.model, named_tensors(self.model)[0])
+        self._guarded = AddressGuard(self.model, with_memory(named_tensors(self.model)[0]), part=PART)
         return True
 
     def _finish(self) -> None:
-        """Copy the adapter as it is now."""
+        """Copy the adapter as it is now. Raises StateError if partitions are not."""
         if self._adapter_copies is None or not self._adapter_copies.have_memory():
             self._follow()
         assert self._adapter_copies
+        require_current(self._rank, self._adapter_copies.partitioned)
         self._adapter_copies.run()
 
     def _same(self, now: Mapping[str, _Trained]) -> Mapping[str, _Trained]:
@@ -176,20 +209,41 @@ class LoraSource(TensorSource):
         return now
 
 
+def _trained(path: str, module: Any, adapter: str) -> Iterator[_Trained]:  # noqa: ANN401 - PEFT's
+    """Yield A and B of one of PEFT's modules. Raises ConfigError if they cannot be read."""
+    lives = {suffix: getattr(module, kind)[adapter].weight for suffix, kind in _KINDS.items()}
+    if not any(map(is_partitioned, lives.values())):
+        experts = StackedExperts.of(path, module)
+        for suffix, live in lives.items():
+            yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
+        return
+    if parameter := getattr(module, "parameter_name", ""):
+        remedy = "leave it out: under ZeRO-3, adapters of modules are read"
+        raise ConfigError("target_parameters", f"{path}.{parameter}", remedy)
+    for suffix, live in lives.items():
+        check_partition(path + suffix, live)
+        yield _Partitioned(path + suffix, module, live, suffix, None)
+
+
 class _Copies:
-    """Copies what is trained, on whatever stream, to memory that stays where it is."""
+    """Copies what is trained, on whatever stream, to memory that stays where it is.
+
+    Attributes:
+        partitioned: the parameters that ZeRO-3 partitions, with their names.
+    """
 
     def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
         """`held` has the memory of each parameter in `found`."""
         self._adapter, self._held = adapter, [*held.values()]
         self._found = [found[name] for name in held]
-        self._locals = [local_tensor(its.parameter) for its in self._found]
+        self._locals = [its.local() for its in self._found]
+        self.partitioned = [(its.name, its.parameter) for its in self._found if is_partitioned(its.parameter)]
         self._addresses = self._find()
         self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
         self._modules_of_b = [its.module for its in self._found if its.is_b]
-        pairs = zip(self._held, self._found, strict=True)
+        pairs = zip(self._held, self._locals, strict=True)
         # On the host, a product in place rounds the factor to B's dtype first.
-        self._in_place = all(copied.is_cuda and its.parameter.dtype == copied.dtype for copied, its in pairs)
+        self._in_place = all(local.is_cuda and local.dtype == copied.dtype for copied, local in pairs)
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:

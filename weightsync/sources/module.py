@@ -12,10 +12,10 @@ from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
-from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.mesh import mesh_place
 from weightsync.sources.tensors import TensorSource
+from weightsync.sources.zero_partitions import is_partitioned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,0 +1,90 @@
+"""What ZeRO-3 keeps of a parameter on one rank: its partition.
+
+Between steps, a parameter is empty. Its partition, in ``ds_tensor``, is an equal run of its flattened
+elements on each rank, padded on the last. Parameters that persist whole on every rank have partitions, too,
+and DeepSpeed's optimizer writes those first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError, StateError
+from weightsync.plan import Segment, TensorMeta
+from weightsync.plan.runs import run_segments
+
+PART = "ds_tensor"
+"""The attribute of a parameter that has its partition."""
+_CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
+"""DeepSpeed's mark of parameters that a user has gathered."""
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter that ZeRO-3 has partitioned."""
+    return hasattr(tensor, PART)
+
+
+def with_memory(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that have the memory of `held`: partitions in place of those that have one."""
+    return {name: getattr(tensor, PART, tensor) for name, tensor in held.items()}
+
+
+def check_partition(name: str, tensor: Any) -> None:  # noqa: ANN401 - DeepSpeed's parameter
+    """Raise ConfigError if a parameter's partition is not in memory, or not its values."""
+    part = tensor.ds_tensor
+    if getattr(part.final_location, "value", part.final_location) == "nvme":
+        remedy = "weights cannot be read from NVMe: offload parameters to the CPU (offload_param.device: cpu)"
+        raise ConfigError(f"{name}: offload_param.device", "nvme", remedy)
+    if hasattr(part, "ds_quant_scale"):
+        remedy = "a quantized partition is not the weights: turn zero_quantized_nontrainable_weights off"
+        raise ConfigError(f"{name}: zero_quantized_nontrainable_weights", True, remedy)
+
+
+def whole_meta(name: str, tensor: Any) -> TensorMeta:  # noqa: ANN401 - DeepSpeed's parameter
+    """Return the dtype and global shape of a partitioned parameter."""
+    return TensorMeta(name, str(tensor.ds_tensor.dtype).removeprefix("torch."), tuple(tensor.ds_shape))
+
+
+def run_of(tensor: Any) -> tuple[int, int]:  # noqa: ANN401 - DeepSpeed's parameter
+    """Return the first element of a flattened parameter that this rank holds, and one past the last."""
+    start = min(tensor.ds_tensor.ds_numel * tensor.ds_zero_partition_rank, tensor.ds_numel)
+    return start, min(start + tensor.ds_tensor.ds_numel, tensor.ds_numel)
+
+
+def part_segments(meta: TensorMeta, tensor: Any) -> tuple[Segment, ...]:  # noqa: ANN401 - DeepSpeed's
+    """Return this rank's boxes of `meta`, in a buffer of its name that begins with this rank's run."""
+    return run_segments(meta, *run_of(tensor), meta.name)
+
+
+def require_current(rank: int, partitioned: Iterable[tuple[str, Any]]) -> None:
+    """Require that partitions hold all changes that were made to gathered parameters.
+
+    A forward pass may leave parameters gathered; their partitions are up to date. Raises StateError, which
+    names trainer `rank` and a parameter.
+    """
+    whole = [(name, held) for name, held in partitioned if held.ds_status.name == "AVAILABLE"]
+    for name, held in whole:
+        if getattr(held, _CONTEXT_DEPTH, 0):
+            raise StateError(
+                f"trainer {rank}: {name} is gathered, so its partition is not what it will be: "
+                "leave deepspeed.zero.GatheredParameters before weights are sent"
+            )
+    differ = torch.stack([_differs(held) for _, held in whole]).tolist() if whole else []
+    if True in differ:
+        name, _ = whole[differ.index(True)]
+        raise StateError(
+            f"trainer {rank}: {name} was changed while it was gathered, and its partition was not: "
+            "change it within deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+
+
+def _differs(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - DeepSpeed's parameter
+    """Compare a gathered parameter with this rank's partition, as bytes: a bool of no dimensions."""
+    start, stop = run_of(tensor)
+    whole = tensor.data.reshape(-1)[start:stop].view(torch.uint8)
+    part = tensor.ds_tensor[: stop - start].view(torch.uint8)
+    differs: torch.Tensor = (whole != part.to(whole.device)).any()
+    return differs
