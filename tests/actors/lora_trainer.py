@@ -28,17 +28,26 @@ class LoraTrainer(TrainerShard):
         world: int = 1,
         targets: Sequence[str] = TARGETS,
         merge: str = "",
+        saves: Sequence[str] = (),
     ) -> None:
-        """`adapters`: the rank of each one, by PEFT's name. `merge`: the one that the weights have merged."""
+        """`adapters`: the rank of each one, by PEFT's name. `merge`: the one that the weights have merged.
+
+        `saves`: modules that adapters save whole.
+        """
         super().__init__(f"lora-{rank}", merge=merge)
-        self.steps, self._targets = 0, targets
+        self.steps, self._targets, self._saves = 0, targets, saves
         self._rank, self._world, self._adapters, self._path = rank, world, adapters, path
 
     def start(self, meeting: str = "") -> None:
         """Load the model, and meet the other ranks at a file."""
         base = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32)
         configs = {
-            name: LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=list(self._targets))
+            name: LoraConfig(
+                r=rank,
+                lora_alpha=3 * rank,
+                target_modules=list(self._targets),
+                modules_to_save=list(self._saves) or None,
+            )
             for name, rank in self._adapters.items()
         }
         (first, config), *others = configs.items()

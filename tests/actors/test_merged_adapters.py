@@ -23,15 +23,24 @@ GREEDY = {"max_tokens": 8, "temperature": 0.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.faults), 2])
-def test_each_version_answers_as_peft_does(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "saves"),
+    [
+        pytest.param(1, [], marks=pytest.mark.faults),
+        pytest.param(2, [], marks=pytest.mark.faults),
+        (2, ["lm_head", "model.norm"]),
+    ],
+)
+def test_each_version_answers_as_peft_does(world: int, saves: list[str], tmp_path: Path) -> None:
     from tests.actors.lora_trainer import TARGETS, LoraTrainer
 
     path = str(tmp_path / "base")
-    build_tiny_qwen3(tmp_path / "base")
+    build_tiny_qwen3(tmp_path / "base", tied=not saves)
     ranks = range(world)
-    trainers = [spawn(LoraTrainer, path, {"default": 4}, rank, world, TARGETS, "default") for rank in ranks]
-    reference = spawn(LoraTrainer, path, {"default": 4})
+    settings = {"default": 4}, TARGETS, "default", saves
+    adapters, *others = settings
+    trainers = [spawn(LoraTrainer, path, adapters, rank, world, *others) for rank in ranks]
+    reference = spawn(LoraTrainer, path, adapters, 0, 1, *others)
     engine = spawn(EngineActor, "torch", path, "e0")
     started = [trainer.start.remote(str(tmp_path / "meeting")) for trainer in trainers]
     ray.get([*started, reference.start.remote()], timeout=patient(60))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, RankLayout
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource, OwnTensors
-from weightsync.sources.peft_modules import adapted_modules, base_name
+from weightsync.sources.peft_modules import SavedModule, adapted_modules, base_name, saved_modules
 
 _WEIGHT = ".base_layer.weight"
 
@@ -22,8 +23,9 @@ class MergedLoraSource(ModuleSource):
     """A `ModuleSource` that publishes W + BA, times the scaling, in place of each W that is adapted.
 
     Each version is computed in float32 from the base, which stays as it is, and rounded once to the base's
-    dtype: versions leave no rounding behind. The results have memory of their own. Tensors of the base that
-    nobody trains travel with the first update alone (`TrainerShard`'s `frozen`).
+    dtype: versions leave no rounding behind. The results have memory of their own. Modules that the adapter
+    saves whole take the place of the base's, as they are. Tensors of the base that nobody trains travel with
+    the first update alone (`TrainerShard`'s `frozen`).
 
     All ranks publish together: A and B are gathered over the trainer's own process group.
     """
@@ -41,6 +43,7 @@ class MergedLoraSource(ModuleSource):
         self._adapter = adapter
         self._merged: dict[str, torch.Tensor] = {}
         self._boxes: dict[str, Box] = {}
+        self._saved: Sequence[SavedModule] = ()
 
     def _weights(self) -> LocalWeights:
         weights = super()._weights()
@@ -71,8 +74,14 @@ class MergedLoraSource(ModuleSource):
         """Make room for merged weights, which stays where it is. Raises ConfigError if one cannot be."""
         before, self._merged = self._merged, {}
         tied = {name for pair in weights.layout.tied for name in pair}
-        for path, module in adapted_modules(self.model, self._adapter).items():
+        self._saved = saved_modules(self.model, self._adapter)
+        for saved in (each for each in self._saved if each.is_of_adapter):
+            if any(map(saved.has, tied)):
+                raise ConfigError("merge", self._adapter, f"do not save {saved.path}: its weight is tied")
+        for path, module in self._adapted().items():
             name = path + _WEIGHT
+            if any(saved.has(path) for saved in self._saved):
+                raise ConfigError("merge", self._adapter, f"leave {path} out: PEFT saves what it is in whole")
             if parameter := getattr(module, "parameter_name", ""):
                 raise ConfigError("merge", self._adapter, f"leave {path}, whose {parameter} it adapts, out")
             if getattr(module, "fan_in_fan_out", False):
@@ -86,7 +95,8 @@ class MergedLoraSource(ModuleSource):
 
     def _as_base(self, layout: RankLayout) -> RankLayout:
         """Return `layout` with the base's names, without A and B, and with merged weights."""
-        kept = {meta.name: _plain(meta.name) for meta in layout.tensors if ".lora_" not in meta.name}
+        served = {meta.name: self._served_as(meta.name) for meta in layout.tensors}
+        kept = {name: _plain(new) for name, new in served.items() if new and ".lora_" not in new}
         segments = []
         for segment in layout.segments:
             if segment.tensor not in kept:
@@ -98,14 +108,23 @@ class MergedLoraSource(ModuleSource):
                 named = replace(named, buffer=_buffer(segment.buffer), strides=strides)
             segments.append(named)
         tensors = tuple(replace(meta, name=kept[meta.name]) for meta in layout.tensors if meta.name in kept)
-        tied = tuple((_plain(alias), _plain(name)) for alias, name in layout.tied)
+        pairs = ((self._served_as(alias), self._served_as(name)) for alias, name in layout.tied)
+        tied = tuple((_plain(alias), _plain(name)) for alias, name in pairs if alias and name)
         return RankLayout(tensors, tuple(segments), tied)
+
+    def _served_as(self, name: str) -> str | None:
+        """Return the name that a tensor has without PEFT's copies, None if the adapter does not use it."""
+        saved = next((each for each in self._saved if each.has(name)), None)
+        return saved.served_as(name) if saved else name
+
+    def _adapted(self) -> dict[str, Any]:
+        return adapted_modules(self.model, self._adapter, saves=True)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Merge this rank's rows, as they are now. Raises StateError if other modules are adapted now."""
         super()._finish()
-        live, modules = super()._tensors(), adapted_modules(self.model, self._adapter)
+        live, modules = super()._tensors(), self._adapted()
         for name in sorted({path + _WEIGHT for path in modules} ^ self._merged.keys()):
             raise StateError(f"{name} has begun or ceased to be adapted: call connect() again")
         for path, module in modules.items():

@@ -70,15 +70,48 @@ def test_what_nobody_trains_is_frozen() -> None:
     assert "embed.weight" not in MergedLoraSource(model, "default").layout().frozen
 
 
-def tied() -> nn.Module:
+def test_modules_that_the_adapter_saves_take_the_place_of_the_bases() -> None:
+    model = adapted(modules_to_save=["embed"])
+    wrapper = model.get_submodule("base_model.model.embed")
+    copy = wrapper.get_submodule("modules_to_save.default").weight
+    source = MergedLoraSource(model, "default")
+    assert "embed.weight" not in source.layout().frozen
+    for _ in range(2):
+        with torch.no_grad():
+            copy.normal_()
+        found = published(source)
+        assert found.keys() == Model().state_dict().keys()
+        assert torch.equal(found["embed.weight"], copy)
+        wanted = expected(model)
+        assert all(torch.equal(found[name], wanted[name]) for name in found if not name.startswith("embed"))
+
+
+def with_second(**settings: Any) -> Any:
+    model: Any = adapted()
+    model.add_adapter("second", peft.LoraConfig(**settings))
+    return model
+
+
+def test_modules_that_another_adapter_saves_are_the_bases() -> None:
+    model = with_second(target_modules=["up_proj"], modules_to_save=["embed"])
+    wrapper = model.get_submodule("base_model.model.embed")
+    with torch.no_grad():
+        wrapper.get_submodule("modules_to_save.second").weight.normal_()
+    found = published(MergedLoraSource(model, "default"))
+    assert found.keys() == Model().state_dict().keys()
+    assert torch.equal(found["embed.weight"], wrapper.get_submodule("original_module").weight)
+    second = published(MergedLoraSource(model, "second"))
+    assert torch.equal(second["embed.weight"], wrapper.get_submodule("modules_to_save.second").weight)
+
+
+def tied(**settings: Any) -> Any:
     class Tied(Model):
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Linear(6, 12, bias=False)
             self.head.weight = self.embed.weight
 
-    model: nn.Module = peft.get_peft_model(Tied(), peft.LoraConfig(target_modules=["head", "up_proj"]))
-    return model
+    return peft.get_peft_model(Tied(), peft.LoraConfig(**{"target_modules": ["head", "up_proj"], **settings}))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +126,16 @@ def tied() -> nn.Module:
             "leave base_model.model.experts.*, whose .*_proj it adapts, out",
         ),
         (tied, {"merge": "default"}, "leave base_model.model.head out: its weight is tied"),
+        (
+            lambda: tied(target_modules=["up_proj"], modules_to_save=["embed"]),
+            {"merge": "default"},
+            "do not save base_model.model.embed: its weight is tied",
+        ),
+        (
+            lambda: with_second(target_modules=["layers.1.up_proj"], modules_to_save=["layers.0"]),
+            {"merge": "default"},
+            "leave base_model.model.layers.0.*up_proj out: PEFT saves what it is in whole",
+        ),
         (adapted, {"merge": "default", "names": {"a": "b"}}, "names: .* leave it out: .* with merge"),
         (adapted, {"merge": "default", "offloads": True}, "offloads: .* with merge"),
         (adapted, {"merge": "default", "quantization": {"quant_method": "fp8"}}, "merge: .* with quantiz"),
