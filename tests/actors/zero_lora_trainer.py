@@ -16,8 +16,8 @@ _LEARNING_RATE = 0.1
 class ZeroLoraTrainer(LoraTrainer):
     """One rank of a model with PEFT's default adapter, which DeepSpeed trains."""
 
-    def __init__(self, path: str, rank: int, world: int) -> None:
-        super().__init__(path, {"default": 4}, rank)
+    def __init__(self, path: str, rank: int, world: int, merge: str = "") -> None:
+        super().__init__(path, {"default": 4}, rank, merge=merge)
         self._num_ranks = world
 
     def start(self, meeting: str = "") -> None:

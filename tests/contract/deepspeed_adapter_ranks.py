@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.contract.deepspeed_ranks import gather, join_ranks, refusals, train
+from tests.contract.deepspeed_ranks import gather, gathered, join_ranks, refusals, train
 from tests.contract.source_ranks import plan_for
 from tests.forked import fork, import_deepspeed
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
+from weightsync.sources import lora, make_source
 from weightsync.sources.lora import LoraSource
 
 ADAPTERS = {"default": 3, "second": 5}
@@ -37,6 +38,7 @@ class Case:
         offload: where partitions are offloaded to.
         dtype: that of the engines' slots, "" for the parameters' own.
         by_engine: whether the source gets DeepSpeed's engine, and not PEFT's model in it.
+        merges: whether the first adapter is merged. It then saves the embedding whole, too.
     """
 
     stage: int
@@ -44,16 +46,18 @@ class Case:
     offload: str = "none"
     dtype: str = ""
     by_engine: bool = True
+    merges: bool = False
 
 
 @dataclass(frozen=True)
 class Version:
-    """What all ranks published of one version of an adapter, and what PEFT saves of it.
+    """What all ranks published of one version, and what it is of.
 
     Attributes:
-        plan: the adapter's.
+        plan: the adapter's, or the model's.
         buffers: bytes of each rank's send buffer.
-        saved: ``get_peft_model_state_dict`` within DeepSpeed's own gathering.
+        saved: ``get_peft_model_state_dict`` within DeepSpeed's own gathering; all of the model, if the
+            adapter is merged.
     """
 
     plan: Plan
@@ -63,10 +67,14 @@ class Version:
 
 @dataclass(frozen=True)
 class Found:
-    """The versions of each adapter, and what a rank said of parameters that were gathered or changed."""
+    """The versions of each adapter, and what a rank said of parameters that were gathered or changed.
+
+    Where the first adapter is merged, its versions are the model's, and `frozen` travels once.
+    """
 
     versions: dict[str, list[Version]]
     errors: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
 
 
 class Block(nn.Module):
@@ -95,14 +103,15 @@ class Base(nn.Module):
         return hidden
 
 
-def adapted(base: nn.Module) -> Any:
-    """PEFT's model of `base`, with adapters whose B is not zero."""
+def adapted(base: nn.Module, saves: bool = False) -> Any:
+    """PEFT's model of `base`, with adapters whose B is not zero. The first one may save the embedding."""
     import peft
 
     configs = {
         name: peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=["up_proj", "down_proj"])
         for name, rank in ADAPTERS.items()
     }
+    configs["default"].modules_to_save = ["embed"] if saves else None
     model = peft.get_peft_model(base, configs["default"])
     model.add_adapter("second", configs["second"])
     torch.manual_seed(5)
@@ -115,7 +124,10 @@ def adapted(base: nn.Module) -> Any:
 
 @contextmanager
 def engine_of(case: Case) -> Iterator[Any]:
-    """A DeepSpeed engine that trains the first adapter. ZeRO-3 has cut the base before PEFT adapts it."""
+    """A DeepSpeed engine that trains the first adapter.
+
+    ZeRO-3 has cut the base before PEFT adapts it, but where PEFT copies a part of it.
+    """
     import deepspeed
 
     zero: dict[str, object] = {"stage": case.stage}
@@ -129,9 +141,9 @@ def engine_of(case: Case) -> Iterator[Any]:
         "zero_force_ds_cpu_optimizer": False,  # it would be compiled
         "zero_allow_untested_optimizer": True,
     }
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.stage == 3):
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.stage == 3 and not case.merges):
         base = Base()
-    model = adapted(base)
+    model = adapted(base, case.merges)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.Adam(trained, lr=0.1), config=config)
     yield engine
@@ -159,14 +171,24 @@ def saved(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
         return {name.removeprefix("base_model.model."): each.clone() for name, each in found.items()}
 
 
+def source_of(engine: Any, case: Case, adapter: str) -> Any:
+    """The source of an adapter, or of the model with the adapter merged."""
+    if case.merges:
+        return make_source(engine, merge=adapter)
+    source = LoraSource(engine if case.by_engine else engine.module, adapter)
+    source.cast(case.dtype)
+    return source
+
+
 class Publisher:
-    """An adapter's source on a rank, attached once, and its versions."""
+    """A source on a rank, attached once, and its versions."""
 
     def __init__(self, engine: Any, case: Case, adapter: str, rank: int) -> None:
         self._module, self._adapter, self._case = engine.module, adapter, case
-        self.source = LoraSource(engine if case.by_engine else engine.module, adapter)
-        self.source.cast(case.dtype)
-        self._plan = plan_for(gather(self.source.layout()))
+        self.source = source_of(engine, case, adapter)
+        layouts = gather(self.source.layout())
+        self.frozen: tuple[str, ...] = layouts[0].frozen
+        self._plan = plan_for(layouts)
         self._buffer = SharedBuffer.create(self._plan.send_buffer_nbytes(rank))
         self.source.attach(self._plan, rank, self._buffer.handle)
         self.versions: list[Version] = []
@@ -180,7 +202,9 @@ class Publisher:
         """Publish the adapter as it is now."""
         self.source.publish(True)
         buffers = gather(bytes(self._buffer.tensor.numpy()))
-        self.versions.append(Version(self._plan, buffers, saved(self._module, self._adapter)))
+        merges = self._case.merges
+        of = gathered(self._module) if merges else saved(self._module, self._adapter)
+        self.versions.append(Version(self._plan, buffers, of))
 
     def close(self) -> None:
         self.source.close()
@@ -200,14 +224,15 @@ def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: P
 
 
 def _run(engine: Any, case: Case, rank: int) -> Found:
-    publishers = {adapter: Publisher(engine, case, adapter, rank) for adapter in ADAPTERS}
+    adapters = ["default"] if case.merges else [*ADAPTERS]
+    publishers = {adapter: Publisher(engine, case, adapter, rank) for adapter in adapters}
     for _ in range(3):
         train(engine, rank)
         for each in publishers.values():
             each.publish()
     first = publishers["default"]
     errors: tuple[str, ...] = ()
-    with mock.patch("weightsync.sources.lora.named_tensors", side_effect=AssertionError("slow")):
+    with mock.patch.object(lora, "named_tensors", side_effect=AssertionError("slow")):
         first.source.publish(True)  # the step has moved nothing, so it does not look for the adapter again
     if case.stage == 3:
         with engine_of(case) as other:
@@ -217,4 +242,5 @@ def _run(engine: Any, case: Case, rank: int) -> Found:
             errors = tuple(refusals(other, first.source))
     for each in publishers.values():
         each.close()
-    return Found({adapter: each.versions for adapter, each in publishers.items()}, errors)
+    versions = {adapter: each.versions for adapter, each in publishers.items()}
+    return Found(versions, errors, first.frozen)

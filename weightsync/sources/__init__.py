@@ -32,6 +32,18 @@ SOURCES = {
     "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
 }
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""
+_MODULE = SOURCES["torch.nn.modules.module.Module"]
+_ENGINE = SOURCES["deepspeed.runtime.engine.DeepSpeedEngine"]
+_INSTEAD = {
+    "quantization": {_MODULE: "weightsync.sources.quantized_module:QuantizedModuleSource"},
+    "merge": {
+        _MODULE: "weightsync.sources.merged_lora:MergedLoraSource",
+        _ENGINE: "weightsync.sources.merged_zero:MergedZeroSource",
+    },
+}
+"""The source that takes another one's place, by the setting that wants it."""
+_TAKES = {"quantization": "plain modules and FSDP2", "merge": "plain modules, FSDP2 and DeepSpeed's engine"}
+"""What each of these settings is for, in words."""
 
 
 def attach(
@@ -66,18 +78,15 @@ def make_source(
     if found is None:
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
-    derived = {"quantization": quantization, "merge": merge}
-    if setting := next((name for name, given in derived.items() if given), ""):
-        derived.pop(setting)
-        _require_plain(found, setting, model, {**derived, "names": names, "offloads": offloads})
-    if merge:
-        from weightsync.sources.merged_lora import MergedLoraSource
-
-        return MergedLoraSource(model, merge, exclude, frozen=frozen)
-    if quantization:
-        from weightsync.sources.quantized_module import QuantizedModuleSource
-
-        return QuantizedModuleSource(model, quantization, exclude, frozen=frozen)
+    settings = {"quantization": quantization, "merge": merge, "names": names, "offloads": offloads}
+    if setting := next((name for name in _INSTEAD if settings[name]), ""):
+        if found not in _INSTEAD[setting]:
+            remedy = f"leave it out: it takes {_TAKES[setting]}"
+            raise ConfigError(setting, type(model).__name__, remedy)
+        given = settings.pop(setting)
+        _require_alone(setting, settings)
+        instead: ModelSource = resolve_name(_INSTEAD[setting][found])(model, given, exclude, frozen=frozen)
+        return instead
     source: ModelSource = resolve_name(found)(
         model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )
@@ -94,10 +103,8 @@ def make_components(models: Models, exclude: Collection[str] = (), **settings: A
     return ComponentsSource(models, make_source, exclude, **settings)
 
 
-def _require_plain(found: str, setting: str, model: object, others: Mapping[str, object]) -> None:
-    """Raise ConfigError if the model is no module, or if one of `others` is given beside `setting`."""
-    if found != SOURCES["torch.nn.modules.module.Module"]:
-        raise ConfigError(setting, type(model).__name__, "leave it out: it takes plain modules and FSDP2")
+def _require_alone(setting: str, others: Mapping[str, object]) -> None:
+    """Raise ConfigError if one of `others` is given beside `setting`."""
     for name, given in others.items():
         if given:
             raise ConfigError(name, given, f"leave it out: it cannot be given with {setting}")

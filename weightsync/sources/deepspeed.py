@@ -15,7 +15,7 @@ from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.tensors import TensorSource
+from weightsync.sources.tensors import Guard, TensorSource
 from weightsync.sources.tested import warn_untested
 from weightsync.sources.zero_partitions import (
     PART,
@@ -49,7 +49,7 @@ class DeepSpeedSource(TensorSource):
             segments += its
         return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), with_memory(held))
 
-    def _watch(self, weights: LocalWeights) -> _Guard:
+    def _watch(self, weights: LocalWeights) -> Guard:
         return _Guard(self.model.module, weights.tensors, part=PART)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:

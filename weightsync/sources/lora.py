@@ -23,6 +23,7 @@ from weightsync.sources.zero_partitions import (
     PART,
     check_partition,
     is_partitioned,
+    part_of,
     part_segments,
     require_current,
     run_of,
@@ -97,8 +98,7 @@ class _Partitioned(_Trained):
 
     def local(self) -> torch.Tensor:
         """Return the partition itself: DeepSpeed may give it other memory."""
-        part: torch.Tensor = getattr(self.parameter, PART)
-        return part
+        return part_of(self.parameter)
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         start, stop = run_of(self.parameter)

@@ -14,7 +14,7 @@ from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.mesh import mesh_place
-from weightsync.sources.tensors import TensorSource
+from weightsync.sources.tensors import Guard, TensorSource
 from weightsync.sources.zero_partitions import is_partitioned
 
 if TYPE_CHECKING:
@@ -38,23 +38,11 @@ class ModuleSource(TensorSource):
         segments = tuple(segment_of(name, tensor, cut) for name, tensor in tensors.items())
         return LocalWeights(RankLayout(metas, segments, tied, mesh=mesh_place(tensors)), tensors)
 
-    def _watch(self, weights: LocalWeights) -> AddressGuard:
+    def _watch(self, weights: LocalWeights) -> Guard:
         return AddressGuard(self.model, weights.tensors)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return named_tensors(self.model)[0]
-
-
-class OwnTensors(AddressGuard):
-    """Guards a model's own tensors, where a source adds buffers that do not move."""
-
-    def __init__(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors`: the model's own."""
-        super().__init__(module, tensors)
-        self._names = frozenset(tensors)
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return super().moved({name: each for name, each in tensors.items() if name in self._names})
 
 
 def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:

@@ -15,7 +15,8 @@ from weightsync.memory.quantize import quantize
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.formats import MICROSCALING, NEAREST, Format, Quantization
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.module import ModuleSource, OwnTensors
+from weightsync.sources.module import ModuleSource
+from weightsync.sources.own_tensors import OwnTensors
 
 DTYPE = "bfloat16"
 """The dtype from which weights are quantised, as engines do."""
@@ -73,7 +74,8 @@ class QuantizedModuleSource(ModuleSource):
         return {**super()._tensors(), **self._buffers}
 
     def _watch(self, weights: LocalWeights) -> OwnTensors:
-        return OwnTensors(self.model, {n: t for n, t in weights.tensors.items() if n not in self._buffers})
+        own = {n: t for n, t in weights.tensors.items() if n not in self._buffers}
+        return OwnTensors(super()._watch(replace(weights, tensors=own)), own)
 
     @torch.no_grad()
     def _finish(self) -> None:

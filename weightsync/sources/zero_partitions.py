@@ -27,9 +27,15 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, PART)
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has a parameter's memory on this rank: its partition, if it has one."""
+    part: torch.Tensor = getattr(tensor, PART, tensor)
+    return part
+
+
 def with_memory(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that have the memory of `held`: partitions in place of those that have one."""
-    return {name: getattr(tensor, PART, tensor) for name, tensor in held.items()}
+    return {name: part_of(tensor) for name, tensor in held.items()}
 
 
 def check_partition(name: str, tensor: Any) -> None:  # noqa: ANN401 - DeepSpeed's parameter

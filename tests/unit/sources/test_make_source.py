@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -28,6 +30,21 @@ def test_the_nearest_type_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, f"{__name__}.Wrapper", f"{__name__}:WrapperSource")
     assert type(make_source(Wrapper(2, 2), (), offloads=False)).__name__ == "WrapperSource"
     assert type(make_source(nn.Linear(2, 2), (), offloads=False)) is ModuleSource
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"merge": "default"}, "merge: 'Wrapper' .* plain modules, FSDP2 and DeepSpeed's engine"),
+        ({"quantization": {"quant_method": "fp8"}}, "quantization: 'Wrapper' .* plain modules and FSDP2"),
+    ],
+)
+def test_a_setting_that_the_type_does_not_know_is_refused(
+    settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SOURCES, f"{__name__}.Wrapper", f"{__name__}:WrapperSource")
+    with pytest.raises(ConfigError, match=says):
+        make_source(Wrapper(2, 2), **settings)
 
 
 def test_what_no_source_reads_is_refused() -> None:
