@@ -13,7 +13,13 @@ from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import RankLayout, Segment
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.peft_modules import SavedModule, adapted_modules, base_name, saved_modules
+from weightsync.sources.peft_modules import (
+    SavedModule,
+    adapted_modules,
+    base_name,
+    path_in_state,
+    saved_modules,
+)
 
 _WEIGHT = ".base_layer.weight"
 
@@ -23,7 +29,7 @@ class Target:
     """One of the weights that are merged.
 
     Attributes:
-        name: the base's, in the model.
+        name: the base's, in the model's ``state_dict``.
         module: PEFT's.
         a: the parameter A, which may be sharded.
         b: the parameter B, likewise.
@@ -135,7 +141,8 @@ class MergedWeights:
         return saved.served_as(name) if saved else name
 
     def _adapted(self, model: torch.nn.Module) -> dict[str, Any]:
-        return adapted_modules(model, self._adapter, saves=True)
+        found = adapted_modules(model, self._adapter, saves=True)
+        return {path_in_state(path): module for path, module in found.items()}
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from weightsync.errors import ConfigError, nearest
 
 _PEFT = "base_model.model."
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+_WRAPPERS = (_CHECKPOINTED, "_orig_mod.")
 """What activation checkpoints and `torch.compile` add to the names of modules."""
 _COPIES, _ORIGINAL = "modules_to_save", "original_module"
 """Children of what PEFT makes of a module that some adapters save whole."""
@@ -48,7 +49,7 @@ class SavedModule:
     """A module of which PEFT keeps a whole copy for each of some adapters (``modules_to_save``).
 
     Attributes:
-        path: its name in the model.
+        path: its name in the model's ``state_dict``.
         is_of_adapter: whether the adapter has a copy.
         prefix: begins the names of the tensors that the adapter computes with, its own or the original's.
     """
@@ -75,9 +76,15 @@ def saved_modules(model: torch.nn.Module, adapter: str) -> list[SavedModule]:
         children = dict(module.named_children())
         if {_COPIES, _ORIGINAL} <= children.keys():
             is_of_adapter = adapter in dict(children[_COPIES].named_children())
+            path = path_in_state(path)
             copy = f"{_COPIES}.{adapter}" if is_of_adapter else _ORIGINAL
             found.append(SavedModule(path, is_of_adapter, f"{path}.{copy}."))
     return found
+
+
+def path_in_state(path: str) -> str:
+    """Return a module's path in the names of ``state_dict``: activation checkpoints leave themselves out."""
+    return path.replace(_CHECKPOINTED, "")
 
 
 def base_name(name: str) -> str:

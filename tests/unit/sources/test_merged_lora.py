@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.unit.sources.test_lora import Model, adapted, published
 from tests.unit.sources.test_stacked_lora import stacked
@@ -84,6 +85,17 @@ def test_modules_that_the_adapter_saves_take_the_place_of_the_bases() -> None:
         assert torch.equal(found["embed.weight"], copy)
         wanted = expected(model)
         assert all(torch.equal(found[name], wanted[name]) for name in found if not name.startswith("embed"))
+
+
+def test_wrappers_of_layers_leave_no_trace_in_names() -> None:
+    model = adapted(modules_to_save=["layers.0.up_proj"])
+    wanted = published(MergedLoraSource(model, "default"))
+    layers = model.get_submodule("base_model.model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
+    found = published(MergedLoraSource(model, "default"))
+    assert found.keys() == wanted.keys() == Model().state_dict().keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def with_second(**settings: Any) -> Any:
