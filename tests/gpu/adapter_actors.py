@@ -60,6 +60,46 @@ class AdapterTrainer(TrainerShard):
         self.model.save_pretrained(folder)
 
 
+class ZeroAdapterTrainer(AdapterTrainer):
+    """One ZeRO-3 rank of DeepSpeed's, with a base in bfloat16."""
+
+    def join(self, path: str, rank: int, number: int, num_ranks: int, meeting: str) -> None:
+        """Load the base with an adapter of `rank`, and have DeepSpeed cut it over `num_ranks`."""
+        import deepspeed
+
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor its own GPU
+        torch.cuda.set_device(0)
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{meeting}", rank=number, world_size=num_ranks
+        )
+        self.start(path, rank)
+        self._number = number
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 4000},
+        }
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        self.model, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=settings)
+
+    def train(self, seed: int) -> None:
+        """Take one optimizer step on random tokens. All ranks have to call it."""
+        draw = torch.Generator("cuda").manual_seed(seed * 1000 + self._number)
+        tokens = torch.randint(0, 5000, (1, 32), generator=draw, device="cuda")
+        self.model.backward(self.model(tokens, labels=tokens).loss)
+        self.model.step()
+
+    def save(self, folder: str) -> None:
+        """Save the adapter that DeepSpeed gathers as PEFT does. All ranks have to call it."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.module.parameters())):
+            if self._number == 0:
+                self.model.module.save_pretrained(folder)
+        torch.distributed.barrier()
+
+
 class VllmAdapters(EngineActor):
     """A vLLM with CUDA graphs and adapter slots, started with dummy weights."""
 

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.actors.fleet import until
-from tests.gpu.adapter_actors import AdapterTrainer, SglangAdapters, VllmAdapters
+from tests.gpu.adapter_actors import AdapterTrainer, SglangAdapters, VllmAdapters, ZeroAdapterTrainer
 from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
@@ -91,6 +91,42 @@ def test_it_answers_as_one_that_the_engine_read_from_files(
         assert str(plain.tokens) not in seen
     ray.kill(engine)
     ray.kill(trainer)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_zero3_ranks_train_answers_as_what_vllm_read_from_files(
+    num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    pytest.importorskip("deepspeed")
+    if num_gpus < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    path, meeting = str(tmp_path / "base"), str(tmp_path / "meeting")
+    save_qwen3(tmp_path / "base", "untied", 0)
+    trainers = [spawn(ZeroAdapterTrainer, bundles, number) for number in range(num_ranks)]
+    engine = spawn_engine(VllmAdapters, bundles, path, "e0", 1)
+    joined = [each.join.remote(path, RANK, i, num_ranks, meeting) for i, each in enumerate(trainers)]
+    ray.get([*joined, engine.sync_layout.remote()], timeout=patient(200))
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "adapter": "math"}
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine})
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        sync.register_adapter("math", trainers)
+        for version in range(1, 4):
+            folder = str(tmp_path / f"v{version}")
+            ray.get([each.train.remote(version) for each in trainers], timeout=patient(60))
+            ray.get([each.save.remote(folder) for each in trainers], timeout=patient(60))
+            report = sync.update_adapter("math")
+            sys.stdout.write(f"{report} {report.seconds * 1e3:.1f} ms {dict(report.phases)}\n")
+            assert (report.routes, report.proofs) == ({"e0": "direct"}, {"e0": "live weights"})
+            rollout = ray.get(engine.generate.remote(PROMPTS, sampling))
+            assert rollout.adapter_version == version
+            by_file = engine.by_file.remote(folder, PROMPTS, NUM_TOKENS)
+            assert rollout.tokens == ray.get(by_file, timeout=patient(60))
+    for actor in (engine, *trainers):
+        ray.kill(actor)
 
 
 def test_two_adapters_switch_together_and_one_is_unregistered(
