@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,6 +17,8 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+NUM_SCORES = 20
+"""As many log-probabilities as vLLM gives by default."""
 
 
 class LoraTrainer(TrainerShard):
@@ -92,9 +96,47 @@ class LoraTrainer(TrainerShard):
         self.model.enable_adapter_layers()
         return tokens[len(prompt) :]
 
+    @torch.no_grad()
+    def scores(self, adapter: str, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Return the log-probabilities by which each of `tokens` is drawn: float32[tokens, vocabulary]."""
+        self.model.set_adapter(adapter)
+        logits = self.model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        return logits.float().log_softmax(dim=-1)
+
 
 class NamedEngine(EngineActor):
-    """A vLLM that says which process it is."""
+    """A vLLM that says which process it is, and what its requests were drawn by."""
+
+    _scores: Sequence[Mapping[int, float]] | None = None
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def keep_scores(self) -> None:
+        """Keep the log-probabilities of the likeliest tokens at each place of a request, from now on."""
+        if self._scores is None:
+            self._scores = ()
+            await asyncio.to_thread(self._engine.call, self._keep)
+
+    async def scores(self) -> Sequence[Mapping[int, float]]:
+        """Return those of the request that ended last."""
+        return self._scores or ()
+
+    def _keep(self, llm: Any) -> None:
+        add, step = llm.add_request, llm.step
+
+        def add_request(name: str, prompt: object, params: Any, **more: object) -> object:
+            params.logprobs = NUM_SCORES
+            return add(name, prompt, params, **more)
+
+        def step_and_keep() -> list[Any]:
+            outputs = step()
+            for output in outputs:
+                if output.finished:
+                    places = output.outputs[0].logprobs
+                    self._scores = [
+                        {token: each.logprob for token, each in place.items()} for place in places
+                    ]
+            return outputs
+
+        llm.add_request, llm.step = add_request, step_and_keep

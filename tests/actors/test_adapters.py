@@ -77,9 +77,16 @@ class Rig:
         return ray.get(self.reference.answers.remote(adapter, prompt, GREEDY["max_tokens"]))
 
     def answers_as_peft(self, adapter: str, peft: str, version: int) -> bool:
+        """Compare tokens, and at each place the log-probabilities of the likeliest ones."""
+        ray.get(self.engines["e0"].keep_scores.remote())
         rollout = self.ask(adapter)
         assert (rollout.adapter, rollout.adapter_version) == (adapter, version)
-        return rollout.tokens == [self.expected(peft)]
+        (tokens,), found = rollout.tokens, ray.get(self.engines["e0"].scores.remote())
+        wanted = ray.get(self.reference.scores.remote(peft, PROMPT, tokens))
+        assert len(found) == len(tokens) == len(wanted)
+        for its, place in zip(found, wanted, strict=True):
+            assert its == pytest.approx({token: float(place[token]) for token in its}, abs=1e-3)
+        return tokens == self.expected(peft)
 
     def close(self) -> None:
         """End all actors. Engines end by themselves, since a killed one leaves its ranks' shared memory."""
