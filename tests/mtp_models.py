@@ -35,6 +35,16 @@ _EXPERTS = {
     "topk_group": 1,
     "head_dim": 32,
 }
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # with the 64 below, all that vLLM's attention on CPUs takes
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,15 @@ class Family:
 
 
 FAMILIES = {
+    "deepseek": Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _EXPERTS | _LATENT,
+        "model.layers.1.",
+        "model.layers.2.",
+        tuple(f"model.layers.2.{name}" for name in ("enorm", "hnorm", "shared_head.norm")),
+        "model.layers.2.eh_proj",
+    ),
     "glm": Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -82,7 +101,7 @@ FAMILIES = {
 _CUT_ROWS = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 _CUT_COLUMNS = "o_proj", "down_proj"
 _COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
-"""What checkpoints of GLM repeat in MTP's layer."""
+"""What checkpoints of GLM and DeepSeek repeat in MTP's layer."""
 
 
 def build_tiny_mtp(
@@ -102,7 +121,7 @@ def build_tiny_mtp(
     (path / "config.json").write_text(json.dumps(settings))
     weights = load_file(path / "model.safetensors")
     weights |= _mtp(weights, family, mtp_seed)
-    if family == "glm":
+    if family != "mimo":
         weights |= {f"{of.layer}{name}": weights[theirs].clone() for theirs, name in _COPIES.items()}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return model

@@ -62,7 +62,7 @@ def test_mtp_layers_are_their_trainers_beside_the_targets_embedding_and_head(rig
 
 @pytest.mark.faults
 @pytest.mark.parametrize("components", [FROZEN], ids=["frozen"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["glm", "mimo"])
 def test_frozen_mtp_layers_keep_the_weights_of_their_files(rig: Rig, family: str) -> None:
     written = mtp_weights(rig.folder / "1", family, 5)
     for version in (1, 2, 3):

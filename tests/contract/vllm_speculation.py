@@ -20,6 +20,7 @@ PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MTP_PARTS = {**_PARTS, "w13_weight": ("gate_up_proj",), "w2_weight": ("down_proj",)}
+_MTP_PARTS |= {"fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 _EXPERTS = ("w13_weight", "w2_weight")
 _TIED = "embed_tokens.weight"
 

@@ -30,7 +30,8 @@ def holder(*names: str) -> nn.Module:
 def test_layers_are_numbered_on_or_by_themselves() -> None:
     assert prefixes(config("Glm4MoeMTPModel")) == ("model.layers.46.", "model.layers.47.")
     assert prefixes(config("MiMoMTPModel")) == ("model.mtp_layers.0.", "model.mtp_layers.1.")
-    assert prefixes(SimpleNamespace(architectures=["DeepSeekMTPModel"])) == ()
+    assert prefixes(config("DeepSeekMTPModel")) == ("model.layers.46.", "model.layers.47.")
+    assert prefixes(SimpleNamespace(architectures=["ErnieMTPModel"])) == ()
 
 
 def test_tensors_are_those_of_the_layers_with_experts_stacked() -> None:

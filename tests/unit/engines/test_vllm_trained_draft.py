@@ -79,7 +79,7 @@ def test_others_are_refused_by_name(method: str) -> None:
 
 def test_mtp_layers_of_other_families_are_refused_by_name() -> None:
     told = (
-        r"speculative_config: .*'mtp'.*only Glm4MoeMTPModel and MiMoMTPModel can .*not ErnieMTPModel: freeze"
+        r"speculative_config: .*'mtp'.*only Glm4MoeMTPModel, .*MiMoMTPModel can .*not ErnieMTPModel: freeze"
     )
     with pytest.raises(ConfigError, match=told):
         trained(method="mtp", architecture="ErnieMTPModel")

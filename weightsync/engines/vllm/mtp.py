@@ -14,9 +14,9 @@ from weightsync.plan.experts import stacked
 MTP = "mtp"
 """vLLM's method. It calls all others, such as ``deepseek_mtp``, so when it starts."""
 
-_AFTER_LAYERS, _OWN_LAYERS = "Glm4MoeMTPModel", "MiMoMTPModel"
-ARCHITECTURES = (_AFTER_LAYERS, _OWN_LAYERS)
-"""vLLM's names of the models whose layers are known."""
+_AFTER_LAYERS, _OWN_LAYERS = ("Glm4MoeMTPModel", "DeepSeekMTPModel"), "MiMoMTPModel"
+ARCHITECTURES = (*_AFTER_LAYERS, _OWN_LAYERS)
+"""vLLM's names of the models whose layers are known, of which most follow those of the target."""
 
 _BLOCK = "mtp_block."
 """In vLLM's names of what a layer of the target has, too. Checkpoints leave it out."""
@@ -31,7 +31,7 @@ def prefixes(hf_config: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers'
     if architecture not in ARCHITECTURES:
         return ()
     numbers = range(hf_config.num_nextn_predict_layers)
-    if architecture == _AFTER_LAYERS:  # the checkpoint numbers them on from those of the target
+    if architecture in _AFTER_LAYERS:  # the checkpoint numbers them on from those of the target
         return tuple(f"model.layers.{hf_config.num_hidden_layers + n}." for n in numbers)
     return tuple(f"model.mtp_layers.{n}." for n in numbers)
 

@@ -54,7 +54,7 @@ class VllmTrainedDraft(TrainableDraft):
             raise ConfigError("speculative_config", value, remedy)
         if speculative.method == mtp.MTP and not mtp.prefixes(config.hf_config):
             found = config.hf_config.architectures[0]
-            remedy = f"of MTP, only {' and '.join(mtp.ARCHITECTURES)} can be trained, not {found}: {_FREEZE}"
+            remedy = f"of MTP, only {', '.join(mtp.ARCHITECTURES)} can be trained, not {found}: {_FREEZE}"
             raise ConfigError("speculative_config", value, remedy)
         num_stages = runner.vllm_config.parallel_config.pipeline_parallel_size
         for setting, given in (
