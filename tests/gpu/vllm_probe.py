@@ -73,7 +73,7 @@ def beside(llm: Any) -> list[list[str]]:
 
 
 def flip(llm: Any, leaf: str) -> None:
-    """Flip a bit of the first parameter whose name ends so, once, before its bytes are digested next."""
+    """Flip a bit of the first parameter with this last name, before the next digest of live bytes."""
     llm.collective_rpc(_flip, args=(leaf,))
 
 

@@ -16,7 +16,7 @@ MTP = "mtp"
 
 _AFTER_LAYERS, _OWN_LAYERS = ("Glm4MoeMTPModel", "DeepSeekMTPModel"), "MiMoMTPModel"
 ARCHITECTURES = (*_AFTER_LAYERS, _OWN_LAYERS)
-"""vLLM's names of the models whose layers are known, of which most follow those of the target."""
+"""vLLM's names of the models whose layers are known."""
 
 _BLOCK = "mtp_block."
 """In vLLM's names of what a layer of the target has, too. Checkpoints leave it out."""
