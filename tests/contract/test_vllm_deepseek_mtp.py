@@ -6,6 +6,7 @@ vLLM 0.32 on a CPU answers otherwise than transformers for this model, so that t
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def all_tensors(engine: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for of, model in zip(("target", "draft"), models(engine), strict=True):
         for path, module in model.named_modules():
-            held: Mapping[str, object] = {**vars(module), **module._parameters, **module._buffers}
-            for name, each in held.items():
+            its = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, each in itertools.chain(vars(module).items(), *its):
                 if isinstance(each, torch.Tensor) and name != "kv_cache":
                     found[f"{of} {path}.{name}"] = each.detach().clone()
     return found
