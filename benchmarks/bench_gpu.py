@@ -15,7 +15,7 @@ Clocks: ``total`` is the wall clock of `update_weights`, from the call until eve
 version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
 Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
 clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
-need to load. With `--join` another engine, whose processes stand, is added after the last round, and filled
+need to load. With `--join` another engine, which has started, is added after the last round, and filled
 from copies on the host, which holders then keep, while the first one serves. ``join s`` is the wall clock of
 `add_engine`. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the same
 processes round after round.

@@ -11,8 +11,9 @@ from weightsync.protocol.messages import PublishReport
 from weightsync.protocol.stream import Stream
 
 _DIAL_S = 1.0
+"""Time to connect, and then for the driver to make room for a notice."""
 _AGAIN_S = 0.1
-"""The same while the rank publishes."""
+"""The same for a connection that is lost while the rank publishes."""
 
 
 class Notices:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.traced_rows import block_number, is_whole_rows
 from weightsync.plan import Box, Segment
 from weightsync.plan.formats import Format
 
@@ -49,12 +50,10 @@ class Expert:
             whole: see `Expert`.
         """
         _, rows, columns = stack.shape
-        box, pitch = segment.box, columns * dtype.itemsize
-        steps = zip(box.extent, segment.strides, (pitch, dtype.itemsize), strict=False)
-        is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)
+        pitch = columns * dtype.itemsize
         number, start = divmod(segment.byte_offset, rows * pitch)
-        fits = is_rows and box.extent[1] == columns and start % pitch == 0
-        if not fits or start // pitch + box.extent[0] > rows:
+        fits = is_whole_rows(segment, columns, dtype.itemsize)
+        if not fits or start // pitch + segment.box.extent[0] > rows:
             raise UnprovableError(f"{segment.buffer} has rows that are not those of {segment.tensor}")
         return cls(segment.buffer, number, rows, columns, dtype.itemsize, whole)
 
@@ -88,7 +87,5 @@ class Expert:
         start = segment.byte_offset // self.itemsize
         yield Segment(segment.tensor, segment.box, self.stack, start, (self.columns, 1))
         name = segment.tensor.removesuffix("weight") + form.scale_suffix
-        parts = zip(segment.box.offset, segment.box.extent, strict=True)
-        first = tuple(offset // extent for offset, extent in parts)
-        box = Box.whole((1,)) if form.block == (0, 0) else Box(first, (1, 1))
+        box = Box.whole((1,)) if form.block == (0, 0) else Box(block_number(segment.box), (1, 1))
         yield Segment(name, box, f"{self.stack}_scale", 4 * self.number, (4,) * box.ndim)

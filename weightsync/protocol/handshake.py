@@ -134,7 +134,7 @@ def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple
     socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
-    keep_alive(socket)
+    _keep_alive(socket)
     show_secret(socket, secret)
     monitor = socket.get_monitor_socket(_LOST)
     socket.connect(endpoint)
@@ -158,7 +158,7 @@ def decode_one(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | mem
         raise WireError(f"not a message of ours: {error}") from error
 
 
-def keep_alive(socket: zmq.Socket[Any]) -> None:
+def _keep_alive(socket: zmq.Socket[Any]) -> None:
     """Have `socket` notice within two minutes if an idle connection was dropped on its way.
 
     Must be called before it connects or binds.

@@ -75,7 +75,7 @@ class MergedWeights:
         return replace(weights, tensors={n: each for n, each in weights.tensors.items() if n not in merged})
 
     def freeze(self, layout: RankLayout, frozen: Collection[str]) -> RankLayout:
-        """Freeze the tensors in a layout of `of` whose own buffers are `frozen`, beside those that are."""
+        """Return a layout that `of` made, with tensors frozen, too, whose buffers are named in `frozen`."""
         still = {segment.tensor for segment in layout.segments if segment.buffer in frozen}
         names = (meta.name for meta in layout.tensors if meta.name in still.union(layout.frozen))
         return replace(layout, frozen=tuple(names))

@@ -118,7 +118,7 @@ def _begin(algorithm: str, draft: torch.nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SglangTrainedDraft(TrainableDraft):
-    """A draft of EAGLE or EAGLE-3, or a layer of MTP, whose `model` has its own modules alone.
+    """A draft of EAGLE or EAGLE-3, or a layer of MTP. `model` holds no module of the target.
 
     Attributes:
         draft: SGLang's module, with those that it shares with the target.

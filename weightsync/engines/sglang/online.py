@@ -25,6 +25,7 @@ from weightsync.engines.quantizing_loader import stored_tensors
 from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
 from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
 from weightsync.engines.stored_checkpoint import StoredCheckpoint
+from weightsync.engines.traced_rows import is_whole_rows
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Segment, TensorMeta
@@ -129,9 +130,7 @@ def _format(segment: Segment, shape: Sequence[int], layer: Any, dtype: torch.dty
     Raises UnprovableError if its rows are not rows of the layer, or share scales with other ranks' columns.
     """
     columns, box = layer.weight.shape[0], segment.box
-    steps = zip(box.extent, segment.strides, (columns * dtype.itemsize, dtype.itemsize), strict=False)
-    is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)
-    if not is_rows or box.extent[1] != columns or segment.byte_offset % (columns * dtype.itemsize):
+    if not is_whole_rows(segment, columns, dtype.itemsize):
         raise UnprovableError(f"{segment.buffer} has rows that are not those of {segment.tensor}")
     if columns == shape[1]:
         return ROWS

@@ -105,7 +105,10 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
 
 def _from_own_files(speculative: object) -> dict[str, Any]:
-    """Return a speculative configuration that loads a draft from its files, and not as the target's dummy."""
+    """Return a speculative configuration that loads a draft from its files, and not as the target's dummy.
+
+    Where vLLM's second model runner ignores that, its first one is chosen, in the environment.
+    """
     from vllm.config import LoadConfig, SpeculativeConfig
     from vllm.model_executor.model_loader import utils as loaders
 
@@ -121,7 +124,6 @@ def _from_own_files(speculative: object) -> dict[str, Any]:
     if given or speculative.get("method") in WITHOUT_WEIGHTS or "draft_load_config" not in known:
         return dict(speculative)
     if not hasattr(loaders, "get_draft_load_config"):
-        # Before vLLM has it, its second model runner loads a draft as the target is loaded.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return {**speculative, "draft_load_config": LoadConfig()}
 

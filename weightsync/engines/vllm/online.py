@@ -30,6 +30,7 @@ from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensor
 from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.stored_loader import StoredLoader
+from weightsync.engines.traced_rows import block_number, is_whole_rows
 from weightsync.engines.whole_sink import Loader
 from weightsync.errors import TransportError
 from weightsync.memory.stored_places import StoredPlaces
@@ -109,9 +110,8 @@ def _before_it_quantises(layers: Iterable[tuple[Any, Mapping[str, torch.Tensor]]
             for name, each in loaded.items():
                 whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")  # memory that nobody touches
                 parameter = torch.nn.Parameter(whole, requires_grad=False)
-                vars(parameter).update(
-                    vars(layer._parameters[name])
-                )  # its loader: another rank's experts come
+                # Without vLLM's loader, a parameter would take experts of other ranks, too.
+                vars(parameter).update(vars(layer._parameters[name]))
                 layer._parameters[name] = parameter
                 layer._parameters.pop(f"{name}_scale")
             method = copy.copy(layer.quant_method)
@@ -163,17 +163,15 @@ class _Layer:
         start = segment.byte_offset // self.itemsize
         yield Segment(segment.tensor, segment.box, f"{self.path}.weight", start, (self.columns, 1))
         name = segment.tensor.removesuffix("weight") + form.scale_suffix
-        box = Box.whole((1,)) if form.block == (0, 0) else Box(_number(segment.box), (1, 1))
+        box = Box.whole((1,)) if form.block == (0, 0) else Box(block_number(segment.box), (1, 1))
         yield Segment(name, box, f"{self.path}.{form.scale_suffix}", 0, (4,) * box.ndim)
 
     def _part(
         self, segment: Segment, shape: Sequence[int]
     ) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]:
         """Return the block of a tensor that a rank keeps, its number along each axis, and their count."""
-        box, pitch = segment.box, self.columns * self.itemsize
-        steps = zip(box.extent, segment.strides, (pitch, self.itemsize), strict=False)
-        is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)
-        if not is_rows or box.extent[1] != self.columns or segment.byte_offset % pitch:
+        box = segment.box
+        if not is_whole_rows(segment, self.columns, self.itemsize):
             raise UnprovableError(f"{self.path} has rows that are not those of {segment.tensor}")
         if any(
             size % part or at % part for size, part, at in zip(shape, box.extent, box.offset, strict=True)
@@ -181,12 +179,7 @@ class _Layer:
             raise UnprovableError(f"{self.path}: ranks keep unequal parts of {segment.tensor}")
         rows, columns = (0 if part == size else part for part, size in zip(box.extent, shape, strict=True))
         grid = tuple(size // part for size, part in zip(shape, box.extent, strict=True))
-        return (rows, columns), _number(box), grid
-
-
-def _number(box: Box) -> tuple[int, ...]:
-    """Return the number of a block along each axis, where all blocks are as large as it."""
-    return tuple(at // size for at, size in zip(box.offset, box.extent, strict=True))
+        return (rows, columns), block_number(box), grid
 
 
 def online_loader(
