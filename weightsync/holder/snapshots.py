@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +30,11 @@ class FlatSnapshot:
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         """`live`: uint8, one dimension, on one device."""
         self._live = [live[name] for name in sorted(live)]
+        self._starts = [0, *itertools.accumulate(map(len, self._live))]
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self._live))
+        return self._starts[-1]
 
     def save(self, to: torch.Tensor) -> None:
         """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
@@ -55,12 +58,13 @@ class FlatSnapshot:
             live.copy_(part, non_blocking=True)
 
     def _pairs(self, held: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start, end = 0, first + len(held)
-        for live in self._live:
-            low, high = max(first, start), min(end, start + len(live))
+        # A model has tens of thousands of buffers, and a refill hundreds of steps: each looks at its own.
+        at, end = bisect_right(self._starts, first) - 1, first + len(held)
+        for number in range(at, bisect_left(self._starts, end)):
+            start, live = self._starts[number], self._live[number]
+            low, high = max(first, start), min(end, self._starts[number + 1])
             if low < high:
                 yield live[low - start : high - start], held[low - first : high - first]
-            start += len(live)
 
 
 logger = logging.getLogger("weightsync.holder.snapshots")

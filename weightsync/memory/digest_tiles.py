@@ -12,8 +12,8 @@ import numpy as np
 from weightsync.errors import PlanError
 from weightsync.memory.digest_factors import COLUMNS, word_nbytes
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, strided_copies, tiles
-from weightsync.plan.layout import Bool, Int64, padded
+from weightsync.plan.copies import cut, flattened, strided_copies
+from weightsync.plan.layout import Int64, padded
 
 TILE_NBYTES = 32 << 10
 UNIT_NBYTES = 16
@@ -65,20 +65,16 @@ def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
     """Cut runs into tiles, for each kernel by their shape: int64[m, 8].
 
-    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``.
+    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``, and so is
+    what is left of a run whose tiles have several rows.
     """
-    cut, number = tiles(Copies(*runs[:, :6].T), TILE_NBYTES)
-    table = np.concatenate([cut, runs[number, 6:]], axis=1)
-    are_rows = is_row(table)
-    found = {"rows": table[are_rows], "words": table[~are_rows]}
+    runs = flattened(runs)
+    address, index, rows, row_nbytes, pitch, index_pitch = runs[:, :6].T
+    bits = address | index | row_nbytes | np.where(rows > 1, pitch | index_pitch, 0)
+    are_rows = (rows == 1) | (row_nbytes > TILE_NBYTES // 2)
+    are_rows &= bits % UNIT_NBYTES == 0
+    found = {"rows": cut(runs[are_rows], TILE_NBYTES)[0], "words": cut(runs[~are_rows], TILE_NBYTES)[0]}
     return {shape: its for shape, its in found.items() if len(its)}
-
-
-def is_row(table: Int64) -> Bool:
-    """Return which runs or tiles are one row of whole units."""
-    address, index, rows, row_nbytes = table[:, :4].T
-    found: Bool = (rows == 1) & ((address | index | row_nbytes) % UNIT_NBYTES == 0)
-    return found
 
 
 def num_factor_rows(parts: Sequence[DigestPart]) -> int:

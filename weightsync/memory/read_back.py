@@ -51,12 +51,7 @@ class ReadBack:
 
     def tiles(self) -> Int64:
         """Cut the pairs into tiles: int64[k, 10]."""
-        table, number = cut(self.pairs[:, :6], TILE_NBYTES)
-        pair = self.pairs[number]
-        done = table[:, 0] - pair[:, 0]
-        rows, rest = np.divmod(done, pair[:, 4])
-        src = pair[:, 8] + np.where(pair[:, 2] == 1, done, rows * pair[:, 9] + rest)
-        return np.concatenate([table, pair[:, 6:8], src[:, None], pair[:, 9:]], axis=1)
+        return cut(self.pairs, TILE_NBYTES, ((0, 4), (1, 5), (8, 9)))[0]
 
 
 def _ends(runs: Int64) -> Int64:

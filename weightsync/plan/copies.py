@@ -86,62 +86,59 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     return cut(flattened(copies.table()), max_nbytes)
 
 
-def cut(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
-    """Do as `tiles` for a table of copies, without joining rows that are contiguous on both sides."""
+def cut(
+    table: Int64, max_nbytes: int, sides: Sequence[tuple[int, int]] = ((0, 4), (1, 5))
+) -> tuple[Int64, Int64]:
+    """Do as `tiles` for a table of copies, without joining rows that are contiguous on both sides.
+
+    `sides` are the columns of an address and of its pitch. All else after the first 4 columns stays with the
+    parts of its row.
+    """
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
-    table, number = _cut_columns(table, max_nbytes)
-    table, parent = _cut_rows(table, max_nbytes)
-    return table, number[parent]
+    rows, row_nbytes = table[:, 2], table[:, 3]
+    # Rows longer than a part are cut into equal ones, and only these. Else a part has several rows.
+    across = np.maximum(1, -(-row_nbytes // max_nbytes))
+    width = -(-row_nbytes // across)
+    width = np.where(across > 1, -(-width // _ALIGNMENT) * _ALIGNMENT, width)
+    across = -(-row_nbytes // np.maximum(width, 1))
+    height = np.maximum(1, max_nbytes // np.maximum(width, 1))
+    down = -(-rows // height)
+    parts = across * down
+    if (parts == 1).all():
+        return table, np.arange(len(table))
+    index, number = repeated(parts)
+    column, row = _steps(number, parts, across, down)
+    found = np.repeat(table, parts, axis=0)  # much faster than by index
+    column *= np.repeat(width, parts)
+    row *= np.repeat(height, parts)
+    for address, pitch in sides:
+        found[:, address] += column + row * found[:, pitch]
+    found[:, 2] = np.minimum(np.repeat(height, parts), found[:, 2] - row)
+    found[:, 3] = np.minimum(np.repeat(width, parts), found[:, 3] - column)
+    return found, index
+
+
+def _steps(number: Int64, parts: Int64, across: Int64, down: Int64) -> tuple[Int64, Int64]:
+    """Return how far right and how far down each part is. Those of one column follow each other."""
+    is_wide, is_high = np.repeat(across > 1, parts), np.repeat(down > 1, parts)
+    column, row = np.where(is_wide, number, 0), np.where(is_high, number, 0)
+    if len(both := np.flatnonzero(is_wide & is_high)):
+        column[both], row[both] = np.divmod(number[both], np.repeat(down, parts)[both])
+    return column, row
 
 
 def flattened(table: Int64) -> Int64:
-    """Turn each copy whose rows are contiguous on both sides into one row."""
-    _, _, rows, row_nbytes, src_pitch, dst_pitch = table.T
+    """Turn each copy whose rows are contiguous on both sides into one row. Further columns stay."""
+    _, _, rows, row_nbytes, src_pitch, dst_pitch = table[:, :6].T
     straight = (src_pitch == row_nbytes) & (dst_pitch == row_nbytes)
     changed = np.flatnonzero((rows == 1) != straight)
     if not len(changed):
         return table
     flat: Int64 = table.copy()
     flat[changed, 2] = 1
-    flat[changed, 3:] = (rows[changed] * row_nbytes[changed])[:, None]
+    flat[changed, 3:6] = (rows[changed] * row_nbytes[changed])[:, None]
     return flat
-
-
-def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
-    """Cut rows longer than a tile into equal parts. Returns them, and each part's row of `table`."""
-    row_nbytes = table[:, 3]
-    parts = np.maximum(1, -(-row_nbytes // max_nbytes))
-    width = -(-row_nbytes // parts)
-    width = np.where(parts > 1, -(-width // _ALIGNMENT) * _ALIGNMENT, width)
-    parts = -(-row_nbytes // np.maximum(width, 1))
-    if (parts == 1).all():
-        return table, np.arange(len(table))
-    index, part = repeated(parts)
-    cut = np.repeat(table, parts, axis=0)  # much faster than by index
-    cut[:, 3] = np.repeat(width, parts)
-    at = part * cut[:, 3]
-    cut[:, 0] += at
-    cut[:, 1] += at
-    some = parts > 0
-    cut[np.cumsum(parts)[some] - 1, 3] = (row_nbytes - (parts - 1) * width)[some]
-    return cut, index
-
-
-def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
-    """Cut copies with more rows than fit a tile. Returns them, and each part's row of `table`."""
-    rows, row_nbytes = table[:, 2], table[:, 3]
-    height = np.maximum(1, max_nbytes // np.maximum(row_nbytes, 1))
-    parts = -(-rows // height)
-    if (parts == 1).all():
-        return table, np.arange(len(table))
-    index, part = repeated(parts)
-    cut = table[index]
-    first = part * height[index]
-    cut[:, 0] += first * cut[:, 4]
-    cut[:, 1] += first * cut[:, 5]
-    cut[:, 2] = np.minimum(height[index], rows[index] - first)
-    return cut, index
 
 
 def repeated(parts: Int64) -> tuple[Int64, Int64]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -46,7 +48,7 @@ def add(totals: np.ndarray, runs: Int64, word_nbytes: int, memory: np.ndarray, s
         for address, index, rows, row_nbytes, pitch, index_pitch, tensor, _ in table.tolist():
             assert rows * row_nbytes <= TILE_NBYTES
             is_row = rows == 1 and not (address % 16 or index % 16 or row_nbytes % 16)
-            assert (shape == "rows") == is_row
+            assert is_row or shape == "words"
             for row in range(rows):
                 at = address - start + row * pitch
                 words = np.frombuffer(memory[at : at + row_nbytes].tobytes(), WORDS[word_nbytes])
@@ -65,6 +67,14 @@ def test_the_work_list_says_what_the_digest_is(data: st.DataObject) -> None:
     parts = [part_of(whole, box, number) for number, box in enumerate(boxes)]
     expected = [tensor_digest(whole[box.slices()], whole.shape, box) for box in boxes]
     assert execute(parts, whole, len(boxes)) == expected
+
+
+@pytest.mark.parametrize(("columns", "shape"), [(TILE_NBYTES, "rows"), (TILE_NBYTES // 2, "words")])
+def test_long_rows_of_whole_units_have_their_own_kernel(columns: int, shape: str) -> None:
+    whole = torch.zeros(5, 2 * columns, dtype=torch.uint8)
+    part = part_of(whole, Box((0, 0), (5, columns)))
+    (run,) = digest_runs([replace(part, address=1 << 20)]).values()
+    assert list(digest_tiles(run)) == [shape]
 
 
 @pytest.mark.parametrize("at", [1, 4095, 4096, 4097, 8192])
