@@ -8,10 +8,10 @@ import torch
 
 from tests.quantised import SPECIAL, same_bits
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
 from weightsync.plan import Box
-from weightsync.plan.formats import FP4, Format
+from weightsync.plan.formats import FP4, TOGETHER, Format
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +82,32 @@ def test_blocks_of_any_size_and_value(block: tuple[int, int], columns: int, dtyp
         found = dict(quantize(weight.to(dtype).cuda(), form))
         differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
         assert not differ, (seed, differ)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rule", TOGETHER)
+@pytest.mark.parametrize("columns", [1, 133, 264, 2048])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_matrices_that_share_scales(halves: int, columns: int, rule: str, dtype: torch.dtype) -> None:
+    """Of one block each, and of several, which jut out."""
+    sizes = (300, 57)
+    across = 0 if halves == 1 or columns == 1 else -(-columns // halves)
+    forms = [
+        Format(rule=rule, values="float8_e4m3fn", block=(0 if halves == 1 else -(-rows // halves), across))
+        for rows in sizes
+    ]
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(rows, columns, generator=draw) * 10.0 ** (3 * seed - 6) for rows in sizes]
+        some = torch.randint(weights[0].numel(), (len(SPECIAL),), generator=draw)
+        weights[0].view(-1)[some] = torch.tensor(SPECIAL) if seed < 4 else 0.0
+        weights[1][30:] = 0.0
+        given = [weight.to(dtype) for weight in weights]
+        wanted = [*map(dict, quantize_together(given, forms))]
+        found = [*map(dict, quantize_together([weight.cuda() for weight in given], forms))]
+        for theirs, ours in zip(wanted, found, strict=True):
+            differ = {key for key in theirs if not same_bits(ours[key].cpu(), theirs[key])}
+            assert not differ, (seed, differ)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1054,3 +1054,115 @@ QUANTIZE(compressed_int8_float16, Int8OfCompressedTensors, Float16)
 #ifdef KERNEL_compressed_int8_float32
 QUANTIZE(compressed_int8_float32, Int8OfCompressedTensors, float)
 #endif
+
+// A matrix whose blocks share scales with those of others. A warp takes neighbouring parts: what one row has of
+// one block.
+struct Parts {
+    int64 rows, columns, block_rows, block_columns;
+
+    // Calls take(block, first element, number of elements) for each part of this warp.
+    template <typename Take>
+    __device__ __forceinline__ void each(Take take) const {
+        const int64 across = (columns - 1) / block_columns + 1, count = rows * across;
+        const int64 num_warps = static_cast<int64>(gridDim.x) * (kQuantizers / 32);
+        const int64 warp = static_cast<int64>(blockIdx.x) * (kQuantizers / 32) + threadIdx.x / 32;
+        const int64 end = count * (warp + 1) / num_warps;
+        for (int64 part = count * warp / num_warps; part < end; ++part) {
+            const int64 row = part / across, nth = part % across, column = nth * block_columns;
+            take(row / block_rows * across + nth, row * columns + column, min(block_columns, columns - column));
+        }
+    }
+};
+
+// Raises the greatest magnitude of each block, as the bits of a float. NaN is none.
+template <typename Element, int kCount>
+__device__ __forceinline__ void raise_largest(const Element* source, const Parts& parts, uint32* largest) {
+    using Neighbours = Few<Element, kCount>;
+    const uint32 lane = threadIdx.x % 32;
+    float most = 0.0f;
+    int64 now = -1;
+    const auto note = [&] {
+        const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+        if (lane == 0 && now >= 0) atomicMax(largest + now, bits);
+        most = 0.0f;
+    };
+    parts.each([&](int64 block, int64 first, int64 numel) {
+        if (block != now) note();
+        now = block;
+        const auto* units = reinterpret_cast<const typename Neighbours::Type*>(source + first);
+#pragma unroll 4
+        for (int64 i = lane; i < numel / kCount; i += 32) {
+            const Neighbours few(units[i]);
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) {
+                const float x = fabsf(widened(Bits<Element>::element(few.bits(k))));
+                if (x > most) most = x;
+            }
+        }
+    });
+    note();
+}
+
+// Turns elements to float8 by the inverse of their block's scale. What is no number has the greatest value.
+template <typename Element, int kCount>
+__device__ __forceinline__ void scale_parts(
+    const Element* source, const Parts& parts, const float* inverses, unsigned char* values) {
+    using Neighbours = Few<Element, kCount>;
+    using Bytes = Few<unsigned char, kCount>;
+    parts.each([&](int64 block, int64 first, int64 numel) {
+        const float inverse = inverses[block];
+        const auto* units = reinterpret_cast<const typename Neighbours::Type*>(source + first);
+        auto* targets = reinterpret_cast<typename Bytes::Type*>(values + first);
+#pragma unroll 4
+        for (int64 i = threadIdx.x % 32; i < numel / kCount; i += 32) {
+            const Neighbours few(units[i]);
+            const auto scaled = [&](int k) {
+                const float x = k < kCount ? __fmul_rn(widened(Bits<Element>::element(few.bits(k))), inverse) : 0.0f;
+                return x == x ? x : 448.0f;
+            };
+            Bytes made;
+#pragma unroll
+            for (int k = 0; k < kCount; k += 2) made.lanes[k / 4] |= to_fp8(scaled(k), scaled(k + 1)) << (8 * (k % 4));
+            targets[i] = made.unit;
+        }
+    });
+}
+
+template <typename Element>
+__device__ __forceinline__ bool has_units(const Element* source, const Parts& parts, const void* values) {
+    constexpr int kCount = 16 / sizeof(Element);
+    const int64 sizes = (parts.columns | parts.block_columns) * sizeof(Element);
+    return (reinterpret_cast<int64>(source) | sizes) % 16 == 0 && reinterpret_cast<int64>(values) % kCount == 0;
+}
+
+#define SHARE_SCALES(name, Element)                                                                   \
+    extern "C" __global__ void __launch_bounds__(kQuantizers) largest_##name(                         \
+        const Element* source, int64 rows, int64 columns, int64 block_rows, int64 block_columns,      \
+        uint32* largest) {                                                                            \
+        const Parts parts{rows, columns, block_rows, block_columns};                                  \
+        if (has_units(source, parts, nullptr)) {                                                      \
+            raise_largest<Element, 16 / sizeof(Element)>(source, parts, largest);                     \
+        } else {                                                                                      \
+            raise_largest<Element, 1>(source, parts, largest);                                        \
+        }                                                                                             \
+    }                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kQuantizers) scaled_##name(                          \
+        const Element* source, int64 rows, int64 columns, int64 block_rows, int64 block_columns,      \
+        const float* inverses, unsigned char* values) {                                               \
+        const Parts parts{rows, columns, block_rows, block_columns};                                  \
+        if (has_units(source, parts, values)) {                                                       \
+            scale_parts<Element, 16 / sizeof(Element)>(source, parts, inverses, values);              \
+        } else {                                                                                      \
+            scale_parts<Element, 1>(source, parts, inverses, values);                                 \
+        }                                                                                             \
+    }
+
+#if defined(KERNEL_largest_bfloat16) || defined(KERNEL_scaled_bfloat16)
+SHARE_SCALES(bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_largest_float16) || defined(KERNEL_scaled_float16)
+SHARE_SCALES(float16, Float16)
+#endif
+#if defined(KERNEL_largest_float32) || defined(KERNEL_scaled_float32)
+SHARE_SCALES(float32, float)
+#endif

@@ -22,6 +22,7 @@ from weightsync.memory.division import divided
 from weightsync.memory.microscaling import microscale
 from weightsync.memory.quantize_kernels import can_quantize, quantize_into
 from weightsync.memory.round_to_nearest import round_to_nearest
+from weightsync.memory.shared_scales import can_share_scales, largest_of_blocks, scaled_values
 from weightsync.memory.words import in_words
 from weightsync.plan.formats import MICROSCALING, NEAREST, TOGETHER, Format
 
@@ -86,20 +87,28 @@ def quantize_together(
         weights: as for `quantize`, on one device.
         forms: their formats, of a rule in `TOGETHER`. All have equally many blocks along both axes.
     """
-    blocks = [_in_blocks(weight, form) for weight, form in zip(weights, forms, strict=True)]
-    largest = torch.stack([_largest(each) for each in blocks]).amax(0)
-    scales = divided(largest, _FP8_MAX)
-    for weight, form, each in zip(weights, forms, blocks, strict=True):
-        stored = scales.flatten() if form.block == (0, 0) else scales.reshape(form.grid(weight.shape))
-        # These kernels have the greatest value where a product is no number, as of 0 with a scale of 0.
-        scaled = (each * (1.0 / scales)).nan_to_num_(_FP8_MAX).clamp_(-_FP8_MAX, _FP8_MAX)
-        values = _from_blocks(scaled, weight.shape).to(getattr(torch, form.values)).contiguous()
-        yield [("weight", values), (form.scale_suffix, stored)]
+    by_kernel = can_share_scales(weights, forms)
+    find = largest_of_blocks if by_kernel else _largest
+    scales = divided(find(weights, forms), _FP8_MAX)
+    scale, inverses = scaled_values if by_kernel else _scaled, 1.0 / scales
+    for weight, form in zip(weights, forms, strict=True):
+        stored = scales if form.block == (0, 0) else scales.reshape(form.grid(weight.shape))
+        yield [("weight", scale(weight, form, inverses)), (form.scale_suffix, stored)]
 
 
-def _largest(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the greatest magnitude of each block, without NaN: float32[down, 1, across, 1]."""
-    return blocks.abs().nan_to_num_(0.0, torch.inf).amax((1, 3), keepdim=True).float()
+def _largest(weights: Sequence[torch.Tensor], forms: Sequence[Format]) -> torch.Tensor:
+    """Return the greatest magnitude of each block in any of the matrices, without NaN: float32, row-major."""
+    blocks = (_in_blocks(weight, form) for weight, form in zip(weights, forms, strict=True))
+    largest = [each.abs().nan_to_num_(0.0, torch.inf).amax((1, 3)).float() for each in blocks]
+    return torch.stack(largest).amax(0).flatten()
+
+
+def _scaled(weight: torch.Tensor, form: Format, inverses: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in float8, each block times its number in `inverses`."""
+    blocks = _in_blocks(weight, form)
+    # These kernels have the greatest value where a product is no number, as of 0 with a scale of 0.
+    scaled = (blocks * inverses.view(len(blocks), 1, -1, 1)).nan_to_num_(_FP8_MAX).clamp_(-_FP8_MAX, _FP8_MAX)
+    return _from_blocks(scaled, weight.shape).to(getattr(torch, form.values)).contiguous()
 
 
 def _by_kernel(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,19 +19,25 @@ from weightsync.memory.kernels import num_blocks_on_device
 from weightsync.plan.formats import Format
 from weightsync.protocol.messages import Digests
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+"""Dtypes that kernels quantise, as their names have them."""
 _VALUES = {"float8_e4m3fn": "fp8", "int8": "int8"}
 _FIRST_WITH_FP8 = (8, 9)
 _NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 3  # kQuantizers in kernels.cu, and what its registers allow
 _MOST_NUMEL = (1 << 16) - 1  # Divider in kernels.cu
 
 
+def has_float8(weight: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU with float8."""
+    return weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _FIRST_WITH_FP8
+
+
 def can_quantize(weight: torch.Tensor, form: Format) -> bool:
     """Whether `quantize_into` takes a matrix: on a GPU with float8, to 8 bits, with a scale for blocks."""
-    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < _FIRST_WITH_FP8:
+    if not has_float8(weight):
         return False
     rows, columns = _block(weight, form)
-    fits = 0 < rows * columns <= _MOST_NUMEL and weight.dtype in _DTYPES
+    fits = 0 < rows * columns <= _MOST_NUMEL and weight.dtype in DTYPES
     return fits and weight.is_contiguous() and _kernel(weight.dtype, form) != ""
 
 
@@ -202,4 +208,4 @@ def _kernel(dtype: torch.dtype, form: Format) -> str:
     if form.packed or not form.symmetric or form.powers_of_two or form.values not in _VALUES:
         return ""
     rule = {"fp8": "vllm", "compressed-tensors": "compressed", "sglang": "sglang"}.get(form.rule)
-    return f"{rule}_{_VALUES[form.values]}_{_DTYPES[dtype]}" if rule else ""
+    return f"{rule}_{_VALUES[form.values]}_{DTYPES[dtype]}" if rule else ""
