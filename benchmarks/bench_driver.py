@@ -40,6 +40,7 @@ parallel, as `weightsync.actors.remote` calls engines: through Ray and over cont
 first two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
 itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`). The last N are holders
 that move nothing: the driver calls them itself, and through one of each group (`benchmarks.move_rounds`).
+``--of`` takes some of the three.
 """
 
 from __future__ import annotations
@@ -147,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         "--shards", type=int, default=0, help="parts of a tensor; by default as many as ranks"
     )
     parser.add_argument("--actors", type=int, default=0, help="real Ray actors to call; none by default")
+    parser.add_argument(
+        "--of", nargs="+", default=[*_ACTOR_ROUNDS], choices=_ACTOR_ROUNDS, help="kinds of --actors"
+    )
     parser.add_argument("--part-timeout", type=float, default=180.0, help="seconds that a fleet may take")
     parser.add_argument("--memory-gib", type=float, default=8.0, help="memory that a fleet may take")
     parser.add_argument("--json", type=Path, help="write the rows and where they were measured")
@@ -169,9 +173,7 @@ def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
         for mode in args.mode
     ]
     calls = {"actors": args.actors, "rounds": args.rounds}
-    return (
-        [*specs, *(calls | {"of": of} for of in ("engines", "trainers", "holders"))] if args.actors else specs
-    )
+    return [*specs, *(calls | {"of": of} for of in args.of)] if args.actors else specs
 
 
 def _run_part(spec: Mapping[str, object]) -> None:

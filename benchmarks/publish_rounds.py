@@ -61,12 +61,13 @@ class Rounds:
             new = [remote_trainer(f"trainer {rank}", spawn(IdleTrainer, num_threads=1)) for rank in ranks]
             self.trainers += new
             placements = await asyncio.gather(*(each.placement() for each in new))
-        for first in range(0, self._num_trainers, PER_HOST):
-            name = f"holder {first // PER_HOST}"
-            stage(f"start of {name}")
-            holder = remote_holder(name, spawn_holder(name, placements[0], "gloo", None))
-            self.holders.append(holder)
-            await holder.ready()
+        names = [f"holder {number}" for number in range(-(-self._num_trainers // PER_HOST))]
+        for first in range(0, len(names), at_once):
+            stage(f"start of {names[first]}")
+            some = names[first : first + at_once]
+            started = [remote_holder(name, spawn_holder(name, placements[0], "gloo", None)) for name in some]
+            self.holders += started
+            await asyncio.gather(*(holder.ready() for holder in started))
 
     async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
         """Publish in turns, both ways."""
