@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from weightsync.engines.live_digest import parameters_of, require_complete
@@ -13,7 +12,7 @@ from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.whole_sink import Loader
 from weightsync.errors import TransportError
-from weightsync.memory.digests import box_digests
+from weightsync.memory.digests import DigestSums
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
@@ -76,7 +75,7 @@ class StoredLoader:
         """`make_loader` returns the engine's own. It is called for the first update."""
         self._places = places
         self._loader = None if places.are_right else make_loader()
-        self._digests = np.zeros(len(places.names), np.uint64)
+        self._digests = DigestSums(len(places.names))
         self._came: set[str] = set()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -86,7 +85,7 @@ class StoredLoader:
             raise RuntimeError(f"{twice[0]} came twice")
         self._came.update(name for name, _ in named)
         placed = [each for name, tensor in named for each in self._places.parts(name, tensor)]
-        self._digests += box_digests([part for _, part in placed], len(self._digests))
+        self._digests.add([part for _, part in placed])
         if self._loader:
             self._loader.load(named)
             return
@@ -100,7 +99,7 @@ class StoredLoader:
             raise RuntimeError(f"{missing[0]} did not come: {len(missing)} tensors are not whole")
         if self._loader:
             self._loader.finish()
-        differ = self._places.differing(self._digests)
+        differ = self._places.differing(self._digests.result())
         if not self._loader and differ:
             raise RuntimeError(f"{differ[0]} was written, and live memory holds other bytes")
         self._places.are_right = not differ

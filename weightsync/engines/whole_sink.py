@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from weightsync.channel.sink import PieceView
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import Missing
-from weightsync.memory.digests import tensor_digests
+from weightsync.memory.digests import BoxPart, DigestSums
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Plan
@@ -68,7 +67,7 @@ class WholeSink:
         self._parts: dict[int, torch.Tensor] = {}
         self._batch: list[tuple[str, torch.Tensor]] = []
         self._batch_nbytes = 0
-        self._digests = np.zeros(len(plan.tensors), dtype=np.uint64)
+        self._digests = DigestSums(len(plan.tensors))
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy a bucket's pieces into whole tensors, and pass on complete ones."""
@@ -82,7 +81,6 @@ class WholeSink:
         if self.quantized:
             assert self._places, "a holder quantised for a rank that did not allow it"
             self._stored = self._places.require(self.quantized.stored)
-            self._digests = self.quantized.wholes
         elif not self.is_copied:
             self._missing.require_none()
             self._hand_over()
@@ -93,7 +91,7 @@ class WholeSink:
         """Return the digests of the tensors that the loader got, after taking `live`."""
         if self._parameters is not None:
             self.live = self._parameters.digest(self.quantized is not None, self._stored)
-        return self._digests
+        return self.quantized.wholes if self.quantized else self._digests.result()
 
     def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that the holder quantised, or that the live parameters are copies of an equal engine's."""
@@ -120,7 +118,7 @@ class WholeSink:
         if not complete:
             return
         whole = [self._parts.pop(tensor) for tensor in complete]
-        self._digests[complete] = tensor_digests(whole)
+        self._digests.add([BoxPart.whole(*each) for each in zip(complete, whole, strict=True)])
         for tensor, data in zip(complete, whole, strict=True):
             meta = self._plan.tensors[tensor]
             self._batch.extend(as_loaded(meta.name, data, self._shapes))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsync.errors import PlanError
-from weightsync.memory.digest_factors import COLUMNS, word_nbytes
+from weightsync.memory.digest_factors import COLUMNS, lane_ones, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import cut, flattened, strided_copies
 from weightsync.plan.layout import Int64, padded
@@ -19,6 +19,8 @@ TILE_NBYTES = 32 << 10
 UNIT_NBYTES = 16
 """What a thread loads at once. Rows of whole units are digested and copied the fastest."""
 _MAX_TENSOR_NBYTES = 64 << 30
+_FEW = 64
+"""So many parts are looked at one by one. The way for all takes a millisecond, however few there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,18 @@ class DigestPart:
     itemsize: int
     mask: int = 0
 
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the box is one range of the tensor's bytes, and so in memory."""
+        if self.box.extent[1:] != self.shape[1:]:
+            return False
+        nbytes = self.itemsize
+        for extent, stride in zip(reversed(self.box.extent), reversed(self.strides), strict=True):
+            if extent != 1 and stride != nbytes:
+                return False
+            nbytes *= extent
+        return True
+
 
 def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
     """Return what the kernels digest, by the bytes per word: int64[n, 8], not yet cut into tiles.
@@ -54,12 +68,20 @@ def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
         PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
     """
     by_word: dict[int, list[DigestPart]] = defaultdict(list)
+    straight: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        by_word[word_nbytes(part.itemsize)].append(part)
-    found = {word: _runs(its, word) for word, its in sorted(by_word.items())}
-    return {word: runs for word, runs in found.items() if len(runs)}
+        word = word_nbytes(part.itemsize)
+        if len(parts) <= _FEW and part.is_one_run:
+            straight[word].append(_one_run(part, word))
+        else:
+            by_word[word].append(part)
+    found = {word: [np.array(its, np.int64)] for word, its in straight.items()}
+    for word, its in by_word.items():
+        found.setdefault(word, []).append(_runs(its, word))
+    runs = {word: np.concatenate(found[word]) for word in sorted(found)}
+    return {word: its[its[:, 3] > 0] for word, its in runs.items() if its[:, 3].any()}
 
 
 def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
@@ -83,6 +105,13 @@ def num_factor_rows(parts: Sequence[DigestPart]) -> int:
     return -(-max(words, default=0) // COLUMNS)
 
 
+def _one_run(part: DigestPart, word: int) -> tuple[int, ...]:
+    """Return the run of a part that is one."""
+    nbytes = math.prod(part.box.extent) * part.itemsize
+    first = part.box.offset[0] * math.prod(part.shape[1:]) * part.itemsize if part.shape else 0
+    return part.address, first, 1, nbytes, nbytes, nbytes, part.tensor | part.mask * lane_ones(word) << 32, 0
+
+
 def _runs(parts: Sequence[DigestPart], word: int) -> Int64:
     """Return runs of words of `word` bytes, as copies to addresses that number a tensor's bytes."""
     boxes = [part.box for part in parts]
@@ -99,7 +128,7 @@ def _runs(parts: Sequence[DigestPart], word: int) -> Int64:
     first = (padded((box.offset for box in boxes), ndim, 0) * numbers).sum(axis=1)
     copies, box = strided_copies(extent, itemsize, address, first, strides, numbers)
     kept = np.flatnonzero((extent[box] > 0).all(axis=1))
-    owner = tensor | sum(mask << shift for shift in range(0, 32, 8 * word)) << 32
+    owner = tensor | mask * lane_ones(word) << 32
     table = np.zeros((len(kept), 8), np.int64)
     table[:, :6], table[:, 6] = copies[kept], owner[box[kept]]
     return table

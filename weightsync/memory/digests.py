@@ -129,6 +129,31 @@ def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
     return digests
 
 
+class DigestSums:
+    """Digests of tensors whose parts come one after the other, all on one device. A GPU is not waited for."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self._digests = np.zeros(num_tensors, np.uint64)
+        self._totals: torch.Tensor | None = None
+
+    def add(self, parts: Sequence[BoxPart]) -> None:
+        """Add what is in `parts` now, or after the work that the current stream has before."""
+        on_gpu = next((part.data.device for part in parts if part.data.is_cuda), None)
+        if on_gpu is None:
+            self._digests += box_digests(parts, len(self._digests))
+            return
+        with torch.cuda.device(on_gpu):
+            if self._totals is None:
+                self._totals = torch.zeros((2, len(self._digests)), dtype=torch.int64, device=on_gpu)
+            box_table(parts, len(self._digests), self._totals).launch(torch.cuda.current_stream())
+
+    def result(self) -> Digests:
+        """Wait for all that was added; return each tensor's sum: uint64[num_tensors]."""
+        if self._totals is None:
+            return self._digests
+        return self._digests + self._totals[0].cpu().numpy().view(np.uint64)
+
+
 def box_table(parts: Sequence[BoxPart], num_tensors: int, totals: torch.Tensor | None = None) -> DigestTable:
     """Return a table of parts on the current device, for as long as they stay where they are."""
     return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors, totals=totals)

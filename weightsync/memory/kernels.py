@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from weightsync.memory import cuda
-from weightsync.memory.digest_factors import lane_factors, row_factors, word_nbytes
+from weightsync.memory.device_factors import lanes_on_device, rows_on_device
+from weightsync.memory.digest_factors import word_nbytes
 from weightsync.memory.digest_tiles import (
     TILE_NBYTES,
     DigestPart,
@@ -121,7 +122,7 @@ class DigestTable:
         """
         kind = _FLAG if any(part.mask for part in parts) else _DIGEST
         self._tables = _tables(kind, digest_runs(parts), num_blocks)
-        self._rows = _upload(row_factors(num_factor_rows(parts)).view(np.int64))
+        self._rows = rows_on_device(num_factor_rows(parts))
         self._is_alone = totals is None
         self._totals = _upload(np.zeros((2, num_tensors), np.int64)) if totals is None else totals
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -176,7 +177,7 @@ class WrittenDigests:
             if len(its.pairs)
         ]
         self._tables += _tables(_DIGEST, {word: its.runs for word, its in found.items()})
-        self._rows = _upload(row_factors(num_factor_rows(parts)).view(np.int64))
+        self._rows = rows_on_device(num_factor_rows(parts))
         self._totals = _upload(np.zeros((2, num_tensors), np.int64))
 
     def launch(self, stream: torch.cuda.Stream) -> None:
@@ -206,8 +207,7 @@ class _DigestTiles:
     def of(cls, kind: str, word: int, tiles: Int64, num_blocks: int) -> _DigestTiles:
         kernel = f"{kind}_{word}"
         cuda.load(kernel)
-        columns = _upload(lane_factors(word).view(np.int64))
-        return cls(kernel, _upload(tiles), columns, min(num_blocks, len(tiles)))
+        return cls(kernel, _upload(tiles), lanes_on_device(word), min(num_blocks, len(tiles)))
 
     def launch(self, stream: torch.cuda.Stream, memory: Iterable[torch.Tensor]) -> None:
         pointers = (np.uint64(each.data_ptr()) for each in (self.columns, *memory))

@@ -5,7 +5,6 @@ It reads each element once, and of blocks of more than 32 KiB the rest twice.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ import numpy as np
 import torch
 
 from weightsync.memory import cuda
-from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors
+from weightsync.memory.device_factors import lanes_on_device, rows_on_device
+from weightsync.memory.digest_factors import COLUMNS
 from weightsync.memory.kernels import num_blocks_on_device
 from weightsync.plan.formats import Format
-from weightsync.protocol.messages import Digests
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 """Dtypes that kernels quantise, as their names have them."""
@@ -152,7 +151,7 @@ class QuantizeTable:
             by_kernel.setdefault(matrix.kernel, []).append(matrix)
         self._tables = [_Table.of(kernel, its) for kernel, its in by_kernel.items()]
         num_words = max((each.num_words for each in matrices), default=0) if sources is not None else 0
-        self._rows = _uploaded(row_factors(-(-num_words // COLUMNS)))
+        self._rows = rows_on_device(-(-num_words // COLUMNS))
         self._totals = sources, stored
 
     def launch(self, stream: torch.cuda.Stream) -> None:
@@ -175,8 +174,7 @@ class _Table:
         cuda.load(kernel)
         ends = list(itertools.accumulate(matrix.num_blocks for matrix in matrices))
         rows = [(*each.numbers, end - each.num_blocks) for each, end in zip(matrices, ends, strict=True)]
-        device = torch.cuda.current_device()
-        columns = [_columns(device, itemsize) for itemsize in (matrices[0].itemsize, 1, 4)]
+        columns = [lanes_on_device(itemsize) for itemsize in (matrices[0].itemsize, 1, 4)]
         return cls(kernel, torch.tensor(rows, dtype=torch.int64).cuda(), ends[-1], columns)
 
     def launch(self, stream: torch.cuda.Stream, memory: Iterable[torch.Tensor | None]) -> None:
@@ -184,17 +182,6 @@ class _Table:
         args = np.uint64(self.rows.data_ptr()), np.int64(len(self.rows)), np.int64(self.num_blocks), *pointers
         num_blocks = min(self.num_blocks, num_blocks_on_device(_BLOCKS_PER_PROCESSOR))
         cuda.launch(self.kernel, stream, num_blocks, _NUM_THREADS, args)
-
-
-@functools.cache
-def _columns(device: int, itemsize: int) -> torch.Tensor:
-    """Return the factors of lanes, int64, on a device."""
-    with torch.cuda.device(device):
-        return _uploaded(lane_factors(itemsize))
-
-
-def _uploaded(factors: Digests) -> torch.Tensor:
-    return torch.from_numpy(factors.view(np.int64)).cuda()
 
 
 def _block(weight: torch.Tensor, form: Format) -> tuple[int, int]:
