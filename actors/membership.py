@@ -219,9 +219,8 @@ class Membership:
         if self._controller.plan is None:
             raise StateError("call connect() first")
         engine, process = self._engine(name, handle), f"engine {name}"
-        started = await gather_named(
-            {process: self._placements_of(engine)}, "start", self._config.connect_timeout_s
-        )
+        asked = {process: self._placements_of(engine)}
+        started = await gather_named(asked, "start", self._config.connect_timeout_s)
         placements = started.require()[process]
         others = {f"engine {other}": its for other, its in self._placements.items() if other != name}
         check_versions(others | {process: placements})
@@ -273,9 +272,8 @@ class Membership:
         if outcome.failures and all(map(is_silence, outcome.failures.values())):
             self._cut_off.add(name)
         if outcome.failures and self._fleet.engines.get(name) is member:
-            logger.warning(
-                "[engine %s] its host is lost: %s do not answer", name, ", ".join(outcome.failures)
-            )
+            silent = ", ".join(outcome.failures)
+            logger.warning("[engine %s] its host is lost: %s do not answer", name, silent)
             self._controller.connected = False
 
     async def rejoin(self, name: str) -> None:
@@ -315,6 +313,7 @@ class Membership:
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     async def _connect(self) -> None:
+        await self._controller.snapshot_index.ended()  # its calls go by numbers that holders have so far
         await self._place()
         await self._controller.connect()
 
@@ -420,6 +419,8 @@ class Membership:
             except PlanError:  # its layout is not in the plan: make a new one
                 async with self._controller.exclusive():
                     await self.connect()
+            if self._controller.version:  # else there is nothing to wait for
+                await self._controller.snapshot_index.settled()  # holders may have no copy of it yet
             return await self._controller.refill(name) if self._controller.can_refill(name) else None
         except WeightSyncError:
             self.engines.pop(name, None)
@@ -480,13 +481,11 @@ class Membership:
         if not version:
             calls = {process: peer.set_faults(process, (), plan.seed) for process, peer in named.items()}
             (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
-        calls = {}
+        calls, wanted = {}, version or None
         for process, peer in named.items():
-            due = [fault for fault in plan.for_(process) if fault.version == (version or None)]
+            due = [replace(fault, version=None) for fault in plan.for_(process) if fault.version == wanted]
             if due:
-                calls[process] = peer.set_faults(
-                    process, [replace(fault, version=None) for fault in due], plan.seed
-                )
+                calls[process] = peer.set_faults(process, due, plan.seed)
         (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
 
     async def close(self) -> None:

@@ -203,7 +203,12 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
     )
     controller = Controller(config, made)
     stage("connect")
-    connected = await Measured.of(ledger, controller.connect)
+
+    async def connect() -> None:
+        await controller.connect()
+        await controller.snapshot_index.settled()  # or holders' memory for it would count as an update's
+
+    connected = await Measured.of(ledger, connect)
     phases: list[Mapping[str, float]] = []
     updates, snapshots = [], []
     emit_rows(fleet, "connect", [connected])

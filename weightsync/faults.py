@@ -46,7 +46,7 @@ _CUT_S = 10.0
 _PROCESS = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
     "engine": ("idle", "connect", "pause", "move", "verify", "commit", "refill"),
-    "holder": ("idle", "connect", "stage", "move", "commit", "refill"),
+    "holder": ("idle", "connect", "reserve", "stage", "move", "commit", "refill"),
     "trainer": ("idle", "publish"),
 }
 _RANK_PLACES = ("idle", "move", "verify", "refill")
@@ -64,7 +64,8 @@ class Fault:
             current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`,
             ``link_down`` has a test harness cut a link for `seconds`, see `LINK_DOWN`.
         at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
-            ``connect`` is also in an engine that joins later, ``stage`` only in staged updates.
+            ``connect`` is also in an engine that joins later, ``stage`` only in staged updates. ``reserve``
+            is where a holder allocates memory for copies, after a connect.
         bucket: at ``move`` and ``refill``, only in this bucket; by default in the first that comes.
         version: only while this version is made.
         rank: for an engine whose ranks have their own processes, the rank in whose process it happens. By
@@ -77,7 +78,9 @@ class Fault:
 
     process: str
     action: Literal["kill", "hang", "error", "corrupt", "drop", "slow", "link_down"]
-    at: Literal["idle", "connect", "publish", "stage", "pause", "move", "verify", "commit", "refill"]
+    at: Literal[
+        "idle", "connect", "reserve", "publish", "stage", "pause", "move", "verify", "commit", "refill"
+    ]
     bucket: int | Literal["first", "middle", "last"] | None = None
     version: Positive | None = None
     rank: Natural | None = None

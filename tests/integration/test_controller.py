@@ -377,7 +377,8 @@ class Imaged(Loop):
         )
         for index, engine in enumerate(self.engines.values(), start=1):
             self.show(index, engine)
-        await self.controller.snapshot_index.reserve(self.controller._connection)
+        await self.controller.snapshot_index.ended()
+        self.controller.snapshot_index.reserve(self.controller._connection)
 
     def show(self, holder: int, engine: DictEngine) -> None:
         staging = self.holders[holder].staging

@@ -32,13 +32,7 @@ from weightsync.driver.takeover import take_over
 from weightsync.driver.traffic import links
 from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
-from weightsync.errors import (
-    ConfigError,
-    MovedError,
-    StateError,
-    VerifyError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigError, MovedError, StateError, VerifyError, WeightSyncError
 from weightsync.plan import Plan
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import LoadReport, Refilled
@@ -103,6 +97,7 @@ class Controller:
     async def connect(self) -> None:
         """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
         self.connected = False
+        await self.snapshot_index.ended()  # holders are prepared anew
         self._frozen.committed = None
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}
@@ -111,7 +106,10 @@ class Controller:
         self._connection = made = await connect(self._fleet, config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
-        await (self._stager.reserve() if self._stager else self.snapshot_index.reserve(made))
+        if self._stager:
+            await self._stager.reserve()  # the first update needs that memory
+        else:
+            self.snapshot_index.reserve(made)
         self.connected = True
         found = self.version, self._epoch, made.plan.num_buckets, made.seconds
         logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)

@@ -83,7 +83,10 @@ class Refiller:
             self._turn(connected(), committed, name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):
-            await self._snapshot_index.copied()  # an update may have run since
+            # An update may have run since, and connected again. Waiting here would keep the next one waiting.
+            if self._snapshot_index.is_reserving:
+                raise GaveWayError(f"engine {name} was not filled: an update connected again")
+            await self._snapshot_index.copied()
             connection, version, record = connected(), committed(), self._fleet.engines[name].record
             if waited and (record.state, record.version) == (EngineState.SERVING, version):
                 raise GaveWayError(f"engine {name} got version {version} from an update while it waited")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.host_copies import HostCopies, Wanted
 from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.live_sources import LiveSources
+from weightsync.driver.snapshot_memory import SnapshotMemory
 from weightsync.driver.source_choice import Candidates
 from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
@@ -68,14 +70,15 @@ class SnapshotIndex:
         self._config, self._fleet, self._events = config, fleet, events
         self.live_sources = LiveSources(config, fleet, engine_group)
         self.host_copies = HostCopies(config, fleet)
+        self._memory = SnapshotMemory(config, fleet, events)
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
-        self._now = _Version()
+        self._now, self._begun = _Version(), 0
         self.expected: Fingerprint | None = None
         self.live = LiveDigests()
 
-    async def reserve(self, connection: Connection) -> None:
-        """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
+    def reserve(self, connection: Connection) -> None:
+        """Start to have holders allocate and map their snapshots' memory. Copies of a version wait for it."""
         self.live_sources.begin(0)  # holders do not know what the memory holds that they have mapped now
         if self._config.keep_versions < 2:
             return
@@ -89,50 +92,53 @@ class SnapshotIndex:
         parts = {
             home: header.part for header, homes in self._parts(0, connection, everyone=True) for home in homes
         }
-        calls = {
-            f"holder {home}": self._fleet.holders[home].reserve(part, connection.in_place)
-            for home, part in parts.items()
+        # Engines of equal layout are filled from one copy.
+        readers = {
+            holder: part
+            for name, flat in connection.flat_layouts.items()
+            for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first)
         }
-        outcome = await gather_named(calls, "prepare", self._config.connect_timeout_s)
-        for error in outcome.failures.values():
-            logger.warning("[driver] not every holder can keep versions: %s", error)
-            self._tell(error)
-        if self._config.refill == "auto":
-            offers = {home: outcome.answers.get(f"holder {home}") for home in parts}
-            await self._map(connection, {(parts[home], home): o for home, o in offers.items() if o})
-
-    async def _map(self, connection: Connection, offers: Mapping[tuple[int, int], Offer]) -> None:
-        """Have holders map copies of their host. Engines of equal layout are filled from one copy."""
-        calls = {}
-        for name, flat in connection.flat_layouts.items():
-            for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first):
-                for (number, home), offer in offers.items():
-                    near = self._fleet.node(home) == self._fleet.node(holder)
-                    if number == part and near and (part, holder) not in offers:
-                        calls[f"holder {holder}"] = self._fleet.holders[holder].map({part: (offer,)})
-        outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
-        for error in outcome.failures.values():
-            logger.warning("[driver] a snapshot on the same host is not mapped: %s", error)
-            self._tell(error)
+        self._memory.begin(parts, readers if self._config.refill == "auto" else {}, connection.in_place)
 
     def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
-        self._now, self.expected = _Version(), expected
+        self._now, self._begun, self.expected = _Version(), version, expected
         self.live_sources.begin(version)
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
     def begin_staged(self, staged: StagedVersion) -> None:
         """Start to make a staged version, which committed, the snapshots."""
-        self._now = _Version()
+        self._now, self._begun = _Version(), staged.version
         self._copying = asyncio.create_task(self._keep_staged(staged))
+
+    @property
+    def is_reserving(self) -> bool:
+        """Whether holders still allocate or map memory. They may not be asked to fill engines from it yet."""
+        return self._memory.is_pending
 
     async def copied(self) -> None:
         """Wait until send buffers and engines may be written again."""
-        if self._copying:
-            # A copy has a deadline of its own, and then says which holder was silent.
-            await asyncio.wait([self._copying], timeout=self._config.timeout_s + GRACE_S)
-            self._copying.cancel()
+        if (copying := self._copying) and not copying.done():
+            # A copy has a deadline of its own, and then says which holder was silent. Its wait for memory has
+            # another, of connecting, which is longer than an update should take: it counts here, too, and
+            # what is then given up is a copy of the version that the waiting update replaces. As long as the
+            # memory is not there, no holder was asked to copy, so none reads what is written next.
+            done, _ = await asyncio.wait([copying], timeout=self._config.timeout_s + GRACE_S)
+            if not done:
+                what = "memory for it is not there yet" if self.is_reserving else "copying it takes too long"
+                logger.warning("[driver · v%d] holders keep no copy of it: %s", self._begun, what)
+            copying.cancel()
+
+    async def ended(self) -> None:
+        """Wait until no holder is asked to allocate or to copy any more. What is late is given up.
+
+        It has to come before a fleet is placed or connected again: numbers of holders and parts may change,
+        and holders unmap what they would allocate for, or copy.
+        """
+        deadline = time.monotonic() + self._config.timeout_s + GRACE_S
+        await self.copied()
+        await self._memory.end(deadline - time.monotonic())
 
     async def writable(self, released: Collection[str] = ()) -> None:
         """Wait until no memory of an engine is read, and send buffers may be written again.
@@ -143,17 +149,18 @@ class SnapshotIndex:
         await asyncio.gather(self.copied(), self.live_sources.withdrawn())
 
     async def settled(self) -> None:
-        """Wait until the snapshots are copied and replicated."""
+        """Wait until the snapshots' memory is there, and they are copied and replicated."""
+        await self._memory.ready()
         await self.copied()
-        if self._replicating:
+        if self._replicating and not self._replicating.done():
             await asyncio.wait([self._replicating])
 
     async def stop(self) -> None:
-        """Cancel copying and replicating. Nobody reads engines afterwards."""
+        """Cancel allocating, copying and replicating. Nobody reads engines afterwards."""
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        others = self.host_copies.stop(), self.live_sources.withdrawn()
+        others = self._memory.end(0), self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
@@ -308,6 +315,7 @@ class SnapshotIndex:
 
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         await asyncio.sleep(_LATER_S)
+        await self._memory.ready()  # else holders would allocate it here, in the deadline of a copy
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]

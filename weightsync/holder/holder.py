@@ -361,6 +361,7 @@ class Holder:
 
     def reserve(self, part: int, is_flat: bool) -> Offer | None:
         """Allocate memory for `snapshot`; mapped checkpoints need none. Raises TransportError."""
+        inject("reserve")
         what = self._snapshot_content(is_flat)
         return None if isinstance(what, MappedSendBuffer) else self._store().reserve(part, what.nbytes)
 

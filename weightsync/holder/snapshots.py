@@ -144,7 +144,8 @@ class SnapshotStore:
         self._staged: dict[int, SnapshotPart] = {}
         self._mapped: dict[int, list[Held]] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._turn = 0
+        self._reserving, self._mapping = set[int](), threading.Lock()
+        self._turn, self._closed = 0, False
 
     def reserve(self, part: int, nbytes: int) -> Offer:
         """Allocate the memory of a part, so that no update waits for it.
@@ -153,7 +154,11 @@ class SnapshotStore:
         """
         with self._changing[part]:
             if not _fits(self._shares, part, nbytes):
-                self._place(part, nbytes)
+                self._reserving.add(part)
+                try:
+                    self._place(part, nbytes)
+                finally:
+                    self._reserving.discard(part)
             return self._shares[part][1].offer
 
     def reserve_spares(self, parts: Mapping[int, int]) -> dict[int, Sequence[Offer]]:
@@ -185,18 +190,22 @@ class SnapshotStore:
         `offers` has all memory of each part. What else was mapped of it is unmapped. Raises PeerLostError
         when a holder is gone.
         """
-        for part, its in offers.items():
-            before = {held.buffer.handle: held for held in self._mapped.pop(part, ())}
-            now = self._mapped[part] = []
-            try:
-                for offer in its:
-                    if (held := before.pop(offer.memory, None)) is None:
-                        held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
-                        held.buffer.pin()
-                    now.append(held)
-            finally:
-                for held in before.values():
-                    held.buffer.close()
+        with self._mapping:  # a call that its driver has given up may still run
+            for part, its in offers.items():
+                self._map(part, its)
+
+    def _map(self, part: int, offers: Sequence[Offer]) -> None:
+        before = {held.buffer.handle: held for held in self._mapped.pop(part, ())}
+        now = self._mapped[part] = []
+        try:
+            for offer in offers:
+                if (held := before.pop(offer.memory, None)) is None:
+                    held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
+                    held.buffer.pin()
+                now.append(held)
+        finally:
+            for held in before.values():
+                held.buffer.close()
 
     def snapshot(
         self,
@@ -282,10 +291,14 @@ class SnapshotStore:
         return [_body(taken[part][0]) for taken in (self._shares, self._spares) if part in taken]
 
     def snapshots(self) -> list[SnapshotPart]:
-        """Return all complete parts, after pending writes finish. Staged ones are left out."""
-        for changing in [*self._changing.values()]:
-            with changing:
-                pass
+        """Return all complete parts, after pending writes finish. Staged ones are left out.
+
+        Memory that `reserve` allocates holds nothing, and is not waited for.
+        """
+        for part, changing in [*self._changing.items()]:
+            if part not in self._reserving:
+                with changing:
+                    pass
         return [*self._kept.values()]
 
     def _copy(self, snapshot_part: SnapshotPart, buffer: SharedBuffer, timeout_s: float, turn: int) -> None:
@@ -305,16 +318,21 @@ class SnapshotStore:
             raise ReadError(offer.holder, f"it holds {found or 'no snapshot'}, not {wanted}")
 
     def close(self) -> None:
-        """Free the memory, once nothing is copied there any more."""
-        for taken in (self._shares, self._spares):
-            for part in [*taken]:
-                with self._changing[part]:
-                    self._drop(taken, part)
-        while self._mapped:
-            for held in self._mapped.popitem()[1]:
-                held.buffer.close()
+        """Free the memory, once nothing is copied there or allocated any more. Later calls are refused."""
+        self._closed = True
+        for part, changing in [*self._changing.items()]:
+            with changing:
+                for taken in (self._shares, self._spares):
+                    if part in taken:
+                        self._drop(taken, part)
+        with self._mapping:
+            while self._mapped:
+                for held in self._mapped.popitem()[1]:
+                    held.buffer.close()
 
     def _check(self, turn: int) -> None:
+        if self._closed:
+            raise TransportError(f"{self.name} is closed")
         if turn and turn != self._turn:
             raise TransportError(f"{self.name} stages something newer")
 

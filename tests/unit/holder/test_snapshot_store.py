@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync.errors import ReadError, TransportError
+from weightsync.holder import snapshots
 from weightsync.holder.snapshots import SnapshotStore
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.messages import SnapshotHeader
 
 NBYTES = 5000
@@ -157,3 +162,52 @@ def test_what_was_not_received_to_its_end_is_not_served_and_can_be_freed(stores:
     assert value(second, 1) is None
     second.release(header(1))
     assert second.memory(0) == []
+
+
+class Slow:
+    """Allocates memory once it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may, self.made = threading.Event(), threading.Event(), list[SharedBuffer]()
+
+    def create(self, nbytes: int) -> SharedBuffer:
+        self.begun.set()
+        assert self.may.wait(patient(20))
+        self.made.append(SharedBuffer.create(nbytes))
+        return self.made[-1]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    slow = Slow()
+    monkeypatch.setattr(snapshots, "SharedBuffer", slow)
+    return slow
+
+
+def test_whoever_takes_over_does_not_wait_for_memory_that_is_being_allocated(slow: Slow) -> None:
+    store = SnapshotStore("holder 0", "127.0.0.1", "zeromq", "")
+    with ThreadPoolExecutor() as threads:
+        slow.may.set()
+        store.snapshot(header(1), EXPECTED, Filled(1))
+        slow.begun.clear()
+        slow.may.clear()
+        reserving = threads.submit(store.reserve, 1, NBYTES)
+        assert slow.begun.wait(patient(10))
+        assert [part.header for part in store.snapshots()] == [header(1)]
+        assert not reserving.done()
+        slow.may.set()
+    store.close()
+
+
+def test_memory_that_is_being_allocated_when_a_holder_closes_is_freed(slow: Slow) -> None:
+    store = SnapshotStore("holder 0", "127.0.0.1", "zeromq", "")
+    with ThreadPoolExecutor() as threads:
+        reserving = threads.submit(store.reserve, 0, NBYTES)
+        assert slow.begun.wait(patient(10))
+        closing = threads.submit(store.close)
+        slow.may.set()
+        assert reserving.result(patient(10)).holder == "holder 0"
+        closing.result(patient(10))
+    assert [len(each.tensor) for each in slow.made] == [0]
+    with pytest.raises(TransportError, match="holder 0 is closed"):
+        store.reserve(0, NBYTES)
