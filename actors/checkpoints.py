@@ -32,7 +32,7 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import AttachReport, Digests, PublishReport
+from weightsync.protocol.messages import Attached, Digests, PublishReport
 from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint_store import Reading
 
@@ -228,7 +228,7 @@ class CheckpointRank:
 
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> AttachReport:
+    ) -> Attached:
         """Let the holder map the wanted checkpoint, once read, and others read by then.
 
         Another checkpoint whose process is gone is skipped: an update that takes it raises the error.
@@ -241,7 +241,7 @@ class CheckpointRank:
             if name != wanted:
                 with suppress(PeerLostError):
                     await self._map(name)
-        return AttachReport(self._mapped[wanted], None)
+        return Attached(self._mapped[wanted], None)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> None:
         """Return None: it is in host memory."""

@@ -31,8 +31,7 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
+from weightsync.protocol.messages import Attached, Digests, FeedTicket, LoadReport
 
 
 class EngineCalls(Claimable):
@@ -96,7 +95,7 @@ class EngineCalls(Claimable):
         tickets: Sequence[FeedTicket],
         timeout_s: float,
         prefix_cache: PrefixCache = "drop",
-    ) -> Sequence[AttachReport]:
+    ) -> Sequence[Attached]:
         """Connect each rank to its holder, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
         names = {meta.name for meta in plan.tensors}
         layouts = [each.for_tensors(names) for each in await self._ask_layouts()]
@@ -114,7 +113,7 @@ class EngineCalls(Claimable):
         )
         await asyncio.to_thread(digests.attach, attached)
         self._digests = digests
-        return [*map(AttachReport.of, attached)]
+        return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""

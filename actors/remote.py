@@ -35,7 +35,7 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 from weightsync.faults import Fault
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import AttachReport, PublishReport
+from weightsync.protocol.messages import Attached, PublishReport
 from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
 
 _LONG_S = 0.01
@@ -142,10 +142,10 @@ class _Trainer(Remote):
 
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> AttachReport:
+    ) -> Attached:
         """Attach it, and note whether holders read its weights in place."""
         self._is_read_in_place = send_buffer is None
-        report: AttachReport = await self.call("attach", plan, trainer, send_buffer)
+        report: Attached = await self.call("attach", plan, trainer, send_buffer)
         return report
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:

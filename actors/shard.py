@@ -21,7 +21,7 @@ from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import AttachReport, Digests, PublishReport
+from weightsync.protocol.messages import Attached, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
 
@@ -77,12 +77,12 @@ class Shard(Claimable):
 
     def sync_attach(
         self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> AttachReport:
+    ) -> Attached:
         """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
         self._attached, self._described = self._current_source(), None
         self._attached_plan = plan
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
+        return attach(self._attached, plan, trainer, send_buffer)
 
     def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
         """Prepare to tell the driver when holders may read this rank's weights.

@@ -29,7 +29,7 @@ from weightsync.plan.segment import MeshPlace
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, Offer
 from weightsync.protocol.messages import (
-    AttachReport,
+    Attached,
     Digests,
     Exchange,
     FeedTicket,
@@ -188,9 +188,7 @@ class Model:
         """
         if digest not in self._engine_answers:
             layouts = self.engine_layouts(_NO_HOLDER)
-            answer = [
-                AttachReport(digest, _memory(each)) if digest else LayoutTable.of(each) for each in layouts
-            ]
+            answer = [Attached(digest, _memory(each)) if digest else LayoutTable.of(each) for each in layouts]
             self._engine_answers[digest] = Message.of(answer)
         message = self._engine_answers[digest]
         body = message.body
@@ -218,9 +216,9 @@ class TrainerRank:
     def trial_handle(self) -> DeviceHandle:
         return _handle(_device(self._rank), 0, 4096)
 
-    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         memory = self._model.trainer_memory(self._rank, self._num_ranks)
-        return AttachReport(self._model.plan_digest(plan), memory)
+        return Attached(self._model.plan_digest(plan), memory)
 
     def publish(self, count: bool) -> Message:
         return self._model.published

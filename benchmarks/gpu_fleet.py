@@ -36,8 +36,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Loaded
+from weightsync.protocol.messages import Attached, Loaded
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan

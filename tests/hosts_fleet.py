@@ -29,8 +29,9 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import FeedTicket, Loaded, Published
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded, Published
 from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
 from weightsync.transports import Pending
 
@@ -46,13 +47,13 @@ def flat(rank: Rank) -> Memory:
     return {name: torch.from_numpy(memory.reshape(-1)) for name, memory in rank.memory.items()}
 
 
-def export(layout: RankLayout, memory: Memory) -> Export:
+def export(layout: RankLayout, memory: Memory) -> DeviceMemory:
     handles = {}
     for name, tensor in memory.items():
         ipc = str(tensor.data_ptr()).encode()
         exported[ipc] = tensor
         handles[name] = DeviceHandle(layout.device, 0, ipc, 0, tensor.nbytes)
-    return Export(layout, handles)
+    return DeviceMemory.of(handles)
 
 
 def mapped(handles: Mapping[str, DeviceHandle]) -> Memory:
@@ -83,7 +84,7 @@ class Source:
     def trial_handle(self) -> DeviceHandle | None:
         if not self._layout.device:
             return None
-        return next(iter(export(self._layout, flat(self.rank)).buffers.values()), None)
+        return export(self._layout, flat(self.rank)).first()
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         assert send_buffer

@@ -22,9 +22,9 @@ from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable, Outline
-from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import (
-    AttachReport,
+    Attached,
     Digests,
     FeedTicket,
     HolderDigests,
@@ -167,9 +167,9 @@ class LocalTrainer(LocalPeer):
 
     async def attach(
         self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> AttachReport:
+    ) -> Attached:
         self._frozen = plan.frozen
-        return AttachReport.of(await asyncio.to_thread(attach, self._source, plan, trainer, send_buffer))
+        return await asyncio.to_thread(attach, self._source, plan, trainer, send_buffer)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
         return None
@@ -203,7 +203,7 @@ class LocalEngine(LocalPeer):
 
     async def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
-    ) -> Sequence[AttachReport]:
+    ) -> Sequence[Attached]:
         names = {meta.name for meta in plan.tensors}
         layouts = await asyncio.to_thread(self._engine.layout)
         self._digests = EngineDigests(plan, [each.for_tensors(names) for each in layouts])
@@ -211,7 +211,7 @@ class LocalEngine(LocalPeer):
         self._digests.attach(attached)
         if isinstance(self._engine, CachesPrefixes):
             self._engine.use_prefix_cache(prefix_cache)
-        return [*map(AttachReport.of, attached)]
+        return attached
 
     async def load(self, attempt: int, timeout_s: float) -> LoadReport:
         return self._digests.report(await asyncio.to_thread(self._engine.load, attempt, timeout_s))

@@ -12,8 +12,7 @@ import numpy as np
 from tests.patience import patient
 from weightsync import TrainerShard
 from weightsync.errors import WeightSyncError
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Published, PublishReport
+from weightsync.protocol.messages import Attached, Published, PublishReport
 
 PLAN: Any = SimpleNamespace(frozen=())
 

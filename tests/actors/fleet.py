@@ -26,7 +26,7 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import AttachReport, FeedTicket
+from weightsync.protocol.messages import Attached, FeedTicket
 from weightsync.sources.checkpoint_store import Reading
 from weightsync.testing import DictEngine
 
@@ -69,7 +69,7 @@ class Pushing(Trainer):
 
     def sync_attach(
         self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> AttachReport:
+    ) -> Attached:
         self.way = type(send_buffer).__name__
         return super().sync_attach(plan, trainer, send_buffer)
 
@@ -159,9 +159,7 @@ class Harming(Engine):
     async def harm(self, pid: int, number: int) -> None:
         self._harm = pid, number
 
-    async def sync_attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], *rest: Any
-    ) -> Sequence[AttachReport]:
+    async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], *rest: Any) -> Sequence[Attached]:
         if self._harm:
             os.kill(*self._harm)
             self._harm = None

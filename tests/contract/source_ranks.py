@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Attached, Digests
 from weightsync.sources.module import ModuleSource
 
 ENGINE_DTYPE = {"head.weight": "bfloat16"}

@@ -37,8 +37,11 @@ from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.draft import DRAFT, Draft
 from weightsync.plan.formats import Format
-from weightsync.protocol.handles import Attached, DeviceHandle, Export, LiveExport, StoredExport
-from weightsync.protocol.messages import LiveDigest, Loaded
+from weightsync.plan.layout_table import LayoutTable, SegmentTable
+from weightsync.plan.segment import MeshPlace
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, StoredTable
+from weightsync.protocol.handles import DeviceHandle, LiveExport, StoredExport
+from weightsync.protocol.messages import Attached, LiveDigest, Loaded
 from weightsync.protocol.timing import Span
 
 TIMEOUT_S = patient(60)
@@ -180,9 +183,10 @@ LAYOUT = RankLayout(
     (("live", 0, 12),),
     "cuda:GPU-1",
 )
-HANDLE = DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)
+WHOLE = RankLayout((META,), (Segment.whole(META),))
+HANDLES = {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)}
+MEMORY = DeviceMemory.of(HANDLES)
 BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
-PLACES = StoredExport(LAYOUT, {"live": "uint8"}, {"w.weight": BLOCKS})
 
 
 @pytest.fixture
@@ -212,20 +216,46 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
         ("addresses", {"w": 1 << 47}),
         ("can_export", True),
         ("attach", Attached("ab", None)),
-        ("attach", Attached("ab", Export(LAYOUT, {"live": HANDLE}))),
-        (
-            "attach",
-            Attached(
-                "ab",
-                None,
-                LiveExport("kind", {"live": HANDLE}, PLACES),
-            ),
-        ),
         ("settle", None),
     ],
 )
 def test_what_a_rank_returns_arrives_as_it_was(replies: Replies, method: str, outcome: object) -> None:
     assert answered(replies, method, outcome) == outcome
+
+
+def test_memory_that_a_rank_exports_arrives_as_it_was(replies: Replies) -> None:
+    arrived = answered(replies, "attach", Attached("ab", MEMORY, casts=True))
+    assert isinstance(arrived, Attached)
+    assert arrived.export
+    assert arrived.export.handles() == HANDLES
+    assert dataclasses.replace(arrived, export=None) == Attached("ab", None, casts=True)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshPlace((1,), (0,), {"w": ()})])
+def test_live_parameters_that_a_rank_exports_arrive_as_they_were(
+    replies: Replies, mesh: MeshPlace | None
+) -> None:
+    stored = StoredExport(dataclasses.replace(WHOLE, mesh=mesh), {"w": "uint8"}, {"w.weight": BLOCKS})
+    reads = LayoutTable.of(LAYOUT)
+    live = LiveMemory("kind", MEMORY, StoredTable.of(stored), reads)
+    assert live.places
+    assert bool(live.places.layout.stated) is bool(mesh)
+    arrived = answered(replies, "attach", Attached("ab", None, live))
+    assert isinstance(arrived, Attached)
+    assert arrived.live
+    assert arrived.live.export(None) == LiveExport("kind", HANDLES, stored)
+    assert arrived.live.reads
+    assert arrived.live.reads.rank_layout() == LAYOUT
+    assert arrived.live.reads.outline() == reads.outline()
+
+
+@pytest.mark.parametrize("dtype", ["|O", "<f8", "<u8", "no dtype"])
+def test_columns_of_another_dtype_are_refused(replies: Replies, dtype: str) -> None:
+    table = LayoutTable.of(LAYOUT)
+    segments = {field.name: getattr(table.listed, field.name) for field in dataclasses.fields(SegmentTable)}
+    forged = dataclasses.replace(table, listed={**segments, "tensor": (dtype, (1,), bytes(8))})
+    with pytest.raises(WireError, match=r"not what rank 0 returns.*listed.tensor"):
+        answered(replies, "attach", Attached("ab", None, LiveMemory("kind", MEMORY, reads=forged)))
 
 
 def test_what_a_rank_loaded_arrives_as_it_was(replies: Replies) -> None:

@@ -18,11 +18,12 @@ from weightsync.holder.staging import HostStaging
 from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
-from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.plan import Plan, Reads
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import Digests, FeedTicket, Published
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import Attached, Digests, FeedTicket, Published
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 from weightsync.transports import Pending
@@ -36,23 +37,24 @@ class Shared:
     def __init__(self) -> None:
         self._arrays: dict[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
 
-    def export(self, layout: RankLayout, live: Memory) -> Export:
+    def export(self, live: Memory) -> DeviceMemory:
         handles = {}
         for name, tensor in live.items():
             ipc = str(tensor.data_ptr()).encode()
             self._arrays[ipc] = tensor.detach().view(torch.uint8).reshape(-1).numpy()
             handles[name] = DeviceHandle("cuda:fake", 0, ipc, 0, tensor.nbytes)
-        return Export(layout, handles)
+        return DeviceMemory.of(handles)
 
     def buffer(self, handle: DeviceHandle) -> torch.Tensor:
         return torch.from_numpy(self._arrays[handle.ipc])
 
-    def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: Export) -> None:
+    def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: DeviceMemory) -> None:
+        buffers = into.handles()
         columns = (reads.trainer.tolist(), reads.src_buffer.tolist(), reads.dst_buffer.tolist())
         for trainer, src_name, dst_name, row in zip(*columns, reads.table().tolist(), strict=True):
             src, dst, rows, nbytes, src_pitch, dst_pitch = row
             source = self._arrays[sources[trainer, reads.src_names[src_name]].ipc]
-            target = self._arrays[into.buffers[reads.dst_names[dst_name]].ipc]
+            target = self._arrays[buffers[reads.dst_names[dst_name]].ipc]
             for i in range(rows):
                 at = src + i * src_pitch
                 target[dst + i * dst_pitch :][:nbytes] = source[at : at + nbytes]
@@ -93,21 +95,21 @@ class Source(ModuleSource):
         if not self.in_place:
             return attached
         self._held = None if plan.num_pieces else (plan, trainer)
-        return replace(attached, export=self.shared.export(self.layout(), self.live()))
+        return replace(attached, export=self.shared.export(self.live()))
 
 
 class Engine(DictEngine):
     """An engine whose memory is written by its holder."""
 
     shared: Shared
-    export: Export
+    export: DeviceMemory
     plan: Plan
     num_written = 0
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         (attached,) = super().attach(plan, tickets, timeout_s)
         self.plan = plan
-        self.export = self.shared.export(self.layout()[0], self.tensors)
+        self.export = self.shared.export(self.tensors)
         return [replace(attached, export=self.export)]
 
     def written(self, _: object = None) -> None:

@@ -31,6 +31,7 @@ from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, Segment
 from weightsync.plan.formats import Format
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
 from weightsync.protocol.handles import DeviceHandle, LiveExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import LocalEngine
@@ -217,8 +218,8 @@ class Unable(Mapped):
 def use_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engine ranks export live memory as on a GPU."""
     monkeypatch.setattr(LiveParameters, "can_export", True)
-    handle = DeviceHandle("cuda:fake", 0, b"", 0, 1)
-    monkeypatch.setattr(LiveParameters, "export", lambda _: LiveExport("alike", {"a": handle}))
+    memory = DeviceMemory.of({"a": DeviceHandle("cuda:fake", 0, b"", 0, 1)})
+    monkeypatch.setattr(LiveParameters, "export", lambda _: LiveMemory("alike", memory))
 
 
 def drive_mapped(

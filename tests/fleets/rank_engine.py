@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from weightsync.engines.rank import Rank
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 from weightsync.testing import DictEngine
 
 

@@ -78,7 +78,7 @@ def test_views_in_the_middle_of_torchs_allocations(pipe: Connection) -> None:
     whole = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
     matrix = torch.arange(100 * 64, dtype=torch.int16, device="cuda").reshape(100, 64)
     slices = [whole[1000:2000], whole[500_001:500_003], matrix[10:20, 3:5]]
-    shared = export_tensors({str(number): part for number, part in enumerate(slices)})
+    shared = export_tensors({str(number): part for number, part in enumerate(slices)}).handles()
     handles = [*shared.values()]
     assert [handle.nbytes for handle in handles] == [4000, 8, (9 * 64 + 2) * 2]
     first = matrix.cpu().reshape(-1)[10 * 64 + 3 :]
@@ -125,7 +125,7 @@ def test_it_works_from_a_thread_that_never_touched_the_device() -> None:
 
 def test_memory_is_tried_once_and_unmapped() -> None:
     weight = torch.ones(1 << 20, device="cuda")
-    handle = export_tensors({"weight": weight})["weight"]
+    handle = export_tensors({"weight": weight}).first()
     gone = msgspec.structs.replace(handle, ipc=bytes(len(handle.ipc)))
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as others:

@@ -77,7 +77,7 @@ def test_digests_are_of_what_the_copies_wrote(
     memory = {
         (rank, name): handle
         for rank, held in enumerate(trainers)
-        for name, handle in export_tensors({name: each for name, (_, each) in held.items()}).items()
+        for name, handle in export_tensors({name: each for name, (_, each) in held.items()}).handles().items()
     }
     address = {name: each.data_ptr() for name, (_, each) in engine.items()}
     split = [reads.take(np.flatnonzero(~still)), reads.take(np.flatnonzero(still))]

@@ -20,7 +20,7 @@ FP8 = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
 
 
 def exported(memory: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, str], DeviceHandle]:
-    handles = export_tensors({str(key): each for key, each in memory.items()})
+    handles = export_tensors({str(key): each for key, each in memory.items()}).handles()
     return {key: handles[str(key)] for key in memory}
 
 

@@ -29,7 +29,8 @@ from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.tensors import meta_of
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.protocol.device_memory import LiveMemory
 from weightsync.protocol.handles import Export, LiveExport
 from weightsync.protocol.messages import LiveDigest
 from weightsync.report import SyncReport
@@ -53,9 +54,9 @@ class Packing(Rank):
         super().__init__("test", 0, CPU, self.host)
 
 
-def export(parameters: LiveParameters) -> LiveExport:
-    live = Packing.shared.export(RankLayout((), ()), dict(parameters.model.named_parameters()))
-    return LiveExport(parameters.digest().kind, live.buffers)
+def export(parameters: LiveParameters) -> LiveMemory:
+    memory = Packing.shared.export(dict(parameters.model.named_parameters()))
+    return LiveMemory(parameters.digest().kind, memory)
 
 
 @pytest.fixture(autouse=True)

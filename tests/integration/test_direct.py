@@ -21,8 +21,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError
 from weightsync.plan import Plan
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, HolderDigests, Published, PublishReport
+from weightsync.protocol.messages import Attached, FeedTicket, HolderDigests, Published, PublishReport
 from weightsync.report import Link
 from weightsync.testing import LocalEngine, LocalTrainer
 

@@ -22,8 +22,8 @@ from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, DeviceHandle
-from weightsync.protocol.messages import FeedTicket, Prepared
+from weightsync.protocol.handles import DeviceHandle
+from weightsync.protocol.messages import Attached, FeedTicket, Prepared
 from weightsync.testing import LocalEngine
 
 
@@ -33,7 +33,7 @@ class SourceOnDevice(Source):
 
     def trial_handle(self) -> DeviceHandle:
         live = {name: local_tensor(tensor) for name, tensor in named_tensors(self.model)[0].items()}
-        return next(iter(self.shared.export(self.layout(), live).buffers.values()))
+        return self.shared.export(live).first()
 
 
 class EngineOnDevice(Engine):

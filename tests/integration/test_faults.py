@@ -281,10 +281,10 @@ def test_empty_tensors_do_not_keep_others_from_being_exported(monkeypatch: pytes
     monkeypatch.setattr(device.cuda, "export", export)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     live = {"weight": torch.zeros(8, 3), "bias": torch.zeros(8), "none": torch.zeros(0, 4)}
-    handles = device.export_tensors(live)
+    handles = device.export_tensors(live).handles()
     assert {name: each.nbytes for name, each in handles.items()} == {"weight": 96, "bias": 32}
     assert handles["bias"].offset == live["bias"].data_ptr() % 512
-    assert device.export_tensors({"none": live["none"]}) == {}
+    assert device.export_tensors({"none": live["none"]}).handles() == {}
 
 
 def test_each_allocation_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

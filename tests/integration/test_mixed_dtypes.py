@@ -11,7 +11,7 @@ from torch import nn
 from tests.fleets.loop import Loop, drive
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import PlanError
-from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import Attached
 from weightsync.report import SyncReport
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -16,8 +16,8 @@ from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.errors import NonfiniteError, SourceChangedError
 from weightsync.plan import Plan
-from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
-from weightsync.protocol.messages import Published
+from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.messages import Attached, Published
 from weightsync.sources.module import ModuleSource
 
 PUSHING = replace(CONFIG, keep_versions=1, host_weights="push")

@@ -28,7 +28,7 @@ from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, sa
 from weightsync.plan.direct_plan import make_direct_plan
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
-from weightsync.protocol.messages import AttachReport, Prepared
+from weightsync.protocol.messages import Attached, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
 
@@ -268,12 +268,12 @@ async def _attach(
     names: dict[bytes, bytes] = {}
 
     # Before the others answer: a thousand ranks have equal names.
-    async def attach(call: Coroutine[object, object, AttachReport]) -> AttachReport:
+    async def attach(call: Coroutine[object, object, Attached]) -> Attached:
         return (await call).known_by(names)
 
     async def attach_ranks(
-        call: Coroutine[object, object, Sequence[AttachReport]],
-    ) -> Sequence[AttachReport]:
+        call: Coroutine[object, object, Sequence[Attached]],
+    ) -> Sequence[Attached]:
         return [each.known_by(names) for each in await call]
 
     calls = {
@@ -306,16 +306,14 @@ async def _attach(
 
 async def _meet(
     fleet: Fleet,
-    engines: Mapping[str, Coroutine[object, object, Sequence[AttachReport]]],
+    engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
-) -> Mapping[str, Sequence[AttachReport]]:
+) -> Mapping[str, Sequence[Attached]]:
     """Connect engines with their holders. A holder's own error is raised before an engine's deadline."""
     drops: list[asyncio.Future[object]] = []
 
-    async def attach(
-        name: str, call: Coroutine[object, object, Sequence[AttachReport]]
-    ) -> Sequence[AttachReport]:
+    async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
         try:
             return await call
         except WeightSyncError:
@@ -326,7 +324,7 @@ async def _meet(
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
             raise
 
-    calls: dict[str, Awaitable[Sequence[AttachReport]]] = {n: attach(n, call) for n, call in engines.items()}
+    calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
     calls |= {name: _accept(holder, timeout_s) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
@@ -334,7 +332,7 @@ async def _meet(
     return {name: answers[name] for name in engines}
 
 
-async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[AttachReport]:
+async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
     await holder.accept(timeout_s)
     return ()
 

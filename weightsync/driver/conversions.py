@@ -12,7 +12,7 @@ from weightsync.plan.draft import DRAFT
 from weightsync.plan.layout_table import LayoutTable, unpack_names
 from weightsync.plan.match import match
 from weightsync.plan.segment import TensorMeta
-from weightsync.protocol.messages import AttachReport
+from weightsync.protocol.messages import Attached
 
 
 def as_taken(
@@ -64,7 +64,7 @@ def first_cast(engine: Layout, tensors: Sequence[TensorMeta]) -> tuple[TensorMet
     return next((pair for pair in pairs if pair[0].dtype != pair[1]), None)
 
 
-def require_casts(name: str, cast: tuple[TensorMeta, str] | None, reports: Sequence[AttachReport]) -> None:
+def require_casts(name: str, cast: tuple[TensorMeta, str] | None, reports: Sequence[Attached]) -> None:
     """Raise PlanError if engine `name` has to cast, as `first_cast` says, and one of its ranks does not."""
     if cast and not all(report.casts for report in reports):
         held, travels = cast

@@ -10,7 +10,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.driver.layouts import Layouts
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
-from weightsync.protocol.messages import AttachReport
+from weightsync.protocol.messages import Attached
 from weightsync.protocol.peers import SharedLayout
 
 Exports: TypeAlias = Sequence[RankMemory | None]
@@ -19,10 +19,10 @@ Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
 """The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
 
 
-def exported(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> Served:
+def exported(layouts: Sequence[LayoutTable], reports: Sequence[Attached]) -> Served:
     """Return what each rank exports. `layouts` and `reports` are those of all ranks."""
     pairs = zip(layouts, reports, strict=True)
-    return [RankMemory(layout.own(), each.memory) if each.memory else each.live for layout, each in pairs]
+    return [RankMemory(layout.own(), each.export) if each.export else each.live for layout, each in pairs]
 
 
 async def link_all(

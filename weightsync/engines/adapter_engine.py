@@ -13,8 +13,7 @@ from typing import Any
 from weightsync.errors import DeadlineError, StateError
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 _POLL_S = 0.005
 _END_S = 60.0

@@ -19,8 +19,7 @@ from weightsync.errors import StateError
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 _GLANCE_S = 0.003
 """How long `AdapterRank.begin` waits for the write to end, in seconds: the engine makes no tokens then."""

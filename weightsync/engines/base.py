@@ -10,8 +10,7 @@ from weightsync.config import Components, PrefixCache
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 
 @dataclass(frozen=True, slots=True)

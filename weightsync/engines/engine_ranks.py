@@ -12,8 +12,7 @@ from weightsync.config import Components
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 from weightsync.faults import Fault, set_faults, split_by_rank
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 logger = logging.getLogger("weightsync.engines")
 

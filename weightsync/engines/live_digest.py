@@ -15,7 +15,7 @@ from weightsync.memory.digests import digest_table, tensor_digests
 from weightsync.memory.kernels import DigestTable
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import extent_nbytes
-from weightsync.protocol.handles import LiveExport
+from weightsync.protocol.device_memory import LiveMemory
 from weightsync.protocol.messages import Digests, LiveDigest
 
 _OF_CACHES = ("kv_cache_dtype", "k_scale_float")
@@ -116,16 +116,16 @@ class LiveParameters:
         """Whether they are in memory that holders map."""
         return self._device.type == "cuda"
 
-    def export(self) -> LiveExport:
+    def export(self) -> LiveMemory:
         """Export them, so that a copy of their bytes brings them back.
 
         Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
         """
         require_complete(self.model)
         held = {name: parameter.detach() for name, parameter in parameters_of(self.model)}
-        handles = export_tensors(held)
+        memory = export_tensors(held)
         self._follow(self._beside(held))  # now, while no update waits for it
-        return LiveExport(self._kind, handles)
+        return LiveMemory(self._kind, memory)
 
     def _beside(self, held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that hold more than what is stored, each in one dimension."""

@@ -19,7 +19,7 @@ from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import Export
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Digests, HolderDigests
 
 logger = logging.getLogger("weightsync.engines.live_writer")
@@ -48,7 +48,7 @@ class LiveWriter:
         views: Sequence[Sequence[PieceView]] = (),
         casts: bool = False,
     ) -> None:
-        self._plan, self._layout, self._live = plan, layout, live
+        self._plan, self._live = plan, live
         segments = by_tensor(plan, layout)
         self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
@@ -78,12 +78,12 @@ class LiveWriter:
             if live[name].data_ptr() != address:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
 
-    def export(self) -> Export | None:
+    def export(self) -> DeviceMemory | None:
         """Export the live memory for the holder to write; None if it cannot be shared."""
         if self._device is None:
             return None
         try:
-            return Export(self._layout, export_tensors(self._live))
+            return export_tensors(self._live)
         except TransportError as error:
             logger.warning("buckets are copied by the engine: %s", error)
             self._device.copies()
@@ -131,7 +131,7 @@ class LiveWriter:
 def can_export(live: Mapping[str, torch.Tensor]) -> bool:
     """Whether the live memory can be shared. `LiveWriter.export` logs why not."""
     try:
-        return all(each.is_cuda for each in live.values()) and bool(export_tensors(live))
+        return all(each.is_cuda for each in live.values()) and bool(export_tensors(live).owners)
     except TransportError:
         return False
 

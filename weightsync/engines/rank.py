@@ -32,8 +32,7 @@ from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 
 class Host(Converts, Protocol):

@@ -27,8 +27,7 @@ from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,11 @@ from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.stored_reads import reads_layout
-from weightsync.protocol.handles import LiveExport, StoredExport
+from weightsync.protocol.device_memory import LiveMemory, StoredTable
+from weightsync.protocol.handles import StoredExport
 from weightsync.protocol.messages import Loaded
 
 
@@ -61,10 +63,10 @@ class WholeLoads:
         self._tables: QuantizingTables | None = None
         self._has_kernels = not feed.casts  # they read slots
         self._exported: StoredPlaces | None = None
-        self._reads: RankLayout | None = None
+        self._reads: LayoutTable | None = None
         self._is_allowed = False
 
-    def attach(self) -> LiveExport | None:
+    def attach(self) -> LiveMemory | None:
         """Export the live parameters, if a copy of them can bring them back, and prepare to quantise."""
         export = self._export()
         if self._exported is None:
@@ -98,7 +100,7 @@ class WholeLoads:
             takes_parts=self._is_allowed and self._reads is not None,
         )
 
-    def _export(self) -> LiveExport | None:
+    def _export(self) -> LiveMemory | None:
         if self._parameters is None or not self._parameters.can_export:
             return None
         places = self._host.places() if self._has_kernels else None
@@ -114,13 +116,13 @@ class WholeLoads:
         self._exported = places
         stored = places.export({} if self._takes_stored else places.formats)
         self._reads = self._find_reads(stored)
-        return replace(export, places=stored, reads=self._reads)
+        return replace(export, places=StoredTable.of(stored), reads=self._reads)
 
-    def _find_reads(self, stored: StoredExport) -> RankLayout | None:
+    def _find_reads(self, stored: StoredExport) -> LayoutTable | None:
         """Return what the rank needs of the plan's tensors; None if that is whole tensors."""
         plan = self._plan
         try:
-            return reads_layout(plan.tensors, plan.tied, stored.reads(plan.tensors))
+            return LayoutTable.of(reads_layout(plan.tensors, plan.tied, stored.reads(plan.tensors)))
         except PlanError as error:
             self._logger.info("a rank needs whole tensors in each update: %s", error)
             return None

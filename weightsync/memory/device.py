@@ -12,6 +12,7 @@ from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, extent_nbytes
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import DeviceHandle, Handle
 
 _GRANULE = 2 << 20
@@ -76,7 +77,7 @@ class PeerMemory:
             cuda.close_handle(self._handle.ipc)
 
 
-def export_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, DeviceHandle]:
+def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
     """Export the memory of tensors of one GPU, each from its first element to its last, gaps included.
 
     Empty tensors are left out. The caller keeps the others alive while other processes use the memory.
@@ -86,15 +87,13 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, DeviceHandl
     """
     held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not held:
-        return {}
+        return DeviceMemory.of({})
     gpu = next(iter(held.values())).device
+    addresses = [tensor.data_ptr() for tensor in held.values()]
     with torch.cuda.device(gpu):
-        exported = cuda.export(tensor.data_ptr() for tensor in held.values())
-    device, pid = device_id(gpu), os.getpid()
-    return {
-        name: DeviceHandle(device, pid, *exported[tensor.data_ptr()], extent_nbytes(tensor))
-        for name, tensor in held.items()
-    }
+        exported = cuda.export(addresses)
+    places, nbytes = [exported[address] for address in addresses], map(extent_nbytes, held.values())
+    return DeviceMemory.of_process(device_id(gpu), os.getpid(), held, places, nbytes)
 
 
 def open_all(handles: Mapping[str, DeviceHandle], opened: list[DeviceBuffer]) -> dict[str, torch.Tensor]:

@@ -10,8 +10,7 @@ from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, Loaded, LoadReport
+from weightsync.protocol.messages import Attached, Digests, Loaded, LoadReport
 
 
 class EngineDigests:
@@ -31,7 +30,7 @@ class EngineDigests:
     @collector_paused
     def attach(self, ranks: Sequence[Attached]) -> None:
         """Note what holders may read for each rank in place of whole tensors."""
-        parts = [rank.live.reads for rank in ranks if rank.live and rank.live.reads]
+        parts = [rank.live.reads.rank_layout() for rank in ranks if rank.live and rank.live.reads]
         self._reduce_parts = DigestReduction(self._plan, parts) if len(parts) == len(ranks) else None
 
     def report(self, ranks: Sequence[Loaded]) -> LoadReport:

@@ -163,8 +163,9 @@ class LayoutTable:
 
     Attributes:
         names: all names that it uses, each once, as of `pack_names`. Columns have their numbers.
-        tensors, segments, buffers: those of the layout. Segments may be stated for all ranks of a mesh.
-        mesh: the rank's coordinates then.
+        tensors, buffers: those of the layout.
+        listed, stated: its segments, listed, or stated for all ranks of a mesh. One of them is None.
+        mesh: the rank's coordinates if they are stated.
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
@@ -174,7 +175,8 @@ class LayoutTable:
 
     names: bytes
     tensors: MetaTable
-    segments: SegmentTable | MeshSegments
+    listed: SegmentTable | None
+    stated: MeshSegments | None
     tied: Column
     buffers: MetaTable
     padding: Column
@@ -204,7 +206,8 @@ class LayoutTable:
             return cls(
                 pack_names(numbers),
                 MetaTable.of(layout.tensors, numbers),
-                stated or segments,
+                None if stated else segments,
+                stated,
                 column(numbers[name] for pair in layout.tied for name in pair).reshape(-1, 2),
                 MetaTable.of(layout.buffers, numbers),
                 column(n for row in layout.padding for n in _padding(row, numbers)).reshape(-1, 3),
@@ -220,11 +223,17 @@ class LayoutTable:
         except OverflowError:
             raise _too_large(layout) from None
 
+    @property
+    def segments(self) -> SegmentTable | MeshSegments:
+        """The segments, listed or stated."""
+        segments = self.listed if self.stated is None else self.stated
+        assert segments is not None
+        return segments
+
     def held(self) -> SegmentTable:
         """Return the rank's segments."""
-        if isinstance(self.segments, SegmentTable):
-            return self.segments
-        return SegmentTable(**self.segments.at(self.mesh))
+        segments = self.segments
+        return segments if isinstance(segments, SegmentTable) else SegmentTable(**segments.at(self.mesh))
 
     def outline(self) -> Outline:
         """Return what `of_rank` makes this table of, from one that is otherwise equal."""

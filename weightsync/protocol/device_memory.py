@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -42,6 +42,28 @@ class DeviceMemory:
     nbytes: PackedColumn
 
     @classmethod
+    def of_process(
+        cls,
+        device: str,
+        pid: int,
+        names: Iterable[str],
+        places: Sequence[tuple[bytes, int]],
+        nbytes: Iterable[int],
+    ) -> DeviceMemory:
+        """Make columns of buffers of one process on one GPU. `places`: the IPC handle and offset of each."""
+        numbers = {ipc: number for number, ipc in enumerate(dict.fromkeys(ipc for ipc, _ in places))}
+        return cls(
+            pack_names(names),
+            ((device, pid),) if numbers else (),
+            PackedColumn.of([0] * len(numbers)),
+            PackedColumn.of(map(len, numbers)),
+            b"".join(numbers),
+            PackedColumn.of(numbers[ipc] for ipc, _ in places),
+            PackedColumn.of(offset for _, offset in places),
+            PackedColumn.of(nbytes),
+        )
+
+    @classmethod
     def of(cls, buffers: Mapping[str, DeviceHandle]) -> DeviceMemory:
         """Make columns of handles by name."""
         handles = buffers.values()
@@ -69,6 +91,13 @@ class DeviceMemory:
     def known_by(self, names: dict[bytes, bytes]) -> DeviceMemory:
         """Return the same with the object in `names` that equals its own. A new one is added."""
         return replace(self, names=names.setdefault(self.names, self.names))
+
+    def first(self) -> DeviceHandle:
+        """Return the handle of the first buffer. There must be one."""
+        allocation, offset, nbytes = (
+            each.tolist()[0] for each in (self.allocation, self.offset, self.nbytes)
+        )
+        return DeviceHandle(*self._allocations()[allocation], offset, nbytes)
 
     def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
         """Return the handles by name, of `wanted` buffers alone if that is given."""
@@ -129,9 +158,13 @@ class StoredTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveMemory:
-    """A `LiveExport` in columns.
+    """A `LiveExport` in columns, as an engine rank answers it.
 
-    A holder finds `reads` by itself, from `places`.
+    Attributes:
+        kind, places: those of the export.
+        memory: its parameters.
+        reads: for the driver, the boxes of the plan's tensors that the holder needs to quantise. None if it
+            needs whole tensors. The holder finds them by itself, see `StoredExport.reads`.
     """
 
     kind: str
@@ -143,13 +176,6 @@ class LiveMemory:
     def device(self) -> str:
         """The rank's GPU."""
         return self.memory.owners[0][0]
-
-    @classmethod
-    def of(cls, export: LiveExport) -> LiveMemory:
-        """Make columns of its handles."""
-        places = StoredTable.of(export.places) if export.places else None
-        reads = LayoutTable.of(export.reads) if export.reads else None
-        return cls(export.kind, DeviceMemory.of(export.parameters), places, reads)
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
         """Return the same with an object for each parameter, without `reads`. Ignores `layout`."""

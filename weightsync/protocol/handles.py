@@ -144,27 +144,8 @@ class LiveExport:
         parameters: handles by name.
         places: where they hold what is stored, if the holder may quantise into them once they are shown to be
             right. None if it is not known.
-        reads: for the driver, the boxes of the plan's tensors that the holder then needs, see
-            `StoredExport.reads`. None if it needs whole tensors.
     """
 
     kind: str
     parameters: Mapping[str, DeviceHandle]
     places: StoredExport | None = None
-    reads: RankLayout | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """A rank's digest of the plan, and its memory if its holder accesses it.
-
-    Attributes:
-        export: memory that holds the plan's tensors.
-        live: memory that holds what the rank made of them.
-        casts: the rank casts tensors that travel in other dtypes than its layout's.
-    """
-
-    plan_digest: str
-    export: Export | None
-    live: LiveExport | None = None
-    casts: bool = False

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsync.errors import SlowError
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
-from weightsync.protocol.handles import Attached, BufferHandle, Handle, Offer, PushTicket
+from weightsync.protocol.handles import BufferHandle, Handle, Offer, PushTicket
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
@@ -37,27 +37,26 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class AttachReport:
-    """A trainer rank's answer to `attach`, and that of each engine rank: `Attached` in columns.
+class Attached:
+    """What a trainer rank answers to `attach`, and each engine rank: its memory, if its holder accesses it.
 
     The layout is left out: the driver has it.
+
+    Attributes:
+        plan_digest: the plan's digest, as the rank computed it.
+        export: memory that holds the plan's tensors.
+        live: memory that holds what the rank made of them.
+        casts: the rank casts tensors that travel in other dtypes than its layout's.
     """
 
     plan_digest: str
-    memory: DeviceMemory | None
+    export: DeviceMemory | None
     live: LiveMemory | None = None
     casts: bool = False
 
-    @classmethod
-    def of(cls, attached: Attached) -> AttachReport:
-        """Make the report of what a source or an engine returned."""
-        export, live = attached.export, attached.live
-        memory = DeviceMemory.of(export.buffers) if export else None
-        return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None, attached.casts)
-
-    def known_by(self, names: dict[bytes, bytes]) -> AttachReport:
+    def known_by(self, names: dict[bytes, bytes]) -> Attached:
         """Return the same with names of buffers as in `DeviceMemory.known_by`."""
-        return replace(self, memory=self.memory.known_by(names)) if self.memory else self
+        return replace(self, export=self.export.known_by(names)) if self.export else self
 
 
 class UpdateTask(msgspec.Struct, frozen=True):

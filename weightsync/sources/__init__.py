@@ -8,7 +8,8 @@ from typing import Any
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Plan
-from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.messages import Attached
 from weightsync.sources.base import ExportsWeights, Models, ModelSource, Offloads, PushesWeights, Source
 from weightsync.sources.selection import Names
 

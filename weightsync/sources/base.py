@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import Published
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.messages import Attached, Published
 
 Models: TypeAlias = tuple[Any, Any]
 """A rank's model and its draft, None for one that it does not have."""

@@ -21,8 +21,9 @@ from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_plac
 from weightsync.plan.experts import stack_experts
 from weightsync.plan.plan import by_tensor, holding
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
-from weightsync.protocol.messages import Published
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.messages import Attached, Published
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
@@ -83,7 +84,7 @@ class TensorSource(ABC):
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
         self._layout: RankLayout | None = None
-        self._exported: dict[str, DeviceHandle] = {}
+        self._exported: DeviceMemory | None = None
         self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
         self._is_ready = self._is_replaced = False
@@ -142,7 +143,7 @@ class TensorSource(ABC):
 
     def trial_handle(self) -> DeviceHandle | None:
         """Return the handle of one tensor that `layout` exported, if it exported any."""
-        return next(iter(self._exported.values()), None)
+        return self._exported.first() if self._exported else None
 
     def _selected(self, weights: LocalWeights) -> RankLayout:
         chosen = self._selection.of(weights.layout)
@@ -168,7 +169,7 @@ class TensorSource(ABC):
                 for tensor, box, segment in share_in_place(plan, trainer, layout)
             ]
             self._in_place = InPlace(plan, parts, live[layout.segments[0].buffer].device)
-            return Attached(plan.digest(), Export(layout, self._exported))
+            return Attached(plan.digest(), self._exported)
         warm_up()
         self._sources = _pair(plan, trainer, layout)
         self._send_buffer = SharedBuffer.open(send_buffer)
@@ -365,23 +366,23 @@ def _view(buffer: torch.Tensor, segment: Segment, box: Box) -> torch.Tensor:
     return whole if box == segment.box else whole[box.slices(segment.box)]
 
 
-def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
-    """Return the device and handles of all `tensors`. Both are empty if they need a send buffer."""
+def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | None]:
+    """Return the device and the memory of all `tensors`: "" and None if they need a send buffer."""
     devices = {name: tensor.device for name, tensor in tensors.items()}
     gpu = next((device for device in devices.values() if device.type == "cuda"), None)
     if gpu is None:
-        return "", {}
+        return "", None
     if strays := [name for name, device in devices.items() if device != gpu]:
         where = f"{strays[0]} is on {devices[strays[0]]}, not on {gpu}"
         share = f"{len(strays)} of {len(devices)} tensors"
         logger.warning("weights are copied through the host: %s (%s)", where, share)
-        return "", {}
+        return "", None
     try:
-        handles = export_tensors(tensors)
+        memory = export_tensors(tensors)
     except TransportError as error:
         logger.warning("weights are copied through the host: %s", error)
-        return "", {}
-    return device_id(gpu), handles
+        return "", None
+    return device_id(gpu), memory
 
 
 def _listed(moved: Sequence[str]) -> str:

@@ -20,8 +20,11 @@ from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests, combine
 
+HANDLE = DeviceHandle("cuda:GPU-1", 7, b"ipc", 0, 8)
 SHAPES = {"column": (6, 8), "row": (10, 4), "norm": (5,), "experts": (4, 3, 2)}
 AXIS = {"column": 1, "row": 0, "norm": None, "experts": 0}
 
@@ -335,8 +338,8 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
     def memory(numel: int = 1, *, is_cuda: bool = True) -> SimpleNamespace:
         return SimpleNamespace(is_cuda=is_cuda, numel=lambda: numel)
 
-    def shared(live: Mapping[str, SimpleNamespace]) -> dict[str, str]:
-        return {name: "handle" for name, each in live.items() if each.numel()}
+    def shared(live: Mapping[str, SimpleNamespace]) -> DeviceMemory:
+        return DeviceMemory.of({name: HANDLE for name, each in live.items() if each.numel()})
 
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", shared)
     assert can_export({"w": memory(), "none": memory(0)})
@@ -356,10 +359,10 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
 def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
     monkeypatch: pytest.MonkeyPatch, asleep: bool, refuses: bool, made_to_connect: int
 ) -> None:
-    def export(live: object) -> dict[str, str]:
+    def export(live: object) -> DeviceMemory:
         if refuses:
             raise TransportError("it is in no memory that can be shared")
-        return {"w": "handle"}
+        return DeviceMemory.of({"w": HANDLE})
 
     made: list[SimpleNamespace] = []
     copied: list[int] = []

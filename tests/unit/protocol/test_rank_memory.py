@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +13,12 @@ from hypothesis import strategies as st
 from weightsync.plan import Box, RankLayout, Reads, Segment
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
-from weightsync.protocol.handles import Attached, DeviceHandle, Export
-from weightsync.protocol.messages import AttachReport
+from weightsync.protocol.handles import DeviceHandle, Export
+
+
+def fields(memory: DeviceMemory) -> tuple[object, ...]:
+    return tuple(getattr(memory, field.name) for field in dataclasses.fields(memory))
+
 
 HANDLES = st.builds(
     DeviceHandle,
@@ -36,12 +42,22 @@ def test_columns_give_the_handles_back_in_their_order(handles: dict[str, DeviceH
 def test_an_export_is_whole_again_where_its_layout_and_its_memory_meet() -> None:
     layout = RankLayout((), (Segment("w", Box((0,), (4,)), "live", 0, (4,)),), device="cuda:GPU-1")
     export = Export(layout, {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 16)})
-    report = AttachReport.of(Attached("plan", export))
-    assert report.plan_digest == "plan"
-    assert report.memory
     table = LayoutTable.of(layout)
-    assert RankMemory(table.own(), report.memory).export(table) == export
-    assert AttachReport.of(Attached("plan", None)).memory is None
+    assert RankMemory(table.own(), DeviceMemory.of(export.buffers)).export(table) == export
+
+
+@given(st.lists(HANDLES, min_size=1, max_size=8))
+def test_the_first_handle_is_that_of_the_first_buffer(handles: list[DeviceHandle]) -> None:
+    assert DeviceMemory.of(dict(zip("hgfedcba", handles, strict=False))).first() == handles[0]
+
+
+@given(st.dictionaries(st.text(max_size=4), HANDLES, max_size=8))
+def test_a_process_states_its_memory_as_it_would_by_its_handles(handles: dict[str, DeviceHandle]) -> None:
+    ours = {name: msgspec.structs.replace(each, device="cuda:GPU-1", pid=7) for name, each in handles.items()}
+    places = [(each.ipc, each.offset) for each in ours.values()]
+    stated = DeviceMemory.of_process("cuda:GPU-1", 7, ours, places, [each.nbytes for each in ours.values()])
+    assert fields(stated) == fields(DeviceMemory.of(ours))
+    assert stated.handles() == ours
 
 
 def test_reads_need_the_buffers_that_they_name_at_each_trainer_and_no_others() -> None:

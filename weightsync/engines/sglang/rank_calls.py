@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -139,7 +139,7 @@ def _outcome(reply: _Reply, method: str, part: str) -> Any:  # noqa: ANN401 - as
     if reply.error is not None:
         return reply.error.rebuild()
     try:
-        return msgspec.msgpack.decode(reply.result, type=_returned(method, part), dec_hook=_digests)
+        return msgspec.msgpack.decode(reply.result, type=_returned(method, part), dec_hook=_array)
     except msgspec.MsgspecError as error:
         raise WireError(f"not what rank {reply.rank} returns from {method}: {error}") from error
 
@@ -152,18 +152,21 @@ def _returned(method: str, part: str) -> Any:  # noqa: ANN401 - a type
 
 
 def _plain(value: object) -> object:
-    """Convert digests to bytes, and NumPy's numbers to Python's."""
+    """Convert arrays to dtype, shape and bytes, and NumPy's numbers to Python's."""
     if isinstance(value, np.ndarray):
-        return value.astype(np.uint64).tobytes()
+        return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"{type(value).__name__} has no place in an answer")
 
 
-def _digests(_: type, value: object) -> object:
-    if not isinstance(value, bytes):
-        raise TypeError("digests travel as bytes")
-    return np.frombuffer(value, np.uint64).copy()
+def _array(kind: Any, value: object) -> object:  # noqa: ANN401 - an annotation
+    """Return an array of the dtype that its annotation `kind` names, which may be several integers'."""
+    (wanted,) = get_args(get_args(kind)[1])
+    dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
+    if not issubclass(np.dtype(dtype).type, get_origin(wanted) or wanted):
+        raise TypeError(f"an array of {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 _decoder = msgspec.msgpack.Decoder(_Reply)

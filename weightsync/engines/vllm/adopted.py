@@ -14,8 +14,7 @@ from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
 from weightsync.faults import Fault
 from weightsync.plan import Plan
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket
+from weightsync.protocol.messages import Attached, FeedTicket
 
 T = TypeVar("T")
 
