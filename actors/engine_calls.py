@@ -27,7 +27,7 @@ from weightsync.engines import (
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
@@ -43,8 +43,7 @@ class EngineCalls(Claimable):
     _engine: Engine
     _slot: str | None = None
     _components: Components = MappingProxyType({})
-    _layouts: Sequence[RankLayout] | None = None
-    _tables: Sequence[LayoutTable] | None = None
+    _layouts: Sequence[LayoutTable] | None = None
     _digests: EngineDigests | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
@@ -61,22 +60,20 @@ class EngineCalls(Claimable):
 
     async def sync_layout(self, components: Components = MappingProxyType({})) -> Sequence[LayoutTable]:
         """Return what each rank needs, if components are treated so."""
-        layouts = await self._ask_layouts(components)
-        async with self._asking:
-            if self._tables is None:
-                self._tables = await asyncio.to_thread(lambda: [LayoutTable.of(each) for each in layouts])
-        return self._tables
+        return await self._ask_layouts(components)
 
-    async def _ask_layouts(self, components: Components | None = None) -> Sequence[RankLayout]:
+    async def _ask_layouts(self, components: Components | None = None) -> Sequence[LayoutTable]:
         """Ask the engine, once, as its layout does not change before it uses other `components`."""
         async with self._asking:
             wanted = self._components if components is None else components
             if wanted != self._components and isinstance(self._engine, HasComponents):
-                self._layouts = self._tables = None
+                self._layouts = None
                 await asyncio.to_thread(self._engine.use_components, wanted)
                 self._components = wanted
             if self._layouts is None:
-                self._layouts = await asyncio.to_thread(self._engine.layout)
+                self._layouts = await asyncio.to_thread(
+                    lambda: [LayoutTable.of(each) for each in self._engine.layout()]
+                )
         return self._layouts
 
     @cached_property
@@ -97,8 +94,7 @@ class EngineCalls(Claimable):
         prefix_cache: PrefixCache = "drop",
     ) -> Sequence[Attached]:
         """Connect each rank to its holder, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
-        names = {meta.name for meta in plan.tensors}
-        layouts = [each.for_tensors(names) for each in await self._ask_layouts()]
+        layouts = await self._ask_layouts()
 
         def attach() -> Sequence[Attached]:
             inject("connect")
@@ -192,7 +188,7 @@ class EngineCalls(Claimable):
             part._slot = f"pid-{os.getpid()}"
             self._parts = {**self._parts, spec.name: (spec, part)}
         layouts = await part._ask_layouts()
-        return layouts[0].tensors[0].dtype
+        return layouts[0].rank_layout().tensors[0].dtype
 
     async def sync_close_adapter(self, spec: AdapterSpec) -> None:
         """Give the slots back, if the adapter of that name is still this one. Safe to call twice."""

@@ -36,6 +36,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, Loaded
 
 if TYPE_CHECKING:
@@ -166,8 +167,8 @@ class EngineRank(Destination):
     def placement(self) -> Placement:
         return Placement.here(self._slot)
 
-    def layout(self) -> RankLayout:
-        return self._layout
+    def layout(self) -> LayoutTable:
+        return LayoutTable.of(self._layout)
 
     def can_export(self) -> bool:
         return can_export(self.live)
@@ -215,7 +216,7 @@ class RankActors:
         self._pipes: list[Connection] = []
         self._version = 0
 
-    def layout(self) -> Sequence[RankLayout]:
+    def layout(self) -> Sequence[LayoutTable]:
         return _answers([rank.layout.remote() for rank in self._ranks])
 
     def can_export(self) -> Sequence[bool]:

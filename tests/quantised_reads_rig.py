@@ -19,6 +19,7 @@ from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, TensorMeta, make_plan
 from weightsync.plan.coverage import covers_all
 from weightsync.plan.formats import Format
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.stored_reads import reads_layout
 from weightsync.protocol.handles import StoredExport
 
@@ -139,7 +140,7 @@ class ReadsRig:
         layouts = [reads_layout(self.plan.tensors, self.plan.tied, each) for each in reads]
         engine = Layout.from_ranks(layouts)
         assert covers_all(engine)
-        self.reduce = DigestReduction(self.plan, layouts)
+        self.reduce = DigestReduction(self.plan, [LayoutTable.of(each) for each in layouts])
         reshard = Reshard(source, "e", engine)
         self.copies, self.scratch, self.num_groups = [], [], []
         for number, (rank, its) in enumerate(zip(self.ranks, reads, strict=True)):

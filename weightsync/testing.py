@@ -204,9 +204,8 @@ class LocalEngine(LocalPeer):
     async def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
     ) -> Sequence[Attached]:
-        names = {meta.name for meta in plan.tensors}
         layouts = await asyncio.to_thread(self._engine.layout)
-        self._digests = EngineDigests(plan, [each.for_tensors(names) for each in layouts])
+        self._digests = EngineDigests(plan, [LayoutTable.of(each) for each in layouts])
         attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
         self._digests.attach(attached)
         if isinstance(self._engine, CachesPrefixes):

@@ -19,6 +19,7 @@ from tests.contract import sglang_hooks
 from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
+from tests.rank_layouts import rank_layouts
 from tests.vllm_imports import import_vllm
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Components
@@ -110,7 +111,7 @@ class Rig:
         self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
         if isinstance(self.engine, HasComponents):
             self.engine.use_components(components)
-        self.layout = self.engine.layout()
+        self.layout = rank_layouts(self.engine)
         self.threads = ThreadPoolExecutor(4)
         self.attempt = 0
         self._wanted: dict[tuple[int, tuple[int, ...], int], list[int]] = {}

@@ -250,7 +250,7 @@ def test_what_its_checkpoint_stores_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = saved(tmp_path, config("int"))
     model = Int8(folder).start()
     host, tensors = host_of(model, folder), trained(folder, 1)
-    layout = Rank("sglang", 0, CPU, host).layout()
+    layout = Rank("sglang", 0, CPU, host).layout().rank_layout()
     assert {meta.name for meta in layout.stored} == {name for name, _ in stored("int", tensors)}
     assert layout.buffers == ()
     loader = host.loader(stored=True)

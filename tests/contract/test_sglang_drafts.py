@@ -87,7 +87,7 @@ def checked(pipe: Connection, folder: Path, algorithm: str, number: int, num_ran
     settings = RankSettings("e0", str(path), "bfloat16", False, speculation)
     rank = Rank("sglang", number, CPU, SglangHost(target, CPU, settings, draft))
     rank.treat("trained")
-    layout = rank.layout()
+    layout = rank.layout().rank_layout()
     assert layout.buffers, "its layout is proven"
     addresses = [each.data_ptr() for each in (*target.parameters(), *draft.parameters())]
     for seed in (0, 1, 0):

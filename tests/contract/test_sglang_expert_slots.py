@@ -168,7 +168,7 @@ def checked(pipe: Connection, folder: Path, number: int, num_ranks: int, num_par
     engine = Sglang(folder, number, num_ranks, num_parts)
     host = SglangHost(engine.model, CPU, RankSettings("e0", str(folder), "float32", repacks=False))
     rank = Rank("sglang", 0, CPU, host, LoraSlots(engine.model))
-    assert rank.layout().buffers, "the base is written where it lives"
+    assert len(rank.layout().buffers), "the base is written where it lives"
     check_base(engine, host, base)
     stacks = {"target_modules": TARGETS, "target_parameters": STACKED}
     model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=FACTOR * RANK, **stacks))

@@ -310,7 +310,7 @@ def test_a_tensor_that_does_not_come_fails_the_update_by_name(folder: Path) -> N
 
 
 def test_a_rank_declares_what_it_quantises(folder: Path) -> None:
-    layout = Rank("sglang", 0, CPU, host_of(Online(folder).start(), folder)).layout()
+    layout = Rank("sglang", 0, CPU, host_of(Online(folder).start(), folder)).layout().rank_layout()
     assert layout.buffers == ()
     assert "become float8_e4m3fn with a scale for 1 x all" in layout.converts
 

@@ -271,7 +271,7 @@ def test_what_its_checkpoint_stores_is_taken_as_it_is(tmp_path: Path) -> None:
     model, wanted = Model(folder), Model(folder)
     host = host_of(model, folder)
     rank = Rank("sglang", 0, CPU, host)
-    layout = rank.layout()
+    layout = rank.layout().rank_layout()
     tensors = dict(stored(trained(folder, 1)))
     assert {meta.name for meta in layout.stored} == set(tensors)
     assert layout.buffers == ()

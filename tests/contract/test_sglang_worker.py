@@ -122,7 +122,7 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
     assert (joined.rank, joined.pid) == (0, ranks.process.pid)
     ranks.replies.connected()
     assert not Path(ranks.replies.endpoint.removeprefix("ipc://")).exists()
-    layout = ranks.ask("layout")
+    layout = ranks.ask("layout").rank_layout()
     assert {name.removeprefix("inner.") for name in ranks.ask("addresses")} == {
         meta.name for meta in layout.tensors
     }
@@ -139,20 +139,20 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
 
 def test_a_draft_is_compared_or_is_part_of_the_layout(ranks: Ranks) -> None:
     path = ranks.settings.model_path
-    untreated = ranks.ask("layout")
+    untreated = ranks.ask("layout").rank_layout()
     assert untreated.draft == Draft("EAGLE", path)
     assert ranks.ask("treat", "frozen") is None
     frozen = ranks.ask("layout").draft
     assert frozen.digest
     assert frozen.num_tensors >= len(untreated.tensors)  # a tied head has two names
     assert ranks.ask("treat", "trained") is None
-    layout = ranks.ask("layout")
+    layout = ranks.ask("layout").rank_layout()
     names = {meta.name for meta in untreated.tensors}
     assert {meta.name for meta in layout.tensors} == names | {DRAFT + name for name in names}
     assert {buffer.name.startswith(DRAFT) for buffer in layout.buffers} == {True, False}
     assert layout.draft.trained
     assert ranks.ask("treat", None) is None
-    assert ranks.ask("layout") == untreated
+    assert ranks.ask("layout").rank_layout() == untreated
 
 
 def test_what_is_no_call_does_not_end_the_process(ranks: Ranks) -> None:
@@ -212,7 +212,6 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
     [
         ("join", None),
         ("join", RankProcess(0, 7, 99)),
-        ("layout", LAYOUT),
         ("addresses", {"w": 1 << 47}),
         ("can_export", True),
         ("attach", Attached("ab", None)),
@@ -223,6 +222,17 @@ def test_what_a_rank_returns_arrives_as_it_was(replies: Replies, method: str, ou
     assert answered(replies, method, outcome) == outcome
 
 
+@pytest.mark.parametrize("mesh", [None, MeshPlace((1,), (0,), {"w": ()})])
+@pytest.mark.parametrize("layout", [LAYOUT, WHOLE])
+def test_a_layout_arrives_as_it_was(replies: Replies, layout: RankLayout, mesh: MeshPlace | None) -> None:
+    table = LayoutTable.of(dataclasses.replace(layout, mesh=mesh))
+    arrived = answered(replies, "layout", table)
+    assert isinstance(arrived, LayoutTable)
+    assert arrived.rank_layout() == layout
+    assert arrived.outline() == table.outline()
+    assert bool(arrived.stated) is bool(mesh and layout is WHOLE)
+
+
 def test_memory_that_a_rank_exports_arrives_as_it_was(replies: Replies) -> None:
     arrived = answered(replies, "attach", Attached("ab", MEMORY, casts=True))
     assert isinstance(arrived, Attached)
@@ -231,15 +241,10 @@ def test_memory_that_a_rank_exports_arrives_as_it_was(replies: Replies) -> None:
     assert dataclasses.replace(arrived, export=None) == Attached("ab", None, casts=True)
 
 
-@pytest.mark.parametrize("mesh", [None, MeshPlace((1,), (0,), {"w": ()})])
-def test_live_parameters_that_a_rank_exports_arrive_as_they_were(
-    replies: Replies, mesh: MeshPlace | None
-) -> None:
-    stored = StoredExport(dataclasses.replace(WHOLE, mesh=mesh), {"w": "uint8"}, {"w.weight": BLOCKS})
+def test_live_parameters_that_a_rank_exports_arrive_as_they_were(replies: Replies) -> None:
+    stored = StoredExport(WHOLE, {"w": "uint8"}, {"w.weight": BLOCKS})
     reads = LayoutTable.of(LAYOUT)
     live = LiveMemory("kind", MEMORY, StoredTable.of(stored), reads)
-    assert live.places
-    assert bool(live.places.layout.stated) is bool(mesh)
     arrived = answered(replies, "attach", Attached("ab", None, live))
     assert isinstance(arrived, Attached)
     assert arrived.live

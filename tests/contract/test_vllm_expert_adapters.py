@@ -21,6 +21,7 @@ from tests.contract.test_vllm_lora import assert_live
 from tests.expert_adapters import STACKED, TARGETS, Slot, save_by_expert, slot_in
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
+from tests.rank_layouts import rank_layouts
 from tests.unit.sources.test_lora import published
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines.adapter_engine import AdapterEngine
@@ -97,7 +98,7 @@ class Fed:
     """An adapter's slots in an engine, and the holder's end of their feeds: buckets in `memory`."""
 
     def __init__(self, adapter: AdapterEngine, source: RankLayout) -> None:
-        self.adapter, layouts = adapter, adapter.layout()
+        self.adapter, layouts = adapter, rank_layouts(adapter)
         self.plan = make_plan(
             Layout.from_ranks([source]),
             {"e0": Layout.from_ranks(layouts)},

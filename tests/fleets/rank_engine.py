@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightsync.engines.rank import Rank
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 from weightsync.testing import DictEngine
 
@@ -15,7 +16,7 @@ class RankEngine(DictEngine):
 
     rank: Rank
 
-    def layout(self) -> Sequence[RankLayout]:
+    def layout(self) -> Sequence[LayoutTable]:  # type: ignore[override]
         return [self.rank.layout()]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:

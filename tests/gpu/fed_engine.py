@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.contract.conftest import source_layout
 from tests.patience import patient
+from tests.rank_layouts import rank_layouts
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import make_engine
 from weightsync.memory.device import DeviceBuffer
@@ -38,7 +39,7 @@ class FedEngine:
     def connect(self, model: PreTrainedModel) -> None:
         """A new epoch, with the layout that the engine has now."""
         self._disconnect()
-        self.layouts = list(self.engine.layout())
+        self.layouts = rank_layouts(self.engine)
         ranks = range(1, self.num_ranks + 1)
         self.plan = make_plan(
             Layout.from_ranks([source_layout(*named_tensors(model))]),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.errors import DeadlineError, StateError
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
@@ -53,7 +54,7 @@ class AdapterEngine:
         self._written = 0
         self._loading = self._closed = False
 
-    def layout(self) -> Sequence[RankLayout]:
+    def layout(self) -> Sequence[LayoutTable]:
         """Return the layout of each rank, in the tensors' names of the spec."""
         return self._on_ranks("layout")
 

@@ -17,6 +17,7 @@ from weightsync.engines.load_errors import naming_load
 from weightsync.engines.receive_buffer import ReceiveBuffer, SlotSink
 from weightsync.errors import StateError
 from weightsync.plan import Plan, RankLayout
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
@@ -67,9 +68,9 @@ class AdapterRank:
         self._engine = ""
         self._load: Future[Loaded] | None = None
 
-    def layout(self) -> RankLayout:
+    def layout(self) -> LayoutTable:
         """Return the boxes of the adapter's tensors that this rank serves."""
-        return self._received.layout if self._received else self._slot_layout
+        return LayoutTable.of(self._received.layout if self._received else self._slot_layout)
 
     def can_export(self) -> bool:
         """Whether holders on GPUs can write what this rank takes."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from weightsync.config import Components, PrefixCache
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
@@ -89,8 +90,12 @@ class Engine(Protocol):
     their own: `Generates`, `ExportsMemory`, `Sleeps`, `HasRankProcesses`.
     """
 
-    def layout(self) -> Sequence[RankLayout]:
-        """Return the layout of each rank, in the checkpoint's names. Called before ``attach``."""
+    def layout(self) -> Sequence[RankLayout | LayoutTable]:
+        """Return the layout of each rank, in the checkpoint's names. Called before ``attach``.
+
+        Ranks in processes of their own answer faster with a `LayoutTable`: pickling it makes no object for
+        each tensor.
+        """
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect rank i to its holder by ``tickets[i]``. Returns each rank's plan digest and export.

@@ -11,7 +11,8 @@ from typing import Any
 from weightsync.config import Components
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 from weightsync.faults import Fault, set_faults, split_by_rank
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 logger = logging.getLogger("weightsync.engines")
@@ -52,10 +53,10 @@ class EngineRanks(ABC):
         """Treat a draft as `components` says, see `HasComponents.use_components`."""
         self.on_ranks("treat", components.get("draft"))
 
-    def layout(self) -> Sequence[RankLayout]:
+    def layout(self) -> Sequence[LayoutTable]:
         """Return the layout of each rank. Ranks without buffers take whole tensors through their loader."""
-        layouts: list[RankLayout] = self.on_ranks("layout")
-        if len({bool(layout.buffers) for layout in layouts}) > 1:
+        layouts: list[LayoutTable] = self.on_ranks("layout")
+        if len({len(layout.buffers) > 0 for layout in layouts}) > 1:
             # Digests of shards and of whole tensors do not add up to one another.
             logger.warning("[engine %s] loads whole tensors: not all ranks can be written live", self._name)
             layouts = self.on_ranks("reload")

@@ -31,6 +31,7 @@ from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
@@ -118,12 +119,15 @@ class Rank:
         elif self._layout:
             self._layout = self._with_draft(self._layout)
 
-    def layout(self) -> RankLayout:
+    def layout(self) -> LayoutTable:
         """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
 
         Whole tensors have no live buffers. The layout is found once for each `treat`, since live parameters
         keep their addresses.
         """
+        return LayoutTable.of(self._own_layout())
+
+    def _own_layout(self) -> RankLayout:
         if not self._is_treated:
             self.treat(None)
         if self._layout is None:
@@ -132,10 +136,10 @@ class Rank:
                 threading.Thread(target=self._load_kernels, args=(self._layout,), daemon=True).start()
         return self._layout
 
-    def reload(self) -> RankLayout:
+    def reload(self) -> LayoutTable:
         """Take whole tensors from now on, even if the layout was proven."""
         self._layout = self._with_draft(_whole_layout(self._found_checkpoint(), device_id(self._device)))
-        return self._layout
+        return LayoutTable.of(self._layout)
 
     def addresses(self) -> dict[str, int]:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
@@ -143,12 +147,12 @@ class Rank:
 
     def can_export(self, asleep: bool) -> bool:
         """Whether `attach` would export the live memory now. While `asleep`, there is none."""
-        return not asleep and bool(self.layout().buffers) and can_export(self._live)
+        return not asleep and bool(self._own_layout().buffers) and can_export(self._live)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
         """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
         self.close()
-        layout, ticket = self.layout(), tickets[self._rank]
+        layout, ticket = self._own_layout(), tickets[self._rank]
         names = {meta.name for meta in plan.tensors}
         self._takes_stored = layout.takes_stored(names)
         self._feed = EngineFeed.open(ticket, plan, timeout_s, layout.for_tensors(names))

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.plan import Plan, RankLayout
-from weightsync.plan.plan import by_tensor
+from weightsync.plan import Plan
+from weightsync.plan.column import Positions, number_rows
+from weightsync.plan.held_boxes import held_boxes
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.messages import Digests
 
 
@@ -18,20 +20,18 @@ class DigestReduction:
     Ranks with the same boxes of a tensor are replicas. Each row of the result uses one replica of every part.
     """
 
-    def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
+    def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
         """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
         num_ranks = len(layouts)
         chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
-        held = [by_tensor(plan, layout) for layout in layouts]
-        for tensor in range(len(plan.tensors)):
-            replicas: dict[frozenset[object], list[int]] = {}
-            for rank in range(num_ranks):
-                if held[rank][tensor]:
-                    boxes = frozenset(segment.box for segment in held[rank][tensor])
-                    replicas.setdefault(boxes, []).append(rank)
-            for ranks in replicas.values():
-                for turn in range(num_ranks):
-                    chosen[turn, ranks[turn % len(ranks)], tensor] = True
+        held = held_boxes(plan, layouts)
+        rank, tensor = np.nonzero(held >= 0)
+        order = np.lexsort((rank, held[rank, tensor], tensor))
+        rank, tensor = rank[order], tensor[order]
+        nth, count = _places(number_rows([tensor, held[rank, tensor]]))
+        for turn in range(num_ranks):
+            its = nth == turn % count
+            chosen[turn, rank[its], tensor[its]] = True
         # Tensors without replicas are the same in each row, and most tensors have none.
         self._replicated: npt.NDArray[np.intp] = np.flatnonzero((chosen != chosen[0]).any(axis=(0, 1)))
         self._first, self._others = chosen[0], chosen[1:, :, self._replicated]
@@ -44,6 +44,12 @@ class DigestReduction:
         for row, chosen in zip(rows[1:], self._others, strict=True):
             row[self._replicated] = _added(replicas, chosen)
         return rows
+
+
+def _places(groups: Positions) -> tuple[Positions, Positions]:
+    """Return the place of each row among those of its group, and how many these are. Groups ascend."""
+    count = np.bincount(groups)
+    return np.arange(len(groups)) - np.repeat(np.cumsum(count) - count, count), np.repeat(count, count)
 
 
 def _added(held: npt.NDArray[np.uint64], chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:

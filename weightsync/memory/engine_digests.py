@@ -8,7 +8,8 @@ import numpy as np
 
 from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.fingerprints import fingerprint
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import Attached, Digests, Loaded, LoadReport
 
@@ -21,16 +22,18 @@ class EngineDigests:
     """
 
     @collector_paused
-    def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
+    def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
         """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
-        self._plan, self._reduce = plan, DigestReduction(plan, layouts)
+        names = {meta.name for meta in plan.tensors}
+        self._plan = plan
+        self._reduce = DigestReduction(plan, [layout.for_tensors(names) for layout in layouts])
         self._reduce_parts: DigestReduction | None = None
         self.table: Digests = np.zeros((len(layouts), len(plan.tensors)), np.uint64)
 
     @collector_paused
     def attach(self, ranks: Sequence[Attached]) -> None:
         """Note what holders may read for each rank in place of whole tensors."""
-        parts = [rank.live.reads.rank_layout() for rank in ranks if rank.live and rank.live.reads]
+        parts = [rank.live.reads for rank in ranks if rank.live and rank.live.reads]
         self._reduce_parts = DigestReduction(self._plan, parts) if len(parts) == len(ranks) else None
 
     def report(self, ranks: Sequence[Loaded]) -> LoadReport:

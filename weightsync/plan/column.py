@@ -60,6 +60,16 @@ def row_codes(columns: Sequence[Column]) -> npt.NDArray[np.uint64]:
     return code
 
 
+def number_rows(columns: Sequence[Column]) -> Positions:
+    """Return a number for each row, in the rows' order: equal for equal rows alone, from 0 without gaps."""
+    numbers = np.zeros(len(columns[0]), np.int64)
+    for each in columns:
+        _, inverse = np.unique(each, return_inverse=True)
+        if inverse.any():
+            _, numbers = np.unique(numbers * len(numbers) + inverse, return_inverse=True)
+    return numbers
+
+
 def ranges(first: Positions, count: Positions) -> Positions:
     """Return the numbers of all ranges, one range after the other: `count` from each `first` on."""
     ends = np.cumsum(count)

@@ -190,13 +190,15 @@ class LayoutTable:
     mesh: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, layout: RankLayout) -> LayoutTable:
-        """Make columns of a layout.
+    def of(cls, layout: RankLayout | LayoutTable) -> LayoutTable:
+        """Make columns of a layout. Returns those that it has already.
 
         Raises:
             PlanError: the offset, extent and strides of a segment have different lengths, or one of its
                 numbers is too large.
         """
+        if isinstance(layout, LayoutTable):
+            return layout
         for segment in layout.segments:
             check_lengths(segment, layout.tensors)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(_names(layout)))}
@@ -299,6 +301,10 @@ class LayoutTable:
             return False
         full = set(unpack_names(self.names))
         return any(name in names for name in unpack_names(self.stored_names) if name not in full)
+
+    def for_tensors(self, names: Collection[str]) -> LayoutTable:
+        """Return the layout with which the rank takes tensors of these names, as `RankLayout.for_tensors`."""
+        return self.as_stored() if self.takes_stored(names) else self
 
     def as_stored(self) -> LayoutTable:
         """Return the layout of the stored tensors."""

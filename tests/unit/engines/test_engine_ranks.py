@@ -10,6 +10,7 @@ from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
 from weightsync.plan.draft import Draft
+from weightsync.plan.layout_table import LayoutTable
 
 
 class Sleeping(EngineRanks):
@@ -17,7 +18,7 @@ class Sleeping(EngineRanks):
 
     def __init__(self, draft: Draft | None) -> None:
         super().__init__("e0")
-        self.layouts = [RankLayout((), ()), RankLayout((), (), draft=draft)]
+        self.layouts = [LayoutTable.of(RankLayout((), (), draft=each)) for each in (None, draft)]
         self.released: list[int] = []
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:

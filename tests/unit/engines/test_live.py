@@ -20,6 +20,7 @@ from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests, combine
@@ -124,7 +125,7 @@ def test_every_rank_gets_its_part_and_the_ranks_digests_fold_to_the_whole(
             at = segment.byte_offset // 4
             assert torch.equal(live[segment.buffer].reshape(-1)[at : at + wanted.numel()], wanted)
     expected = np.array([tensor_digest(tensors[m.name], m.shape) for m in plan.tensors], dtype=np.uint64)
-    folded = DigestReduction(plan, ranks)(shares)
+    folded = DigestReduction(plan, [*map(LayoutTable.of, ranks)])(shares)
     assert folded.shape == (len(ranks), len(plan.tensors))
     assert (folded == expected).all()
     if num_shards == 1 and num_replicas == 1:
@@ -136,11 +137,11 @@ def test_a_wrong_share_of_any_rank_shows_in_the_fold(num_shards: int, num_replic
     plan, ranks = build(1, num_shards, num_replicas)
     tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     shares = [load(plan, layout, tensors)[1] for layout in ranks]
-    right = DigestReduction(plan, ranks)(shares)
+    right = DigestReduction(plan, [*map(LayoutTable.of, ranks)])(shares)
     rank = data.draw(st.integers(0, len(ranks) - 1))
     tensor = data.draw(st.integers(0, len(plan.tensors) - 1))
     shares[rank][tensor] ^= np.uint64(1)
-    wrong = (DigestReduction(plan, ranks)(shares) != right).any(axis=0)
+    wrong = (DigestReduction(plan, [*map(LayoutTable.of, ranks)])(shares) != right).any(axis=0)
     assert wrong[tensor]
     assert wrong.sum() == 1
 

@@ -13,6 +13,7 @@ from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 
 GPU = torch.device("cuda", 0)
 
@@ -147,11 +148,11 @@ def test_other_stacks_stay_whole(shapes: dict[str, tuple[int, ...]]) -> None:
 
 def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = TensorMeta("w", "float32", (4,))
-    whole, live = RankLayout((meta,), ()), RankLayout((meta,), (), buffers=(meta,))
+    whole, live = (LayoutTable.of(RankLayout((meta,), (), buffers=each)) for each in ((), (meta,)))
     found = [live, whole]
     asked: list[str] = []
 
-    def on_ranks(_: VllmEngine, method: str) -> list[RankLayout]:
+    def on_ranks(_: VllmEngine, method: str) -> list[LayoutTable]:
         asked.append(method)
         return found if method == "layout" else [whole, whole]
 

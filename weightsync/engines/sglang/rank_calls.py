@@ -30,7 +30,7 @@ logger = logging.getLogger("weightsync.engines.sglang")
 
 _SEND_MS = 5000
 _MAX_REPLY_NBYTES = 256 << 20
-"""A layout takes about 200 bytes per segment."""
+"""A layout of 19,000 segments takes 0.9 MB."""
 
 
 @dataclass(frozen=True, slots=True)
