@@ -7,6 +7,11 @@ import threading
 
 from tests.patience import patient
 from weightsync.actors.engine_calls import EngineCalls
+from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
+
+META = TensorMeta("w", "float32", (2, 3))
+LAYOUT = RankLayout((META,), (Segment.whole(META),), buffers=(META,), device="cuda:GPU-1")
 
 
 class Adapter:
@@ -34,6 +39,28 @@ def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
         adapter.both_have_asked.set()
         assert await both == [[], []]
         assert await calls.sync_placements() == []
+
+    asyncio.run(ask())
+    assert adapter.num_asked == 1
+
+
+class Declaring(Adapter):
+    def layout(self) -> list[object]:
+        self.num_asked += 1
+        return [LAYOUT, LayoutTable.of(LAYOUT)]
+
+
+def test_an_adapter_may_declare_objects_or_columns_and_columns_are_made_once() -> None:
+    adapter = Declaring()
+    calls = Calls(adapter)
+
+    async def ask() -> None:
+        tables = await calls.sync_layout()
+        assert [each.rank_layout() for each in tables] == [LAYOUT, LAYOUT]
+        assert [each.device for each in await calls.sync_placements()] == [LAYOUT.device] * 2
+        first, second = await calls.sync_outline()
+        assert first == second
+        assert await calls.sync_layout() is tables
 
     asyncio.run(ask())
     assert adapter.num_asked == 1

@@ -43,8 +43,8 @@ def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def extent_nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the end of the last, gaps included."""
-    if not tensor.numel():
-        return 0
+    if tensor.is_contiguous():  # most are, of tens of thousands; so is one without elements
+        return tensor.nbytes
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
