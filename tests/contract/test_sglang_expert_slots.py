@@ -175,7 +175,7 @@ def checked(pipe: Connection, folder: Path, number: int, num_ranks: int, num_par
     source = LoraSource(model, "default")
     adapter = opened(engine, rank, source.spec("math"))
     whole, (held,) = source.layout(), adapter.layout()
-    names = {meta.name for meta in held.tensors}
+    names = {meta.name for meta in held.rank_layout().tensors}
     of_rank = tuple(meta for meta in whole.tensors if meta.name in names)
     segments = tuple(segment for segment in whole.segments if segment.tensor in names)
     fed = Fed(adapter, replace(whole, tensors=of_rank, segments=segments))
