@@ -25,9 +25,10 @@ from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
-from weightsync.memory.kernels import load_copies
+from weightsync.memory.kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Moved, Prepared, UpdateTask
 from weightsync.transports import transport_class
 
@@ -124,11 +125,15 @@ class HolderStandby(WeightHolder):
         return self._bound_to
 
     def expect(self, device: str) -> None:
-        """Create the CUDA context, and load a kernel, if `device` is this standby's GPU."""
+        """Create the CUDA context, and load kernels, if `device` is this standby's GPU.
+
+        Most load in the background, so that the standby can become a holder meanwhile.
+        """
         if device == self._bound_to:
             torch.cuda.current_stream().query()
             with contextlib.suppress(TransportError):
                 load_copies()
+                on_daemon(load_for_16_bits, "weightsync-kernels")
 
     def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
         """Become the holder `name` at `placement`."""

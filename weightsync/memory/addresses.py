@@ -33,7 +33,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     It is what ``to_local`` returns without gradients, which calls autograd for each tensor.
     """
-    return (_local(tensor) if is_sharded(tensor) else tensor).detach()
+    return attached_part(tensor).detach()
+
+
+def attached_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as autograd knows it, to look at where and how it lies."""
+    return _local(tensor) if is_sharded(tensor) else tensor
 
 
 class AddressGuard:
@@ -222,5 +227,5 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    held = local_tensor(tensor)
+    held = attached_part(tensor)
     return held.data_ptr(), *_layout(held)

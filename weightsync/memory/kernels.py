@@ -231,6 +231,17 @@ def load_copies() -> None:
     cuda.load(_COPY)
 
 
+def load_for_16_bits() -> None:
+    """Load what copies and digests weights of 16 bits. Raises TransportError without CuPy.
+
+    CuPy then has it on disk for other processes of the host: compiling takes 0.2 s a kernel.
+    """
+    cuda.load(f"{_WRITE}_2")
+    for kind in (_DIGEST, _FLAG):
+        for shape in _DIGESTING_BLOCKS:
+            cuda.load(f"{kind}_{shape}_2")
+
+
 def load_digests(itemsizes: Iterable[int]) -> None:
     """Load the digest kernels for these `itemsizes` on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):

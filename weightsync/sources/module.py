@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor
+from weightsync.memory.addresses import AddressGuard, attached_part, is_sharded
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
 from weightsync.sources.local_weights import LocalWeights
@@ -55,10 +55,10 @@ def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...])
 
 def segment_of(name: str, tensor: torch.Tensor, cut: Callable[..., Box] = _cut) -> Segment:
     """Return which box of a tensor this rank has. Raises ConfigError if it has a part of a sum."""
-    local = local_tensor(tensor)
+    strides = byte_strides(attached_part(tensor))
     if not is_sharded(tensor):
-        return Segment(name, Box.whole(tuple(local.shape)), name, 0, byte_strides(local))
+        return Segment(name, Box.whole(tuple(tensor.shape)), name, 0, strides)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")
     box = cut(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Segment(name, box, name, 0, byte_strides(local))
+    return Segment(name, box, name, 0, strides)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.forked import said_by
 from weightsync.errors import TransportError
-from weightsync.memory import cuda
+from weightsync.memory import cuda, kernels
 
 
 @pytest.mark.parametrize("call", [cuda.nccl, cuda.nccl_versions, lambda: cuda.malloc(1)])
@@ -21,6 +22,15 @@ def test_without_cupy_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TransportError, match="cuda12 or cuda13"):
         call()
+
+
+def test_kernels_that_are_loaded_ahead_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(cuda, "load", names.append)
+    kernels.load_for_16_bits()
+    source = Path(kernels.__file__).with_name("kernels.cu").read_text().splitlines()
+    assert len(names) == 5
+    assert [name for name in names if f"#ifdef KERNEL_{name}" not in source] == []
 
 
 def imported_for_a_digest(pipe: Connection) -> None:
