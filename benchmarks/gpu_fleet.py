@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,11 @@ from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Attached, Loaded
 
 if TYPE_CHECKING:
@@ -168,6 +171,8 @@ class EngineRank(Destination):
         return Placement.here(self._slot)
 
     def layout(self) -> LayoutTable:
+        if self.device.type == "cuda":  # while the plan is made, as the ranks of real engines do
+            on_daemon(partial(load_digests, [2]), "weightsync-kernels")
         return LayoutTable.of(self._layout)
 
     def can_export(self) -> bool:

@@ -237,16 +237,15 @@ def load_for_16_bits() -> None:
     CuPy then has it on disk for other processes of the host: compiling takes 0.2 s a kernel.
     """
     cuda.load(f"{_WRITE}_2")
-    for kind in (_DIGEST, _FLAG):
-        for shape in _DIGESTING_BLOCKS:
-            cuda.load(f"{kind}_{shape}_2")
+    load_digests([2])
+    load_digests([2], flags=True)
 
 
-def load_digests(itemsizes: Iterable[int]) -> None:
-    """Load the digest kernels for these `itemsizes` on the current device."""
+def load_digests(itemsizes: Iterable[int], flags: bool = False) -> None:
+    """Load the digest kernels for these `itemsizes` on the current device, or those that also flag words."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
         for shape in _DIGESTING_BLOCKS:
-            cuda.load(f"{_DIGEST}_{shape}_{word}")
+            cuda.load(f"{_FLAG if flags else _DIGEST}_{shape}_{word}")
 
 
 def _upload(table: Int64) -> torch.Tensor:

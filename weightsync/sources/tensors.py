@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,13 @@ from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_place
 from weightsync.plan.experts import stack_experts
 from weightsync.plan.plan import by_tensor, holding
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import Attached, Published
@@ -124,7 +127,11 @@ class TensorSource(ABC):
         self._finish()
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
-            device, self._exported = _share({name: local_tensor(weights.tensors[name]) for name in buffers})
+            held = {name: local_tensor(weights.tensors[name]) for name in buffers}
+            device, self._exported = _share(held)
+            if self._exported:
+                gpu = next(iter(held.values())).device
+                on_daemon(partial(_load_kernels, gpu, layout), "weightsync-kernels")
         self._layout = dataclasses.replace(layout, device=device)
         self._guard = self._watch(weights)
         return self._layout
@@ -383,6 +390,12 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | Non
         logger.warning("weights are copied through the host: %s", error)
         return "", None
     return device_id(gpu), memory
+
+
+def _load_kernels(gpu: torch.device, layout: RankLayout) -> None:
+    """Load kernels while the plan is made, so that `attach` need not wait for them. It reports errors."""
+    with torch.cuda.device(gpu):
+        load_digests((meta.itemsize for meta in layout.tensors), flags=True)
 
 
 def _listed(moved: Sequence[str]) -> str:
