@@ -148,10 +148,14 @@ class SnapshotIndex:
         self.live_sources.leave_out(released)
         await asyncio.gather(self.copied(), self.live_sources.withdrawn())
 
-    async def settled(self) -> None:
-        """Wait until the snapshots' memory is there, and they are copied and replicated."""
+    async def kept(self) -> None:
+        """Wait until the snapshots' memory is there, and they are copied."""
         await self._memory.ready()
         await self.copied()
+
+    async def settled(self) -> None:
+        """Wait until the snapshots are copied and replicated."""
+        await self.kept()
         if self._replicating and not self._replicating.done():
             await asyncio.wait([self._replicating])
 
