@@ -71,9 +71,8 @@ class EngineCalls(Claimable):
                 await asyncio.to_thread(self._engine.use_components, wanted)
                 self._components = wanted
             if self._layouts is None:
-                self._layouts = await asyncio.to_thread(
-                    lambda: [LayoutTable.of(each) for each in self._engine.layout()]
-                )
+                layout = self._engine.layout  # looked up here: some engines need this event loop
+                self._layouts = await asyncio.to_thread(lambda: [*map(LayoutTable.of, layout())])
         return self._layouts
 
     @cached_property

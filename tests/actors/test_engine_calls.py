@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import cached_property
+from typing import Any
 
 from tests.patience import patient
 from weightsync.actors.engine_calls import EngineCalls
@@ -64,6 +66,18 @@ def test_an_adapter_may_declare_objects_or_columns_and_columns_are_made_once() -
 
     asyncio.run(ask())
     assert adapter.num_asked == 1
+
+
+class MadeByACoroutine(EngineCalls):
+    @cached_property
+    def _engine(self) -> Any:  # type: ignore[override]
+        asyncio.get_running_loop()
+        return Declaring()
+
+
+def test_an_engine_may_be_made_on_first_use_in_the_actors_event_loop() -> None:
+    (first, _) = asyncio.run(MadeByACoroutine().sync_placements())
+    assert first.device == LAYOUT.device
 
 
 class Exporting(Adapter):
