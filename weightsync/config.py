@@ -323,8 +323,8 @@ class SyncConfig:
         num_slots: buckets per holder. One is read while the others are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.
-        connect_timeout_s: seconds that one step of connecting may take. Holders then have as many to take
-            the memory for ``keep_versions``.
+        connect_timeout_s: seconds that one step of connecting may take, and the allocation of memory for
+            ``keep_versions`` after it.
         min_engines: a version commits if at least this many engines took it.
         pause: running requests: ``keep`` freezes them and continues with the new weights, ``wait`` lets them
             finish first, ``abort`` ends them with the tokens that they have.
@@ -333,8 +333,9 @@ class SyncConfig:
             begin after a commit never hit it, and running requests continue on it. For vLLM behind
             `EngineActor`. See docs/components.md.
         keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
-            are refilled. They take the memory once ``connect`` has returned. 1 keeps none: an engine whose
-            memory its holders write is refilled from equal ones that serve, others wait for the next update.
+            are refilled. Holders allocate its memory after ``connect`` has returned. 1 keeps none: an engine
+            whose memory its holders write is refilled from equal ones that serve, others wait for the next
+            update.
         mirrors: further copies of the committed version on other hosts, if there are any.
         heal_attempts: how many times a failed engine is healed before it is given up; 0 heals none.
         heal_backoff_s: the first attempt starts at once. The second waits twice as many seconds as this, each

@@ -87,8 +87,8 @@ def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
     """Cut runs into tiles, for each kernel by their shape: int64[m, 8].
 
-    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``, and so is
-    what is left of a run whose tiles have several rows.
+    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``, also the
+    last tile of a run whose other tiles have several rows.
     """
     runs = flattened(runs)
     address, index, rows, row_nbytes, pitch, index_pitch = runs[:, :6].T
