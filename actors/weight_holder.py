@@ -127,7 +127,7 @@ class HolderStandby(WeightHolder):
     def expect(self, device: str) -> None:
         """Create the CUDA context, and load kernels, if `device` is this standby's GPU.
 
-        Most load in the background, so that the standby can become a holder meanwhile.
+        All but one load on a thread: the standby can become a holder before they are there.
         """
         if device == self._bound_to:
             torch.cuda.current_stream().query()

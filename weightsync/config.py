@@ -333,9 +333,9 @@ class SyncConfig:
             begin after a commit never hit it, and running requests continue on it. For vLLM behind
             `EngineActor`. See docs/components.md.
         keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
-            are refilled. Holders allocate its memory after ``connect`` has returned. 1 keeps none: an engine
-            whose memory its holders write is refilled from equal ones that serve, others wait for the next
-            update.
+            are refilled. Holders allocate its memory after ``connect`` has returned. With 1
+            there is none. An engine whose memory its holders write is then refilled from engines of the same
+            layout, and others wait for the next update.
         mirrors: further copies of the committed version on other hosts, if there are any.
         heal_attempts: how many times a failed engine is healed before it is given up; 0 heals none.
         heal_backoff_s: the first attempt starts at once. The second waits twice as many seconds as this, each

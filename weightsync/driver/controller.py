@@ -97,7 +97,7 @@ class Controller:
     async def connect(self) -> None:
         """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
         self.connected = False
-        await self.snapshot_index.ended()  # holders are prepared anew
+        await self.snapshot_index.ended()  # or holders would still allocate for the last connect
         self._frozen.committed = None
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}

@@ -19,7 +19,7 @@ logger = logging.getLogger("weightsync.driver.snapshot_memory")
 
 
 class SnapshotMemory:
-    """Has holders allocate, page-lock and map memory, which takes a second per 2 GB.
+    """Has holders allocate, page-lock and map memory, which takes seconds for tens of GB.
 
     No update needs it: a version is copied after it has committed. So `connect` does not wait for it.
     """

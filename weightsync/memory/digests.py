@@ -130,7 +130,7 @@ def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
 
 
 class DigestSums:
-    """Digests of tensors whose parts come one after the other, on one device. `add` waits for no GPU."""
+    """Digests of tensors whose parts come one after the other, on one device. `add` does not wait."""
 
     def __init__(self, num_tensors: int) -> None:
         self._digests = np.zeros(num_tensors, np.uint64)

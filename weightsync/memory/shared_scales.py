@@ -1,4 +1,4 @@
-"""Quantises matrices whose blocks share scales, on a GPU, by two kernels for each: maxima, then values."""
+"""Quantises matrices that share scales, on a GPU. One kernel finds maxima, another makes the values."""
 
 from __future__ import annotations
 

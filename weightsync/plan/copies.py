@@ -129,7 +129,7 @@ def _steps(number: Int64, parts: Int64, across: Int64, down: Int64) -> tuple[Int
 
 
 def flattened(table: Int64) -> Int64:
-    """Turn each copy whose rows are contiguous on both sides into one row. Further columns stay."""
+    """Make one row of a copy's rows if they are contiguous on both sides. Columns after the sixth stay."""
     _, _, rows, row_nbytes, src_pitch, dst_pitch = table[:, :6].T
     straight = (src_pitch == row_nbytes) & (dst_pitch == row_nbytes)
     changed = np.flatnonzero((rows == 1) != straight)

@@ -72,7 +72,7 @@ class _Guard(AddressGuard):
 
 
 def check_engine(engine: Any) -> None:  # noqa: ANN401
-    """Raise ConfigError for an engine whose tensors cannot be placed in the model."""
+    """Raise ConfigError if tensors of the engine have no place in the model."""
     kind = type(engine).__name__
     if kind == "PipelineEngine":
         raise ConfigError("self.model", kind, "DeepSpeed's pipeline engine is not supported: use ZeRO-3")

@@ -67,6 +67,8 @@ def test_the_work_list_says_what_the_digest_is(data: st.DataObject) -> None:
     parts = [part_of(whole, box, number) for number, box in enumerate(boxes)]
     expected = [tensor_digest(whole[box.slices()], whole.shape, box) for box in boxes]
     assert execute(parts, whole, len(boxes)) == expected
+    times = 64 // len(parts) + 1  # so many are not looked at one by one
+    assert execute(parts * times, whole, len(boxes)) == [times * each % 2**64 for each in expected]
 
 
 @pytest.mark.parametrize(("columns", "shape"), [(TILE_NBYTES, "rows"), (TILE_NBYTES // 2, "words")])
