@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from weightsync.errors import TransportError
 from weightsync.holder import quantizing_copy, second_copy
 from weightsync.memory import quantizing_reads, quantizing_tables
 from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
-from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies
@@ -95,15 +95,38 @@ class QuantizeTable:
 
     def launch(self, _: object) -> None:
         for each in self._matrices:
-            its, block = each.digests, each.form.block
-            column = its.column // (block[1] or its.width)
-            width = each.form.grid((1, its.width))[1]
-            _add_digest(self._sources, its.source, each.weight, (its.row, its.column), its.width)
-            targets = each.values, each.scales
-            for target, (_, made) in zip(targets, quantize(each.weight, each.form), strict=True):
-                target.copy_(made)
-            _add_digest(self._stored, its.values, each.values, (its.stored_row, its.column), its.width)
-            _add_digest(self._stored, its.scales, each.scales, (its.stored_row // block[0], column), width)
+            put(each, quantize(each.weight, each.form), self._sources, self._stored)
+
+
+class SharedScaleTable:
+    def __init__(
+        self, groups: Sequence[Sequence[QuantizedMatrix]], sources: torch.Tensor, stored: torch.Tensor
+    ) -> None:
+        self._groups, self._sources, self._stored = groups, sources, stored
+
+    def launch(self, _: object) -> None:
+        for its in self._groups:
+            assert len({each.scales.data_ptr() for each in its}) == 1
+            made = quantize_together([each.weight for each in its], [each.form for each in its])
+            for each, parts in zip(its, made, strict=True):
+                put(each, parts, self._sources, self._stored)
+
+
+def put(
+    matrix: QuantizedMatrix,
+    made: Iterable[tuple[str, torch.Tensor]],
+    sources: torch.Tensor,
+    stored: torch.Tensor,
+) -> None:
+    """Put what was made of a matrix to its places, and add to the digests."""
+    its, (rows, columns) = matrix.digests, matrix.form.block
+    width = matrix.form.grid((1, its.width))[1]
+    _add_digest(sources, its.source, matrix.weight, (its.row, its.column), its.width)
+    for target, (_, data) in zip((matrix.values, matrix.scales), made, strict=True):
+        target.copy_(data.view(target.shape))
+    _add_digest(stored, its.values, matrix.values, (its.stored_row, its.column), its.width)
+    at = its.stored_row // (rows or len(matrix.weight)), its.column // (columns or its.width)
+    _add_digest(stored, its.scales, matrix.scales.view(matrix.form.grid(matrix.weight.shape)), at, width)
 
 
 def _add_digest(
@@ -135,6 +158,7 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         for double in (LaunchGraph, QuantizedMatrix, QuantizeTable):
             monkeypatch.setattr(module, double.__name__, double)
         monkeypatch.setattr(module, "box_table", DigestTable)
+    monkeypatch.setattr(quantizing_reads, "SharedScaleTable", SharedScaleTable)
     for module in (quantizing_tables, quantizing_copy):
         monkeypatch.setattr(module, "CopyTable", CopyTable)
     monkeypatch.setattr(quantizing_copy, "MappedTrainers", MappedTrainers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,14 +12,14 @@ from tests.quantised_rig import share
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.quantize import quantize
+from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantizing_reads import QuantizingReads
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, TensorMeta, make_plan
 from weightsync.plan.coverage import covers_all
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import TOGETHER, Format
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.stored_reads import reads_layout
 from weightsync.protocol.handles import StoredExport
@@ -27,6 +28,8 @@ SHAPES = {
     "embed.weight": (1000, 96),
     "norm.weight": (96,),
     "q.weight": (512, 256),
+    "a.q_proj.weight": (512, 256),
+    "a.k_proj.weight": (256, 256),
     "o.weight": (256, 512),
     "m.experts.gate_up_proj": (4, 512, 128),
     "m.experts.down_proj": (4, 128, 256),
@@ -35,6 +38,8 @@ SHAPES = {
 FULL = ("embed.weight", "norm.weight")
 COLUMNS, WHOLE = ("o.",), ("norm.", "odd.")
 """Matrices that ranks cut by columns, and those of which each has all."""
+FUSED = ("gate_proj", "up_proj"), ("q_proj", "k_proj")
+"""Matrices that share a scale where a format has one for all of a rank's part."""
 NUM_TRAINERS, NUM_RANKS = 3, 2
 
 Locate = Callable[[Mapping[tuple[int, str], torch.Tensor]], Mapping[tuple[int, str], object]]
@@ -47,20 +52,37 @@ def trained(seed: int) -> dict[str, torch.Tensor]:
 
 def stored(tensors: Mapping[str, torch.Tensor], formats: Mapping[str, Format]) -> dict[str, torch.Tensor]:
     """What a checkpoint stores, with float32 scales."""
-    found = {}
-    for whole, tensor in tensors.items():
-        for name, part in as_loaded(whole, tensor, SHAPES):
-            if name not in formats:
-                found[name] = part
-                continue
-            for suffix, data in quantize(part, formats[name]):
-                found[name.removesuffix("weight") + suffix] = data.float() if "scale" in suffix else data
+    parts = {name: part for whole, each in tensors.items() for name, part in as_loaded(whole, each, SHAPES)}
+    found = {name: part for name, part in parts.items() if name not in formats}
+    for name in (each for each in formats if each not in found):
+        form = formats[name]
+        its = form.sharing(name)
+        if form.rule in TOGETHER:
+            made = quantize_together([parts[each] for each in its], [formats[each] for each in its])
+        else:
+            made = iter([[*quantize(parts[name], form)]])
+        for each, suffixes in zip(its, made, strict=True):
+            for suffix, data in suffixes:
+                found[each.removesuffix("weight") + suffix] = data.float() if "scale" in suffix else data
     return found
 
 
 def formats_of(form: Format) -> dict[str, Format]:
-    names = (name for whole, tensor in trained(0).items() for name, _ in as_loaded(whole, tensor, SHAPES))
-    return {name: form for name in names if name not in FULL}
+    parts = [part for whole, each in trained(0).items() for part in as_loaded(whole, each, SHAPES)]
+    return {name: _part_of(form, name, part.shape) for name, part in parts if name not in FULL}
+
+
+def _part_of(form: Format, name: str, shape: Sequence[int]) -> Format:
+    """Return a format itself or, of a rule in `TOGETHER`, that of a rank's part of a matrix."""
+    if form.rule not in TOGETHER:
+        return form
+    fused = (last for last in FUSED if name.endswith(tuple(f".{each}.weight" for each in last)))
+    is_whole = ".experts." in name or name.startswith(WHOLE)
+    block = [0, 0]
+    if not is_whole:
+        axis = int(name.startswith(COLUMNS))
+        block[axis] = shape[axis] // NUM_RANKS
+    return replace(form, block=(block[0], block[1]), together=next(fused, ()))
 
 
 def box_of(meta: TensorMeta, rank: int) -> Box | None:
@@ -80,14 +102,21 @@ class Rank:
         metas = [meta_of(name, data) for name, data in stored(trained(0), formats).items()]
         self.boxes = {meta.name: box for meta in metas if (box := box_of(meta, rank))}
         held = [meta for meta in metas if meta.name in self.boxes]
+        self.buffers = {meta.name: _buffer(meta.name, formats) for meta in held}
         self.live = {
-            meta.name: torch.zeros(
+            self.buffers[meta.name]: torch.zeros(
                 self.boxes[meta.name].extent, dtype=getattr(torch, meta.dtype), device=device
             )
             for meta in held
         }
         segments = tuple(
-            Segment(meta.name, box := self.boxes[meta.name], meta.name, 0, box.strides(meta.itemsize))
+            Segment(
+                meta.name,
+                box := self.boxes[meta.name],
+                self.buffers[meta.name],
+                0,
+                box.strides(meta.itemsize),
+            )
             for meta in held
         )
         self.places = StoredPlaces(segments, self.live, metas, formats)
@@ -97,9 +126,16 @@ class Rank:
         """Return the names of parameters with other bytes than the rank's part of `wanted`."""
         return [
             name
-            for name, each in self.live.items()
-            if not same_bits(each.cpu(), wanted[name][self.boxes[name].slices()])
+            for name, buffer in self.buffers.items()
+            if not same_bits(self.live[buffer].cpu(), wanted[name][self.boxes[name].slices()])
         ]
+
+
+def _buffer(name: str, formats: Mapping[str, Format]) -> str:
+    """Return the live parameter of what is stored: one for scales that matrices share."""
+    weight = name.removesuffix("_scale")
+    is_shared = weight != name and formats[weight].together
+    return formats[weight].sharing(weight)[0] + "_scale" if is_shared else name
 
 
 class ReadsRig:

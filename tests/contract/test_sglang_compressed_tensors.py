@@ -16,24 +16,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
 from tests.contract.test_sglang_online import (
     IGNORED,
     OUT,
     Online,
     OnlineLinear,
-    bucket_by_bucket,
     doubled,
-    layout_of,
-    read_and_quantised,
     replaced,
 )
 from tests.contract.test_sglang_quantized import FP8, Experts, held, host_of, runner, saved, trained
 from tests.kernel_doubles import use_doubles
 from tests.quantised import by_library, dynamic, same_bits
-from weightsync.engines.live_digest import LiveParameters, in_order, parameters_of
+from weightsync.engines.live_digest import LiveParameters, parameters_of
 from weightsync.engines.rank import Rank
 from weightsync.errors import ConfigError
-from weightsync.plan import Layout, Members, make_plan
 from weightsync.plan.formats import Quantization
 from weightsync.protocol.messages import HolderDigests
 
@@ -280,13 +277,7 @@ def test_its_holder_writes_the_same_bytes_where_they_live(
     host, tensors = host_of(model, folder), trained(folder, 1)
     metas, places = host.checkpoint().tensors, host.places()
     assert places
-    whole = Layout.from_ranks([layout_of(metas)])
-    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
-    sizes: Any = {"bucket_bytes": 1 << 14, "max_staging_bytes": 1 << 16, "slots": 2, "epoch": 1}
-    plan = make_plan(whole, {"e": whole}, members, **sizes)
-    live = {name: in_order(each.detach()).view(torch.uint8) for name, each in parameters_of(model)}
-    trainer = {name: each.flatten().view(torch.uint8) for name, each in tensors.items()}
-    made = update(plan, places.export(places.formats), live, trainer)
+    made = update(metas, places.export(places.formats), mapped(model), tensors)
     assert differing(model, started(MODELS[kind](folder, rank, num_ranks), kind, tensors)) == []
     places.require(made.stored)
 

@@ -7,7 +7,7 @@ torch, as its machine code for Hopper GPUs has it. Only the reciprocal differs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
 from tests.contract.test_sglang_quantized import (
     CPU,
     FP8,
@@ -26,26 +27,19 @@ from tests.contract.test_sglang_quantized import (
     saved,
     trained,
 )
-from tests.kernel_doubles import Stream, use_doubles
+from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import LiveParameters, in_order, parameters_of
+from weightsync.engines.live_digest import LiveParameters, parameters_of
 from weightsync.engines.rank import Rank
 from weightsync.errors import ConfigError
-from weightsync.holder.quantizing_copy import QuantizingCopy
-from weightsync.memory.piece_memory import SourcePieces
-from weightsync.memory.quantizing_reads import QuantizingReads
-from weightsync.memory.quantizing_tables import QuantizingTables
-from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan import Layout, Members, Plan, RankLayout, Reshard, Segment, TensorMeta, make_plan
+from weightsync.plan import Layout
 from weightsync.plan.coverage import covers_all
 from weightsync.plan.stored_reads import reads_layout
-from weightsync.protocol.handles import StoredExport
 from weightsync.protocol.messages import HolderDigests
 
 OUT = "model.layers.0.self_attn.o_proj"
 IGNORED = "model.layers.1.self_attn.o_proj"
 BY_COLUMNS = ("o_proj", "down_proj")
-Memory = Mapping[str, torch.Tensor]
 
 
 def by_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,34 +218,6 @@ def test_holders_of_two_ranks_read_all_of_it_between_them(folder: Path) -> None:
     assert not covers_all(Layout.from_ranks(layouts[:1]))
 
 
-def read_and_quantised(plan: Plan, export: StoredExport, live: Memory, trainer: Memory) -> HolderDigests:
-    """Have a holder read what the rank keeps from the trainer, and quantise it into the mapped `live`."""
-    reads = export.reads(plan.tensors)
-    quantizing = QuantizingReads(plan, reads, StoredPlaces.of(export, live))
-    source, engine = layout_of(plan.tensors), reads_layout(plan.tensors, plan.tied, reads)
-    found = Reshard(Layout.from_ranks([source]), "e", Layout.from_ranks([engine])).reads(0, [1])
-    scratch = torch.zeros(quantizing.nbytes, dtype=torch.uint8)
-    memory: Any = {(0, name): each for name, each in trainer.items()}
-    copy = QuantizingCopy(quantizing, [found], memory, scratch)
-    return copy.begin(Stream(), True).result()  # type: ignore[arg-type]
-
-
-def bucket_by_bucket(plan: Plan, export: StoredExport, live: Memory, trainer: Memory) -> HolderDigests:
-    """Have a holder quantise the whole tensors of each bucket."""
-    pieces = SourcePieces.find(plan, layout_of(plan.tensors), trainer)
-    assert pieces
-    tables = QuantizingTables(plan, pieces, StoredPlaces.of(export, live), export.formats)
-    tables.bind(torch.zeros(tables.nbytes, dtype=torch.uint8))
-    for bucket in range(plan.num_buckets):
-        tables.run(bucket, Stream())  # type: ignore[arg-type]
-    return tables.result()
-
-
-def layout_of(metas: Sequence[TensorMeta]) -> RankLayout:
-    """Return the layout of a trainer with all tensors."""
-    return RankLayout(tuple(metas), tuple(map(Segment.whole, metas)))
-
-
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
 @pytest.mark.parametrize("update", [read_and_quantised, bucket_by_bucket])
 def test_its_holder_writes_the_same_bytes_where_they_live(
@@ -267,14 +233,8 @@ def test_its_holder_writes_the_same_bytes_where_they_live(
     host = host_of(model, folder)
     metas, places = host.checkpoint().tensors, host.places()
     assert places
-    whole = Layout.from_ranks([layout_of(metas)])
-    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
-    sizes: Any = {"bucket_bytes": 1 << 14, "max_staging_bytes": 1 << 16, "slots": 2, "epoch": 1}
-    plan = make_plan(whole, {"e": whole}, members, **sizes)
     tensors = trained(folder, 1)
-    live = {name: in_order(each.detach()).view(torch.uint8) for name, each in parameters_of(model)}
-    trainer = {name: each.flatten().view(torch.uint8) for name, each in tensors.items()}
-    made = update(plan, places.export(places.formats), live, trainer)
+    made = update(metas, places.export(places.formats), mapped(model), tensors)
     wanted = Online(folder, rank=rank, num_ranks=num_ranks)
     with torch.no_grad():
         wanted.load_weights(tensors.items())

@@ -6,7 +6,7 @@ torch, as its kernel's source has it. `tests/gpu/test_sglang_quantised.py` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.test_sglang_online import Fp8LinearMethod, Online, bucket_by_bucket, layout_of
+from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
+from tests.contract.test_sglang_online import Fp8LinearMethod, Online
 from tests.contract.test_sglang_quantized import (
     CPU,
     EXPERTS,
@@ -26,11 +27,11 @@ from tests.contract.test_sglang_quantized import (
     saved,
     trained,
 )
+from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
 from weightsync.engines.live_digest import LiveParameters, parameters_of
-from weightsync.errors import ConfigError, PlanError
+from weightsync.errors import ConfigError
 from weightsync.memory.quantizing_tables import NoKernelError
-from weightsync.plan import Layout, Members, make_plan
 from weightsync.protocol.device_memory import StoredTable
 
 GATE = f"{EXPERTS}.0.gate_proj.weight"
@@ -250,29 +251,26 @@ def test_a_projection_that_does_not_come_fails_the_update_by_name(folder: Path) 
 
 
 @pytest.mark.parametrize("part", [(0, 1), (1, 2)])
-def test_its_holder_leaves_them_to_the_rank(part: tuple[int, int], folder: Path) -> None:
-    """No kernel takes the maxima of two matrices first. It says so before it takes memory."""
-    host = host_of(OnlineMoe(folder, part=part).start(), folder)
-    metas, places = host.checkpoint().tensors, host.places()
+def test_its_holder_writes_the_same_bytes_where_they_live(
+    part: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what it reads. No kernel takes the maxima of two matrices of buckets first, which it says."""
+    use_doubles(monkeypatch)
+    model = OnlineMoe(folder, part=part).start()
+    host = host_of(model, folder)
+    metas, places, tensors = host.checkpoint().tensors, host.places(), weights(folder, 1)
     assert places
     export = places.export(places.formats)
     assert StoredTable.of(export).export() == export
-    with pytest.raises(PlanError, match="a rank cannot read a part of what becomes float8"):
-        export.reads(metas)
-    layout = Layout.from_ranks([layout_of(metas)])
-    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
-    sizes: Any = {"bucket_bytes": 1 << 14, "max_staging_bytes": 1 << 16, "slots": 2, "epoch": 1}
-    plan = make_plan(layout, {"e": layout}, members, **sizes)
-    held = {meta.name: torch.empty(meta.nbytes, dtype=torch.uint8) for meta in metas}
-    live = {name: each.detach().view(-1).view(torch.uint8) for name, each in rows_first(host.model())}
+    made = read_and_quantised(metas, export, mapped(model), tensors)
+    wanted = OnlineMoe(folder, part=part)
+    with torch.no_grad():
+        wanted.load_weights(tensors.items())
+    parameters = dict(parameters_of(wanted.start()))
+    assert [name for name, each in parameters_of(model) if not same_bits(each, parameters[name])] == []
+    places.require(made.stored)
     with pytest.raises(NoKernelError, match=r"experts.*: no kernel quantises it to float8"):
-        bucket_by_bucket(plan, export, live, held)
-
-
-def rows_first(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters in the order of their memory: matrices are transposed."""
-    for name, each in parameters_of(model):
-        yield name, each.detach() if each.is_contiguous() else each.detach().t()
+        bucket_by_bucket(metas, export, mapped(model), tensors)
 
 
 Change = Callable[[Any], object]

@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,17 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
 from tests.contract.test_sglang_quantized import saved, trained
 from tests.contract.test_vllm_quantized import Served
+from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.errors import PlanError
-from weightsync.memory.piece_memory import SlotPieces
-from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
-from weightsync.plan import Layout, Members, RankLayout, Segment, make_plan
+from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.protocol.device_memory import StoredTable
 
 if not importlib.util.find_spec("vllm"):
@@ -92,26 +93,35 @@ def test_three_versions_are_what_it_makes_of_them_when_it_starts(
     assert {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()} == held
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_its_holder_leaves_it_to_the_rank(num_ranks: int, folder: Path) -> None:
-    """No kernel takes the maxima of several matrices first. It says so before it takes memory."""
-    host = host_of(Online(folder, num_ranks=num_ranks).start(trained(folder, 0)), folder)
-    metas, places = host.checkpoint().tensors, host.places()
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_its_holder_writes_the_same_bytes_where_they_live(
+    rank: int, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what it reads. No kernel takes the maxima of several matrices of buckets first, which it says."""
+    use_doubles(monkeypatch)
+    parts: Any = {"rank": rank, "num_ranks": num_ranks}
+    model = Online(folder, **parts).start(trained(folder, 0))
+    host = host_of(model, folder)
+    metas, places, tensors = host.checkpoint().tensors, host.places(), trained(folder, 1)
     assert places
     export = places.export(places.formats)
     assert StoredTable.of(export).export() == export
-    fused = [meta for meta in metas if meta.name.startswith("model.layers.0.self_attn.q_proj")]
-    for tensors in (metas, fused):
-        with pytest.raises(PlanError, match="a rank cannot read a part of what becomes float8"):
-            export.reads(tensors)
-    layout = Layout.from_ranks([RankLayout(metas, tuple(map(Segment.whole, metas)))])
-    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
-    plan = make_plan(
-        layout, {"e": layout}, members, bucket_bytes=1 << 14, max_staging_bytes=1 << 16, slots=2, epoch=1
-    )
-    slots = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2)]
-    with pytest.raises(NoKernelError, match=r"q_proj.*: no kernel quantises it to float8"):
-        QuantizingTables(plan, SlotPieces(plan, slots), places, places.formats)
+    made = read_and_quantised(metas, export, mapped(model), tensors)
+    assert differing(model, Online(folder, **parts).start(tensors)) == []
+    places.require(made.stored)
+    with pytest.raises(NoKernelError, match=r"_proj.*: no kernel quantises it to float8"):
+        bucket_by_bucket(metas, export, mapped(model), tensors)
+
+
+def test_a_holder_reads_nothing_of_a_layer_of_which_a_part_comes_from_elsewhere(folder: Path) -> None:
+    host = host_of(Online(folder).start(trained(folder, 0)), folder)
+    metas, places = host.checkpoint().tensors, host.places()
+    assert places
+    export = places.export(places.formats)
+    left = tuple(each for each in export.layout.segments if "layers.0.self_attn.v_proj" not in each.tensor)
+    export = replace(export, layout=replace(export.layout, segments=left))
+    with pytest.raises(PlanError, match=r"0\.self_attn\.qkv_proj\.weight_scale has its scale with .*q_proj"):
+        export.reads(metas)
 
 
 def test_a_layer_of_zeros_is_what_it_makes_of_it(folder: Path) -> None:

@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.quantising_holder import mapped, read_and_quantised
 from tests.contract.test_sglang_online_experts import weights
 from tests.contract.test_sglang_quantized import saved
 from tests.contract.test_vllm_quantized import Served
+from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
-from weightsync.errors import PlanError
 
 if not importlib.util.find_spec("vllm"):
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -133,8 +134,20 @@ def test_both_projections_of_an_expert_have_their_scale_in_one_place(folder: Pat
     assert gate[1].data_ptr() == up[1].data_ptr()
     down = places.formats[f"{EXPERTS}.0.down_proj.weight"]
     assert (down.block, down.together) == ((0, rows // 4), ())
-    with pytest.raises(PlanError, match="a rank cannot read a part of what becomes float8"):
-        places.export(places.formats).reads(host.checkpoint().tensors)
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_its_holder_writes_the_same_bytes_where_they_live(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_doubles(monkeypatch)
+    model = Online(folder, **RANKS[case]).start(weights(folder, 0))
+    host = host_of(model, folder)
+    metas, places, tensors = host.checkpoint().tensors, host.places(), weights(folder, 1)
+    assert places
+    made = read_and_quantised(metas, places.export(places.formats), mapped(model), tensors)
+    assert differing(model, Online(folder, **RANKS[case]).start(tensors)) == []
+    places.require(made.stored)
 
 
 def test_a_projection_that_does_not_come_fails_the_update_by_name_and_the_next_heals(folder: Path) -> None:

@@ -10,6 +10,7 @@ from tests.quantised import SPECIAL, same_bits
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
+from weightsync.memory.shared_scale_table import SharedScaleTable
 from weightsync.plan import Box
 from weightsync.plan.formats import FP4, TOGETHER, Format
 
@@ -108,6 +109,57 @@ def test_matrices_that_share_scales(halves: int, columns: int, rule: str, dtype:
         for theirs, ours in zip(wanted, found, strict=True):
             differ = {key for key in theirs if not same_bits(ours[key].cpu(), theirs[key])}
             assert not differ, (seed, differ)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 133, 264, 4096, 17000])
+def test_parts_that_share_one_scale_and_their_digests(columns: int, dtype: torch.dtype) -> None:
+    """Two groups of matrices: of one with itself alone, and of two, the second of a wider tensor."""
+    whole = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
+    part = Format(rule="vllm_online", values="float8_e4m3fn", block=(300, columns))
+    forms, sizes, width = (whole, whole, part), (70, 57, 300), 3 * columns
+    sources, stored = (torch.zeros(6, dtype=torch.int64, device="cuda") for _ in range(2))
+    held = [torch.empty(rows, columns, dtype=dtype, device="cuda") for rows in sizes]
+    values = [torch.empty(each.shape, dtype=torch.float8_e4m3fn, device="cuda") for each in held]
+    scales = torch.empty(2, 1, device="cuda")
+    digests = [MatrixDigests(number, columns, 2 * number, 2 * number + 1) for number in range(2)]
+    digests.append(MatrixDigests(2, width, 4, 5, row=300, stored_row=600, column=2 * columns))
+    matrices = [
+        QuantizedMatrix.of(held[number], forms[number], values[number], scales[group], digests[number])
+        for number, group in enumerate((0, 1, 1))
+    ]
+    table = SharedScaleTable([matrices[:1], matrices[1:]], sources, stored)
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        given = [
+            (torch.randn(each.shape, generator=draw) * 10.0 ** (3 * seed - 6)).to(dtype) for each in held
+        ]
+        some = torch.randint(given[1].numel(), (len(SPECIAL),), generator=draw)
+        given[1].view(-1)[some] = torch.tensor(SPECIAL).to(dtype) if seed < 4 else 0.0
+        given[0] *= seed % 2
+        for target, data in zip(held, given, strict=True):
+            target.copy_(data)
+        sources.zero_()
+        stored.zero_()
+        table.launch(torch.cuda.current_stream())
+        (first,) = quantize_together(given[:1], forms[:1])
+        wanted = [dict(each) for each in (first, *quantize_together(given[1:], forms[1:]))]
+        boxes = [Box.whole(tuple(each.shape)) for each in given[:2]]
+        read, made = ([*boxes, Box((row, 2 * columns), (300, columns))] for row in (300, 600))
+        of_scales = [Box.whole((1, 1))] * 2 + [Box((2, 2), (1, 1))]
+        expected = list[int]()
+        for number, its in enumerate(wanted):
+            assert same_bits(values[number].cpu(), its["weight"]), (seed, number)
+            scale = scales[min(number, 1)].cpu()
+            assert same_bits(scale, its["weight_scale"].flatten()), (seed, number)
+            shape = (900, width) if number == 2 else given[number].shape
+            expected.append(tensor_digest(its["weight"], shape, made[number]))
+            shape = (3, 3) if number == 2 else (1, 1)
+            expected.append(tensor_digest(scale.view(1, 1), shape, of_scales[number]))
+        assert stored.cpu().numpy().view(np.uint64).tolist() == expected
+        shapes = [*(each.shape for each in given[:2]), (600, width)]
+        came = [tensor_digest(*each) for each in zip(given, shapes, read, strict=True)]
+        assert sources.cpu().numpy().view(np.uint64).tolist() == [*came, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -16,7 +16,10 @@ from weightsync.protocol.handles import DeviceHandle
 
 pytestmark = pytest.mark.gpu
 
-FP8 = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
+FORMATS = (
+    Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)),
+    Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0)),
+)
 
 
 def exported(memory: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, str], DeviceHandle]:
@@ -24,12 +27,13 @@ def exported(memory: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, 
     return {key: handles[str(key)] for key in memory}
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("group_nbytes", "most_numel"), [(1 << 27, 1 << 25), (1 << 16, 1 << 14)])
 def test_each_rank_gets_its_part_quantised_and_digests_add_up(
-    monkeypatch: pytest.MonkeyPatch, group_nbytes: int, most_numel: int
+    monkeypatch: pytest.MonkeyPatch, form: Format, group_nbytes: int, most_numel: int
 ) -> None:
     monkeypatch.setattr(quantizing_reads, "GROUP_NBYTES", group_nbytes)
     monkeypatch.setattr(stored_reads, "MOST_NUMEL", most_numel)
-    rig = ReadsRig(FP8, "cuda", exported)
+    rig = ReadsRig(form, "cuda", exported)
     for seed in range(5):
         rig.update(seed, torch.cuda.Stream())

@@ -202,8 +202,9 @@ ONLINE: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_vllm_quantises_online(name: str, bundles: PlacementGroup, num_gpus: int, tmp_path: Path) -> None:
     """vLLM takes full precision, and makes FP8 of it, with a scale for each layer, as when it starts.
 
-    The second version on is written in place. Inputs of its experts have one scale for a batch, so that
-    answers depend on what else is in it. Its router has eight rows, of sixteen that CUTLASS' kernels want.
+    From the second version on, holders read trainers' weights, and write in place. Inputs of its experts have
+    one scale for a batch, so that answers depend on what else is in it. Its router has eight rows, of sixteen
+    that CUTLASS' kernels want.
     """
     kind, num_ranks, options = ONLINE[name]
     if num_gpus < num_ranks:
@@ -217,8 +218,9 @@ def test_vllm_quantises_online(name: str, bundles: PlacementGroup, num_gpus: int
     saved = Saved(paths, paths, [] if kind == "moe" else answers, live)
     engine = start(bundles, served(str(paths[0])), num_ranks=num_ranks, **options)
     trainers = join(bundles, paths[0], tmp_path, 1, None)
-    for report in feed(trainers, engine, saved):
-        assert report.proofs["e0"].startswith(IN_PLACE)
+    reports = feed(trainers, engine, saved)
+    assert all(report.proofs["e0"].startswith(IN_PLACE) for report in reports)
+    assert [report.routes["e0"].startswith("direct") for report in reports] == [False, True, True]
     assert ray.get(engine.beside.remote()) == [[]] * num_ranks, "kernels read scales that no update writes"
     if kind == "moe":
         assert "TRITON" in ray.get(engine.kernels.remote())

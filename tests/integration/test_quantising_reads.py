@@ -20,6 +20,7 @@ from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.quantizing_reads import QuantizingReads
+from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan, Reads
 from weightsync.protocol.handles import DeviceHandle, LiveExport
@@ -37,6 +38,7 @@ class Reading(Staging):
     unreachable = False
 
     def link(self, engine: LiveExport | None) -> None:  # type: ignore[override]
+        self.scratch = []
         super().link(engine)
         if engine and engine.places:
             memory = {name: each.detach().view(-1).view(torch.uint8) for name, each in self.live.items()}
@@ -74,6 +76,7 @@ class Near(Mapped):
     ) -> HostStaging:
         staging = Reading(plan, index, send_buffer, receives)
         staging.begun, staging.plan, staging.unreachable = self.begun, plan, self.unreachable
+        staging.can_quantize = self.can_quantize
         assert isinstance(self.source, Source)
         staging.shared = self.source.shared
         if holder:
@@ -83,6 +86,12 @@ class Near(Mapped):
 
 class Unreachable(Near):
     unreachable = True
+
+
+class WithoutBuckets(Near):
+    """Its holders quantise what they read, and no buckets."""
+
+    can_quantize = False
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +126,35 @@ def test_after_the_first_update_no_bucket_moves() -> None:
             assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
 
     drive_mapped(work, cls=Near)
+
+
+def test_what_no_kernel_quantises_from_buckets_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each connect the first update goes to the engine ranks, by buckets, and no loader runs again."""
+
+    def refuse(*_: object) -> None:
+        raise NoKernelError("0.weight: no kernel quantises it from buckets")
+
+    async def work(loop: Mapped) -> None:
+        assert isinstance(loop, Near)
+        for version in (2, 3):
+            loop.begun.clear()
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.routes == {"e0": DIRECT, "e1": DIRECT}
+            assert loop.begun == []
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        await loop.controller.connect()
+        for version, route in ((4, WHOLE), (5, DIRECT)):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            assert set(report.routes.values()) == {route}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert loop.buckets == {1: [], 2: []}
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+
+    monkeypatch.setattr(whole_loads, "QuantizingTables", refuse)
+    drive_mapped(work, cls=WithoutBuckets)
 
 
 def test_a_byte_that_was_read_wrong_is_found_and_the_engine_takes_buckets(

@@ -146,8 +146,7 @@ class Router:
     ) -> None:
         """Have an engine's holders prepare to read what they quantise, for when they may write it."""
         reads = [each.reads for each in live if each.reads]
-        is_alone = self._plan.members.num_holders == 1  # it reads where its trainer's memory is
-        if not reads or len(reads) < len(devices) or is_alone or name in self.demoted:
+        if not reads or len(reads) < len(devices) or name in self.demoted:
             return
         if self._config.mode != "auto" or not all(self._exports):
             return

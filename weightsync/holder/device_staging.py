@@ -95,6 +95,7 @@ class DeviceStaging:
         self._quantizing: QuantizingTables | None = None
         self._quantizing_source: QuantizingTables | None = None
         self._stored: StoredExport | None = None
+        self._places: StoredPlaces | None = None
         self._scratch: torch.Tensor | None = None
         self._source_layout: RankLayout | None = None
         self._engine: list[DeviceBuffer] = []
@@ -191,37 +192,39 @@ class DeviceStaging:
         return tables.result()
 
     def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
-        """Prepare to quantise into `memory`, if that can be done here."""
+        """Prepare to quantise into `memory`: what is read, and buckets if there are kernels for them."""
         if not self._buffers:
             return
+        try:
+            self._stored, self._places = export, StoredPlaces.of(export, memory)
+            self._prepare_buckets(self._places)
+        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
+            logger.info("the engine rank quantises buckets, not holder %d: %s", self._index, error)
+
+    def _prepare_buckets(self, places: StoredPlaces) -> None:
         pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
         if self._source_layout and self._plan.members.num_holders == 1:  # else others need its buckets
             found = SourcePieces.find(self._plan, self._source_layout, self.source)
             pieces += [found] if found else []
-        try:
-            places = StoredPlaces.of(export, memory)
-            tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
-            nbytes = max(each.nbytes for each in tables)
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            for each in tables:
-                each.bind(self._scratch)
-        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
-            logger.info("the engine rank quantises, not holder %d: %s", self._index, error)
-            return
-        self._stored, self._quantizing = export, tables[0]
+        tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
+        nbytes = max(each.nbytes for each in tables)
+        self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for each in tables:
+            each.bind(self._scratch)
+        self._quantizing = tables[0]
         self._quantizing_source = tables[1] if len(tables) > 1 else None
 
     def _quantizing_copy(
         self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
     ) -> QuantizingCopy:
         """Prepare to quantise `reads`, in scratch memory that an update of buckets uses otherwise."""
-        if self._stored is None or self._quantizing is None or self._scratch is None:
+        if self._stored is None or self._places is None:
             raise TransportError(f"holder {self._index} cannot quantise what it would read")
         try:
             stored = self._stored.reads(self._plan.tensors)
-            quantizing = QuantizingReads(self._plan, stored, self._quantizing.places)
+            quantizing = QuantizingReads(self._plan, stored, self._places)
             scratch = self._scratch
-            if scratch.nbytes < quantizing.nbytes:
+            if scratch is None or scratch.nbytes < quantizing.nbytes:
                 scratch = torch.empty(quantizing.nbytes, dtype=torch.uint8, device=self.device)
             return QuantizingCopy(quantizing, reads, memory, scratch)
         except (NoKernelError, torch.OutOfMemoryError) as error:
@@ -357,7 +360,8 @@ class DeviceStaging:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
-        self._stored = self._quantizing = self._quantizing_source = self._scratch = None
+        self._stored = self._places = self._scratch = None
+        self._quantizing = self._quantizing_source = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

@@ -794,6 +794,20 @@ struct Int8OfCompressedTensors {
     }
 };
 
+// As SGLang and vLLM quantise a whole matrix: what is no number, as of 0 with a scale of 0, has the greatest value.
+struct Fp8OfWhole {
+    float scale, inverse;
+    __device__ explicit Fp8OfWhole(float largest)
+        : scale(__fdiv_rn(largest, 448.0f)), inverse(__fdiv_rn(1.0f, scale)) {}
+    __device__ uint32 operator()(float first, float second) const {
+        return to_fp8(product(first, inverse), product(second, inverse));
+    }
+    static __device__ __forceinline__ float product(float x, float inverse) {
+        const float result = __fmul_rn(x, inverse);
+        return result == result ? result : 448.0f;
+    }
+};
+
 // Elements as bits. Of two magnitudes, the greater has the greater bits; NaN is above all.
 template <typename Element>
 struct Bits {
@@ -895,15 +909,50 @@ struct __align__(16) Matrix {
     int64 first;  // the number of its first block among those of all matrices
 };
 
+// A block of a matrix, as units of neighbouring elements.
+template <typename Element, int kCount>
+struct Block {
+    static constexpr int kHeld = 8;  // units that a thread keeps in its registers
+    using Neighbours = Few<Element, kCount>;
+    const Matrix& matrix;
+    int64 row, column;
+    uint32 per_row, count;
+    Divider row_of;
+
+    // Block `number` in row-major order of the matrix's blocks, of which `across` are beside each other.
+    __device__ __forceinline__ Block(const Matrix& of, uint32 number, int64 across)
+        : matrix(of),
+          row(number / across * of.block_rows),
+          column(number % across * of.block_columns),
+          per_row(static_cast<uint32>(min(of.block_columns, of.columns - column)) / kCount),
+          count(static_cast<uint32>(min(of.block_rows, of.rows - row)) * per_row),
+          row_of(per_row) {}
+    __device__ __forceinline__ int64 place(uint32 i) const {
+        const uint32 down = row_of(i);
+        return (row + down) * matrix.columns + column + (i - down * per_row) * kCount;
+    }
+    __device__ __forceinline__ int64 gaps(uint32 i) const { return (row + row_of(i)) * matrix.gap; }
+    __device__ __forceinline__ Neighbours load(uint32 i) const {
+        const Element* source = reinterpret_cast<const Element*>(matrix.source) + place(i);
+        return Neighbours(__ldcs(reinterpret_cast<const typename Neighbours::Type*>(source)));
+    }
+};
+
+__device__ __forceinline__ int64 blocks_across(const Matrix& matrix) {
+    return (matrix.columns - 1) / matrix.block_columns + 1;
+}
+
 // Quantises blocks, and adds up this thread's parts of the digests of what it reads and of what it makes.
 template <typename Rule, typename Element>
 struct Quantizer {
-    static constexpr int kHeld = 8;  // what a thread reads of a block first stays in its registers
     Factors<typename Bits<Element>::Word> source_factors;
     Factors<unsigned char> value_factors;
     Factors<uint32> scale_factors;
+    uint64* sources;  // digests of what comes
     uint64* totals;  // of what is stored
-    uint64 source_sum, value_sum;
+    uint32* largest;  // in shared memory: of this block, of the next and, maybe still read, of the last; zeros
+    uint32 turn = 0;
+    uint64 source_sum = 0, value_sum = 0;
 
     template <int kCount>
     __device__ __forceinline__ void make(
@@ -918,69 +967,62 @@ struct Quantizer {
         if (matrix.of_values >= 0) value_sum += value_factors.of_few(matrix.stored_before + index, made);
     }
 
-    // Quantises block `number` of a matrix, in row-major order of its blocks, to 8 bits an element, and its
-    // float32 scale. `largest` is zero; `next` is made so.
+    __device__ __forceinline__ void put_scale(const Matrix& matrix, uint32 number, uint64 index, float scale) {
+        reinterpret_cast<float*>(matrix.scales)[number] = scale;
+        if (matrix.of_scales < 0) return;
+        const uint64 part = scale_factors.of_word(matrix.scales_before + index, __float_as_uint(scale));
+        atomicAdd(totals + matrix.of_scales, part);
+    }
+
+    __device__ __forceinline__ void begin(int64) {}
+
+    // Quantises block `number` of a matrix to 8 bits an element, and its float32 scale.
     template <int kCount>
-    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number, uint32* largest, uint32* next) {
-        const int64 columns = matrix.columns, across = (columns - 1) / matrix.block_columns + 1;
-        const int64 row = number / across * matrix.block_rows, column = number % across * matrix.block_columns;
-        const uint32 height = min(matrix.block_rows, matrix.rows - row);
-        const uint32 per_row = min(matrix.block_columns, columns - column) / kCount, count = height * per_row;
-        const Divider row_of(per_row);
-        const auto place = [&](uint32 i) {
-            const uint32 down = row_of(i);
-            return (row + down) * columns + column + (i - down * per_row) * kCount;
-        };
-        const auto gaps = [&](uint32 i) { return (row + row_of(i)) * matrix.gap; };
-        const auto load = [&](uint32 i) {
-            using Type = typename Few<Element, kCount>::Type;
-            const Element* source = reinterpret_cast<const Element*>(matrix.source) + place(i);
-            return Few<Element, kCount>(__ldcs(reinterpret_cast<const Type*>(source)));
-        };
+    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
+        uint32 *now = largest + turn % 3, *next = largest + (turn + 1) % 3;
+        ++turn;
+        const int64 across = blocks_across(matrix);
+        const Block<Element, kCount> its(matrix, number, across);
         uint32 most = 0;
         const auto look = [&](const Few<Element, kCount>& few) {
 #pragma unroll
             for (int k = 0; k < few.kLanes; ++k) most = Bits<Element>::greatest(most, few.lanes[k]);
         };
         const uint32 i = threadIdx.x;
-        Few<Element, kCount> held[kHeld];
+        Few<Element, kCount> held[its.kHeld];
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) held[k] = load(min(i + k * kQuantizers, count - 1));
+        for (int k = 0; k < its.kHeld; ++k) held[k] = its.load(min(i + k * kQuantizers, its.count - 1));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) look(held[k]);
-        for (uint32 more = i + kHeld * kQuantizers; more < count; more += kQuantizers) look(load(more));
+        for (int k = 0; k < its.kHeld; ++k) look(held[k]);
+        for (uint32 more = i + its.kHeld * kQuantizers; more < its.count; more += kQuantizers) look(its.load(more));
         most = __reduce_max_sync(0xffffffffu, Bits<Element>::of_both(most));
-        if (i % 32 == 0) atomicMax(largest, most);
+        if (i % 32 == 0) atomicMax(now, most);
         if (i == 0) *next = 0;
         __syncthreads();
-        const Rule rule(widened(Bits<Element>::element(*largest)));
+        const Rule rule(widened(Bits<Element>::element(*now)));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) {
+        for (int k = 0; k < its.kHeld; ++k) {
             const uint32 nth = i + k * kQuantizers;
-            if (nth < count) make(matrix, place(nth), gaps(nth), rule, held[k]);
+            if (nth < its.count) make(matrix, its.place(nth), its.gaps(nth), rule, held[k]);
         }
-        for (uint32 more = i + kHeld * kQuantizers; more < count; more += kQuantizers) {
-            make(matrix, place(more), gaps(more), rule, load(more));
+        for (uint32 more = i + its.kHeld * kQuantizers; more < its.count; more += kQuantizers) {
+            make(matrix, its.place(more), its.gaps(more), rule, its.load(more));
         }
-        if (i == 0) {
-            reinterpret_cast<float*>(matrix.scales)[number] = rule.scale;
-            if (matrix.of_scales >= 0) {
-                const uint64 index = matrix.scales_before + number + number / across * matrix.scale_gap;
-                atomicAdd(totals + matrix.of_scales, scale_factors.of_word(index, __float_as_uint(rule.scale)));
-            }
-        }
+        if (i == 0) put_scale(matrix, number, number + number / across * matrix.scale_gap, rule.scale);
+    }
+
+    __device__ __forceinline__ void end(const Matrix& matrix) {
+        if (matrix.of_source >= 0) add_warp(sources + matrix.of_source, source_sum);
+        if (matrix.of_values >= 0) add_warp(totals + matrix.of_values, value_sum);
+        source_sum = value_sum = 0;
     }
 };
 
-// Each thread block quantises neighbouring blocks: mostly of one matrix, whose digests it then adds to once.
-template <typename Rule, typename Element>
-__device__ __forceinline__ void quantize_matrices(
-    const Matrix* matrices, int64 num_matrices, int64 num_blocks, Quantizer<Rule, Element>& quantizer,
-    uint64* sources) {
+// Each thread block works on neighbouring blocks: mostly of one matrix, to whose digests it then adds once.
+template <typename Element, typename Work>
+__device__ __forceinline__ void each_block(
+    const Matrix* matrices, int64 num_matrices, int64 num_blocks, Work& work) {
     constexpr int kCount = 16 / sizeof(Element);
-    __shared__ uint32 largest[3];  // of this block, of the next and, maybe still read, of the last
-    if (threadIdx.x < 3) largest[threadIdx.x] = 0;
-    __syncthreads();
     int64 number = num_blocks * blockIdx.x / gridDim.x;
     const int64 end = num_blocks * (blockIdx.x + 1) / gridDim.x;
     int64 low = 0, high = num_matrices;
@@ -988,23 +1030,21 @@ __device__ __forceinline__ void quantize_matrices(
         const int64 middle = (low + high) / 2;
         (matrices[middle].first <= number ? low : high) = middle;
     }
-    for (uint32 turn = 0; number < end; ++low) {
+    for (; number < end; ++low) {
         const Matrix& matrix = matrices[low];
         const int64 last = low + 1 < num_matrices ? min(end, matrices[low + 1].first) : end;
         const int64 sizes = matrix.columns | matrix.block_columns | matrix.gap | matrix.before | matrix.stored_before;
         const int64 bits = matrix.source | sizes * sizeof(Element);
         const bool is_aligned = bits % 16 == 0 && matrix.values % kCount == 0;
-        for (; number < last; ++number, ++turn) {
-            uint32 *now = largest + turn % 3, *next = largest + (turn + 1) % 3;
+        work.begin(low);
+        for (; number < last; ++number) {
             if (is_aligned) {
-                quantizer.template block<kCount>(matrix, number - matrix.first, now, next);
+                work.template block<kCount>(matrix, number - matrix.first);
             } else {
-                quantizer.template block<1>(matrix, number - matrix.first, now, next);
+                work.template block<1>(matrix, number - matrix.first);
             }
         }
-        if (matrix.of_source >= 0) add_warp(sources + matrix.of_source, quantizer.source_sum);
-        if (matrix.of_values >= 0) add_warp(quantizer.totals + matrix.of_values, quantizer.value_sum);
-        quantizer.source_sum = quantizer.value_sum = 0;
+        work.end(matrix);
     }
 }
 
@@ -1013,9 +1053,12 @@ __device__ __forceinline__ void quantize_matrices(
         const Matrix* matrices, int64 num_matrices, int64 num_blocks, const uint64* columns,         \
         const uint64* byte_columns, const uint64* word_columns, const uint64* rows, uint64* sources, \
         uint64* stored) {                                                                            \
+        __shared__ uint32 largest[3];                                                                \
+        if (threadIdx.x < 3) largest[threadIdx.x] = 0;                                               \
+        __syncthreads();                                                                             \
         Quantizer<Rule<Element>, Element> quantizer{                                                 \
-            {columns, rows}, {byte_columns, rows}, {word_columns, rows}, stored, 0, 0};              \
-        quantize_matrices(matrices, num_matrices, num_blocks, quantizer, sources);                   \
+            {columns, rows}, {byte_columns, rows}, {word_columns, rows}, sources, stored, largest};  \
+        each_block<Element>(matrices, num_matrices, num_blocks, quantizer);                          \
     }
 
 #ifdef KERNEL_vllm_fp8_bfloat16
@@ -1053,6 +1096,102 @@ QUANTIZE(compressed_int8_float16, Int8OfCompressedTensors, Float16)
 #endif
 #ifdef KERNEL_compressed_int8_float32
 QUANTIZE(compressed_int8_float32, Int8OfCompressedTensors, float)
+#endif
+
+// Matrices that share one scale with others, in blocks by which the work is divided. `scale_of` has the number of
+// each matrix's scale.
+template <typename Element>
+struct LargestOfShared {
+    const uint32* scale_of;
+    uint32* largest;  // magnitudes, as the bits of floats; NaN is none
+    uint32* now = nullptr;
+    float most = 0.0f;
+
+    __device__ __forceinline__ void begin(int64 matrix) { now = largest + scale_of[matrix]; }
+
+    template <int kCount>
+    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
+        const Block<Element, kCount> its(matrix, number, blocks_across(matrix));
+        for (uint32 first = threadIdx.x; first < its.count; first += its.kHeld * kQuantizers) {
+            Few<Element, kCount> held[its.kHeld];
+#pragma unroll
+            for (int k = 0; k < its.kHeld; ++k) held[k] = its.load(min(first + k * kQuantizers, its.count - 1));
+#pragma unroll
+            for (int k = 0; k < its.kHeld; ++k) look(held[k]);
+        }
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ void look(const Few<Element, kCount>& few) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+            const float x = fabsf(widened(Bits<Element>::element(few.bits(k))));
+            if (x > most) most = x;
+        }
+    }
+
+    __device__ __forceinline__ void end(const Matrix&) {
+        const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+        if (threadIdx.x % 32 == 0) atomicMax(now, bits);
+        most = 0.0f;
+    }
+};
+
+template <typename Element>
+struct ValuesOfShared {
+    Quantizer<Fp8OfWhole, Element> quantizer;
+    const uint32* scale_of;
+    const uint32* largest;
+    Fp8OfWhole rule{0.0f};
+
+    __device__ __forceinline__ void begin(int64 matrix) {
+        rule = Fp8OfWhole(__uint_as_float(largest[scale_of[matrix]]));
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
+        const Block<Element, kCount> its(matrix, number, blocks_across(matrix));
+        for (uint32 first = threadIdx.x; first < its.count; first += its.kHeld * kQuantizers) {
+            Few<Element, kCount> held[its.kHeld];
+#pragma unroll
+            for (int k = 0; k < its.kHeld; ++k) held[k] = its.load(min(first + k * kQuantizers, its.count - 1));
+#pragma unroll
+            for (int k = 0; k < its.kHeld; ++k) {
+                const uint32 nth = first + k * kQuantizers;
+                if (nth < its.count) quantizer.make(matrix, its.place(nth), its.gaps(nth), rule, held[k]);
+            }
+        }
+        if (number == 0 && threadIdx.x == 0) quantizer.put_scale(matrix, 0, 0, rule.scale);
+    }
+
+    __device__ __forceinline__ void end(const Matrix& matrix) { quantizer.end(matrix); }
+};
+
+#define ONE_SCALE(name, Element)                                                                      \
+    extern "C" __global__ void __launch_bounds__(kQuantizers, 4) shared_largest_##name(               \
+        const Matrix* matrices, int64 num_matrices, int64 num_blocks, const uint32* scale_of,         \
+        uint32* largest) {                                                                            \
+        LargestOfShared<Element> work{scale_of, largest};                                             \
+        each_block<Element>(matrices, num_matrices, num_blocks, work);                                \
+    }                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kQuantizers, 3) shared_values_##name(                \
+        const Matrix* matrices, int64 num_matrices, int64 num_blocks, const uint32* scale_of,         \
+        const uint32* largest, const uint64* columns, const uint64* byte_columns,                     \
+        const uint64* word_columns, const uint64* rows, uint64* sources, uint64* stored) {            \
+        ValuesOfShared<Element> work{                                                                 \
+            {{columns, rows}, {byte_columns, rows}, {word_columns, rows}, sources, stored, nullptr},  \
+            scale_of, largest};                                                                       \
+        each_block<Element>(matrices, num_matrices, num_blocks, work);                                \
+    }
+
+#if defined(KERNEL_shared_largest_bfloat16) || defined(KERNEL_shared_values_bfloat16)
+ONE_SCALE(bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_shared_largest_float16) || defined(KERNEL_shared_values_float16)
+ONE_SCALE(float16, Float16)
+#endif
+#if defined(KERNEL_shared_largest_float32) || defined(KERNEL_shared_values_float32)
+ONE_SCALE(float32, float)
 #endif
 
 // A matrix whose blocks share scales with those of others. A warp takes neighbouring parts: what one row has of
@@ -1117,8 +1256,7 @@ __device__ __forceinline__ void scale_parts(
         for (int64 i = threadIdx.x % 32; i < numel / kCount; i += 32) {
             const Neighbours few(units[i]);
             const auto scaled = [&](int k) {
-                const float x = k < kCount ? __fmul_rn(widened(Bits<Element>::element(few.bits(k))), inverse) : 0.0f;
-                return x == x ? x : 448.0f;
+                return k < kCount ? Fp8OfWhole::product(widened(Bits<Element>::element(few.bits(k))), inverse) : 0.0f;
             };
             Bytes made;
 #pragma unroll

@@ -6,6 +6,7 @@ It reads each element once, and of blocks of more than 32 KiB the rest twice.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from weightsync.memory import cuda
 from weightsync.memory.device_factors import lanes_on_device, rows_on_device
 from weightsync.memory.digest_factors import COLUMNS
 from weightsync.memory.kernels import num_blocks_on_device
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import TOGETHER, Format
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 """Dtypes that kernels quantise, as their names have them."""
@@ -32,12 +33,19 @@ def has_float8(weight: torch.Tensor) -> bool:
 
 
 def can_quantize(weight: torch.Tensor, form: Format) -> bool:
-    """Whether `quantize_into` takes a matrix: on a GPU with float8, to 8 bits, with a scale for blocks."""
-    if not has_float8(weight):
+    """Whether a matrix is quantised here: on a GPU with float8, to 8 bits, with a scale for blocks.
+
+    Those of rules in `TOGETHER` are, by `SharedScaleTable`, if each is one block.
+    """
+    if not (has_float8(weight) and weight.dtype in DTYPES and weight.is_contiguous()):
         return False
-    rows, columns = _block(weight, form)
-    fits = 0 < rows * columns <= _MOST_NUMEL and weight.dtype in DTYPES
-    return fits and weight.is_contiguous() and _kernel(weight.dtype, form) != ""
+    is_shared = form.rule in TOGETHER
+    fits = (
+        math.prod(form.grid(weight.shape)) == 1
+        if is_shared
+        else math.prod(_block(weight, form)) <= _MOST_NUMEL
+    )
+    return fits and weight.numel() > 0 and _kernel(weight.dtype, form) != ""
 
 
 def quantize_into(weight: torch.Tensor, form: Format, values: torch.Tensor, scales: torch.Tensor) -> None:
@@ -116,7 +124,7 @@ class QuantizedMatrix:
         Args:
             weight: [rows, columns], which `can_quantize` accepts.
             values: [rows, columns], contiguous, of a dtype of 8 bits.
-            scales: float32, contiguous, of the shape ``form.grid(weight.shape)``.
+            scales: float32, contiguous, of as many elements as ``form.grid(weight.shape)`` has.
             digests: to add to, if any.
         """
         addresses = (each.data_ptr() for each in (weight, values, scales))
@@ -185,14 +193,16 @@ class _Table:
 
 
 def _block(weight: torch.Tensor, form: Format) -> tuple[int, int]:
-    """Return the rows and columns of a block; all rows count as none, for which there is no kernel."""
-    rows, columns = form.block
-    return rows, columns or weight.shape[1]
+    """Return the rows and columns of a block."""
+    rows, columns = (block or size for block, size in zip(form.block, weight.shape, strict=True))
+    return rows, columns
 
 
 def _kernel(dtype: torch.dtype, form: Format) -> str:
     """Return the kernel for a dtype and format, "" if there is none."""
     if form.packed or not form.symmetric or form.powers_of_two or form.values not in _VALUES:
         return ""
+    if form.rule in TOGETHER:
+        return f"shared_values_{DTYPES[dtype]}"
     rule = {"fp8": "vllm", "compressed-tensors": "compressed", "sglang": "sglang"}.get(form.rule)
     return f"{rule}_{_VALUES[form.values]}_{DTYPES[dtype]}" if rule else ""

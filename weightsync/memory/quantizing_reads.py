@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.launch_graph import LaunchGraph
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
 from weightsync.memory.quantizing_tables import require_kernel
+from weightsync.memory.shared_scale_table import SharedScaleTable
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import typed
 from weightsync.plan import Plan, Segment
@@ -47,14 +50,14 @@ class QuantizingReads:
         self.group_of = {each.place.buffer: 0 for each in reads if not each.form}
         groups, slot_nbytes = 0, 0
         used = GROUP_NBYTES
-        for number, each in enumerate(reads):
-            if each.form:
-                nbytes = self._nbytes(each)
-                if used + nbytes > GROUP_NBYTES:
-                    groups, used = groups + 1, 0
+        for numbers in _together(reads):
+            sizes = [self._nbytes(reads[number]) for number in numbers]
+            if used + sum(sizes) > GROUP_NBYTES:
+                groups, used = groups + 1, 0
+            for number, nbytes in zip(numbers, sizes, strict=True):
                 self._offset[number], used = used, used + nbytes
                 self.group_of[gathered(number)] = groups
-                slot_nbytes = max(slot_nbytes, used)
+            slot_nbytes = max(slot_nbytes, used)
         self.num_groups = groups + 1
         self._slot_nbytes = slot_nbytes
         self.nbytes = slot_nbytes * min(NUM_SLOTS, groups)
@@ -123,11 +126,12 @@ class QuantizingReads:
         return launch
 
     def _quantize(self, held: Mapping[int, torch.Tensor]) -> list[Callable[[torch.cuda.Stream], None]]:
-        """Return the launch for each group of matrices, `held` by the numbers of their reads."""
-        groups: list[list[QuantizedMatrix]] = [[] for _ in range(self.num_groups)]
-        for number, matrix in held.items():
-            groups[self.group_of[gathered(number)]].append(self._matrix(self._reads[number], matrix))
-        return [QuantizeTable(its, self._wholes[0], self._stored[0]).launch for its in groups[1:]]
+        """Return the launches for each group of matrices, `held` by the numbers of their reads."""
+        groups: list[_Matrices] = [_Matrices() for _ in range(self.num_groups)]
+        for number, data in held.items():
+            read, its = self._reads[number], groups[self.group_of[gathered(number)]]
+            (its.sharing[read.shares] if read.shares else its.alone).append(self._matrix(read, data))
+        return [each.launches(self._wholes[0], self._stored[0]) for each in groups[1:]]
 
     def _matrix(self, read: StoredRead, matrix: torch.Tensor) -> QuantizedMatrix:
         form, scales, meta = read.form, read.scales, self._plan.tensors[read.tensor]
@@ -145,11 +149,45 @@ class QuantizingReads:
         )
         first = read.stored.offset[0] - read.place.box.offset[0]
         values = self._rows(read.place, first, len(matrix))
-        made = self._rows(scales, first // form.block[0], form.grid(matrix.shape)[0])
+        if read.shares:
+            made = self._places.view(scales.tensor, scales)
+        else:
+            made = self._rows(scales, first // form.block[0], form.grid(matrix.shape)[0])
         return QuantizedMatrix.of(matrix, form, values, made, digests)
 
     def _rows(self, place: Segment, first: int, num_rows: int) -> torch.Tensor:
         return self._places.view(place.tensor, place)[first : first + num_rows]
+
+
+@dataclass(slots=True)
+class _Matrices:
+    """The matrices of a group: those with scales of their own, and by place those that share one."""
+
+    alone: list[QuantizedMatrix] = field(default_factory=list)
+    sharing: defaultdict[tuple[str, int], list[QuantizedMatrix]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def launches(self, sources: torch.Tensor, stored: torch.Tensor) -> Callable[[torch.cuda.Stream], None]:
+        """Return a function that starts the kernels for all of them. Args as for `QuantizeTable`."""
+        tables: list[QuantizeTable | SharedScaleTable] = [QuantizeTable(self.alone, sources, stored)]
+        if self.sharing:
+            tables.append(SharedScaleTable([*self.sharing.values()], sources, stored))
+
+        def launch(stream: torch.cuda.Stream) -> None:
+            for table in tables:
+                table.launch(stream)
+
+        return launch
+
+
+def _together(reads: Sequence[StoredRead]) -> Iterator[Sequence[int]]:
+    """Yield the numbers of reads that are quantised, of one scale together."""
+    sharing = defaultdict[object, list[int]](list)
+    for number, each in enumerate(reads):
+        if each.form:
+            sharing[each.shares or number].append(number)
+    yield from sharing.values()
 
 
 def _row(shape: Sequence[int], offset: Sequence[int]) -> int:

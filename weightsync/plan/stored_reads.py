@@ -41,6 +41,8 @@ class StoredRead:
         place: where the rank keeps it: what is read or, with a format, values.
         form: how it is quantised; None if it is stored as it comes.
         scales: where the rank keeps scales.
+
+    Reads of a rule in `TOGETHER` are of one block each. Those with equal `shares` are quantised together.
     """
 
     tensor: int
@@ -50,6 +52,13 @@ class StoredRead:
     place: Segment
     form: Format | None = None
     scales: Segment | None = None
+
+    @property
+    def shares(self) -> tuple[str, int] | None:
+        """The parameter and offset of the scale that it may share with others. None if it shares none."""
+        if self.form and self.scales and self.form.rule in TOGETHER:
+            return self.scales.buffer, self.scales.byte_offset
+        return None
 
     def segment(self, number: int, meta: TensorMeta) -> Segment:
         """Return where the box is read to: its place, or a buffer of its own to be quantised from."""
@@ -87,8 +96,8 @@ def stored_reads(
         formats: of what has to be quantised, by the name of its weight.
 
     Raises:
-        PlanError: names a tensor that has to come whole, since the rank keeps a part of a block, or what is
-            stored of it lies in several places or in between others.
+        PlanError: names a tensor that has to come whole, since the rank keeps a part of a block or of what
+            shares a scale, or what is stored of it lies in several places or in between others.
     """
     shapes = {meta.name: meta.shape for meta in tensors}
     places = _Places(stored, dtypes)
@@ -102,7 +111,20 @@ def stored_reads(
                 found += places.as_it_comes(number, part, name, meta.dtype)
     if missing := sorted({meta.name for meta in stored.tensors} - places.asked):
         raise PlanError(missing[0], "it is made of no tensor of the plan")
+    _require_sharing(found)
     return tuple(found)
+
+
+def _require_sharing(reads: Sequence[StoredRead]) -> None:
+    """Raise PlanError if a scale is not that of just the matrices which their formats say share one."""
+    sharing = defaultdict[tuple[str, int], dict[str, Format]](dict)
+    for each in reads:
+        if each.shares and each.form:
+            sharing[each.shares][each.name] = each.form
+    for place, forms in sharing.items():
+        for name, form in forms.items():
+            if {*form.sharing(name)} != {*forms}:
+                raise PlanError(name, f"{place[0]} has its scale with {' and '.join(forms)}: {form}")
 
 
 class _Places:
@@ -134,15 +156,16 @@ class _Places:
         held = self._held[name], self._held[scales_name]
         if not any(held):
             return
-        is_alone = not form.packed and form.block[0] and form.rule not in TOGETHER
-        if [*map(len, held)] != [1, 1] or not is_alone:
+        is_shared = form.rule in TOGETHER
+        if [*map(len, held)] != [1, 1] or form.packed or not (form.block[0] or is_shared):
             raise PlanError(name, f"a rank cannot read a part of what becomes {form}")
         (place,), (scales,) = held
-        box, columns = place.box, part.extent[-1]
-        block = form.block[0], form.block[1] or columns
+        box, whole = place.box, part.extent[-2:]
+        block = tuple(given or size for given, size in zip(form.block, whole, strict=True))
         first = tuple(at // size for at, size in zip(box.offset, block, strict=True))
-        is_cut = cuts_block(*np.array([box.offset, box.end, part.extent[-2:], block], np.int64))
-        if is_cut or scales.box != Box(first, form.grid(box.extent)):
+        is_cut = cuts_block(*np.array([box.offset, box.end, whole, block], np.int64))
+        of_scales = Box.whole((1,)) if form.block == (0, 0) else Box(first, form.grid(box.extent))
+        if is_cut or scales.box != of_scales or (is_shared and of_scales.numel != 1):
             raise PlanError(name, f"a rank keeps a part of a block, so it reads all: {form}")
         for each, dtype in ((place, form.values), (scales, "float32")):
             self._require(name, each, dtype)

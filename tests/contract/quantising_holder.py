@@ -1,0 +1,82 @@
+"""A holder that quantises into the parameters of a rank, with doubles of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.kernel_doubles import Stream
+from weightsync.engines.live_digest import in_order, parameters_of
+from weightsync.holder.quantizing_copy import QuantizingCopy
+from weightsync.memory.piece_memory import SourcePieces
+from weightsync.memory.quantizing_reads import QuantizingReads
+from weightsync.memory.quantizing_tables import QuantizingTables
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import Layout, Members, Plan, RankLayout, Reshard, Segment, TensorMeta, make_plan
+from weightsync.plan.stored_reads import reads_layout
+from weightsync.protocol.handles import StoredExport
+from weightsync.protocol.messages import HolderDigests
+
+Memory = Mapping[str, torch.Tensor]
+
+
+def mapped(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters as a holder maps them: bytes, in the order of their memory."""
+    return {name: in_order(each.detach()).view(torch.uint8) for name, each in parameters_of(model)}
+
+
+def read_and_quantised(
+    metas: Sequence[TensorMeta], export: StoredExport, live: Memory, tensors: Memory
+) -> HolderDigests:
+    """Have a holder read what the rank keeps of a trainer's `tensors`, and quantise it into `live`."""
+    plan = _plan_of(metas)
+    reads = export.reads(plan.tensors)
+    quantizing = QuantizingReads(plan, reads, StoredPlaces.of(export, live))
+    source, engine = _layout_of(plan.tensors), reads_layout(plan.tensors, plan.tied, reads)
+    found = Reshard(Layout.from_ranks([source]), "e", Layout.from_ranks([engine])).reads(0, [1])
+    scratch = torch.zeros(quantizing.nbytes, dtype=torch.uint8)
+    memory: Any = {(0, name): each for name, each in _held(metas, tensors).items()}
+    copy = QuantizingCopy(quantizing, [found], memory, scratch)
+    return copy.begin(Stream(), True).result()  # type: ignore[arg-type]
+
+
+def bucket_by_bucket(
+    metas: Sequence[TensorMeta], export: StoredExport, live: Memory, tensors: Memory
+) -> HolderDigests:
+    """Have a holder quantise the whole tensors of each bucket. Raises NoKernelError if it cannot."""
+    plan = _plan_of(metas)
+    pieces = SourcePieces.find(plan, _layout_of(plan.tensors), _held(metas, tensors))
+    assert pieces
+    tables = QuantizingTables(plan, pieces, StoredPlaces.of(export, live), export.formats)
+    tables.bind(torch.zeros(tables.nbytes, dtype=torch.uint8))
+    for bucket in range(plan.num_buckets):
+        tables.run(bucket, Stream())  # type: ignore[arg-type]
+    return tables.result()
+
+
+def _held(metas: Sequence[TensorMeta], tensors: Memory) -> dict[str, torch.Tensor]:
+    """Return a trainer's memory of `metas`, with experts in stacks: uint8, one dimension."""
+    shapes, held = {meta.name: meta.shape for meta in metas}, dict[str, torch.Tensor]()
+    for meta in metas:
+        whole = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+        for name, part in as_loaded(meta.name, whole, shapes):
+            part.copy_(tensors[name])
+        held[meta.name] = whole.flatten().view(torch.uint8)
+    return held
+
+
+def _layout_of(metas: Iterable[TensorMeta]) -> RankLayout:
+    """Return the layout of a trainer with all tensors."""
+    metas = tuple(metas)
+    return RankLayout(metas, tuple(map(Segment.whole, metas)))
+
+
+def _plan_of(metas: Sequence[TensorMeta]) -> Plan:
+    whole = Layout.from_ranks([_layout_of(metas)])
+    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
+    sizes: Any = {"bucket_bytes": 1 << 14, "max_staging_bytes": 1 << 16, "slots": 2, "epoch": 1}
+    return make_plan(whole, {"e": whole}, members, **sizes)
