@@ -67,7 +67,11 @@ class MappedTrainers:
     """Trainers' memory in this process."""
 
     def __init__(self, memory: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        self._memory = memory
         self.starts = {key: each.data_ptr() for key, each in memory.items()}
+
+    def rest(self, key: tuple[int, str], offset: int) -> torch.Tensor:
+        return self._memory[key].flatten().view(torch.uint8)[offset:]
 
     def touch(self) -> None: ...
 
@@ -110,6 +114,9 @@ class SharedScaleTable:
             made = quantize_together([each.weight for each in its], [each.form for each in its])
             for each, parts in zip(its, made, strict=True):
                 put(each, parts, self._sources, self._stored)
+
+    def changed(self) -> list[int]:
+        return []
 
 
 def put(

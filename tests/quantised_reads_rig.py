@@ -22,6 +22,7 @@ from weightsync.plan.coverage import covers_all
 from weightsync.plan.formats import TOGETHER, Format
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.stored_reads import reads_layout
+from weightsync.plan.whole_sources import whole_sources
 from weightsync.protocol.handles import StoredExport
 
 SHAPES = {
@@ -40,7 +41,7 @@ COLUMNS, WHOLE = ("o.",), ("norm.", "odd.")
 """Matrices that ranks cut by columns, and those of which each has all."""
 FUSED = ("gate_proj", "up_proj"), ("q_proj", "k_proj")
 """Matrices that share a scale where a format has one for all of a rank's part."""
-NUM_TRAINERS, NUM_RANKS = 3, 2
+NUM_RANKS = 2
 
 Locate = Callable[[Mapping[tuple[int, str], torch.Tensor]], Mapping[tuple[int, str], object]]
 
@@ -141,11 +142,12 @@ def _buffer(name: str, formats: Mapping[str, Format]) -> str:
 class ReadsRig:
     """Trainers with rows of all tensors, cut where no block ends, and the ranks of an engine."""
 
-    def __init__(self, form: Format, device: str, locate: Locate) -> None:
-        """`locate` returns what `QuantizingCopy` takes as the trainers' memory."""
+    def __init__(self, form: Format, device: str, locate: Locate, num_trainers: int, near: bool) -> None:
+        """`locate` returns what `QuantizingCopy` takes as the trainers' memory, which may be `near`."""
         self.formats = formats_of(form)
         metas = tuple(meta_of(name, data) for name, data in trained(0).items())
-        boxes = {(rank, meta.name): share(meta, rank, NUM_TRAINERS) for meta in metas for rank in range(3)}
+        trainers = range(num_trainers)
+        boxes = {(rank, meta.name): share(meta, rank, num_trainers) for meta in metas for rank in trainers}
         self.memory = {
             key: torch.zeros(box.extent, dtype=torch.bfloat16, device=device) for key, box in boxes.items()
         }
@@ -158,14 +160,18 @@ class ReadsRig:
                     for meta in metas
                 ),
             )
-            for rank in range(NUM_TRAINERS)
+            for rank in trainers
         ]
         source = Layout.from_ranks(sources)
         whole = RankLayout(metas, tuple(map(Segment.whole, metas)))
         self.plan = make_plan(
             source,
             {"e": Layout.from_ranks([whole] * NUM_RANKS)},
-            Members(num_holders=5, trainers=(0, 1, 2), engines=(("e", (3, 4)),)),
+            Members(
+                num_holders=num_trainers + 2,
+                trainers=tuple(trainers),
+                engines=(("e", (num_trainers, num_trainers + 1)),),
+            ),
             bucket_bytes=1 << 16,
             max_staging_bytes=1 << 17,
             slots=2,
@@ -178,12 +184,17 @@ class ReadsRig:
         assert covers_all(engine)
         self.reduce = DigestReduction(self.plan, [LayoutTable.of(each) for each in layouts])
         reshard = Reshard(source, "e", engine)
-        self.copies, self.scratch, self.num_groups = [], [], []
+        self.copies: list[QuantizingCopy] = []
+        self.scratch: list[torch.Tensor] = []
+        self.num_groups: list[int] = []
+        self.num_in_place: list[int] = []
         for number, (rank, its) in enumerate(zip(self.ranks, reads, strict=True)):
-            quantizing = QuantizingReads(self.plan, its, rank.places)
+            found = reshard.reads(number, [1] * num_trainers)
+            sources = whole_sources(found) if near else {}
+            quantizing = QuantizingReads(self.plan, its, rank.places, sources)
             self.num_groups.append(quantizing.num_groups)
+            self.num_in_place.append(len(quantizing.in_place))
             self.scratch.append(torch.zeros(quantizing.nbytes, dtype=torch.uint8, device=device))
-            found = reshard.reads(number, [1] * NUM_TRAINERS)
             held = {
                 (int(t), found.src_names[b]) for t, b in zip(found.trainer, found.src_buffer, strict=True)
             }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tests.quantised import SPECIAL, same_bits
+from weightsync.memory import cuda
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
@@ -160,6 +163,30 @@ def test_parts_that_share_one_scale_and_their_digests(columns: int, dtype: torch
         shapes = [*(each.shape for each in given[:2]), (600, width)]
         came = [tensor_digest(*each) for each in zip(given, shapes, read, strict=True)]
         assert sources.cpu().numpy().view(np.uint64).tolist() == [*came, 0, 0, 0]
+
+
+def test_what_changes_between_the_two_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
+    held = [torch.randn(64, 512, device="cuda").bfloat16() for _ in range(3)]
+    digests = torch.zeros((2, 6), dtype=torch.int64, device="cuda")
+    groups = []
+    for number, weight in enumerate(held):
+        values = torch.empty(64, 512, dtype=torch.float8_e4m3fn, device="cuda")
+        scale = torch.empty(1, device="cuda")
+        parts = MatrixDigests(number, 512, 2 * number, 2 * number + 1)
+        groups.append([QuantizedMatrix.of(weight, form, values, scale, parts)])
+    table, launch = SharedScaleTable(groups, *digests), cuda.launch
+    table.launch(torch.cuda.current_stream())
+    assert table.changed() == []
+
+    def write_first(kernel: str, *args: Any) -> None:
+        if "values" in kernel:
+            held[1][63, 511] = 99.0
+        launch(kernel, *args)
+
+    monkeypatch.setattr(cuda, "launch", write_first)
+    table.launch(torch.cuda.current_stream())
+    assert table.changed() == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

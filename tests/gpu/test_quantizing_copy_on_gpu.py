@@ -28,12 +28,18 @@ def exported(memory: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, 
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("num_trainers", "near"), [(3, False), (3, True), (1, True)])
 @pytest.mark.parametrize(("group_nbytes", "most_numel"), [(1 << 27, 1 << 25), (1 << 16, 1 << 14)])
 def test_each_rank_gets_its_part_quantised_and_digests_add_up(
-    monkeypatch: pytest.MonkeyPatch, form: Format, group_nbytes: int, most_numel: int
+    monkeypatch: pytest.MonkeyPatch,
+    form: Format,
+    num_trainers: int,
+    near: bool,
+    group_nbytes: int,
+    most_numel: int,
 ) -> None:
     monkeypatch.setattr(quantizing_reads, "GROUP_NBYTES", group_nbytes)
     monkeypatch.setattr(stored_reads, "MOST_NUMEL", most_numel)
-    rig = ReadsRig(form, "cuda", exported)
+    rig = ReadsRig(form, "cuda", exported, num_trainers, near)
     for seed in range(5):
         rig.update(seed, torch.cuda.Stream())

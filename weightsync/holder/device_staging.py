@@ -12,7 +12,7 @@ import torch
 from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
 from weightsync.holder.pushed_share import PushedShare
-from weightsync.holder.quantizing_copy import QuantizingCopy
+from weightsync.holder.quantizing_copy import QuantizingCopy, sources_on
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
@@ -222,7 +222,9 @@ class DeviceStaging:
             raise TransportError(f"holder {self._index} cannot quantise what it would read")
         try:
             stored = self._stored.reads(self._plan.tensors)
-            quantizing = QuantizingReads(self._plan, stored, self._places)
+            here = device_id(torch.device("cuda", torch.cuda.current_device()))
+            sources = sources_on(here, reads, memory)
+            quantizing = QuantizingReads(self._plan, stored, self._places, sources)
             scratch = self._scratch
             if scratch is None or scratch.nbytes < quantizing.nbytes:
                 scratch = torch.empty(quantizing.nbytes, dtype=torch.uint8, device=self.device)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weightsync.errors import TransportError
+from weightsync.memory.cuda import view
 from weightsync.memory.device import PeerMemory
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan.copies import Copies
@@ -24,6 +25,7 @@ class MappedTrainers:
         """Map `memory`, each allocation once. Raises TransportError if a buffer cannot be."""
         self._memory: list[PeerMemory] = []
         self.starts: dict[tuple[int, str], int] = {}
+        self._handles = memory
         bases: dict[bytes, int] = {}
         try:
             for key, handle in memory.items():
@@ -34,6 +36,10 @@ class MappedTrainers:
         except BaseException:
             self.close()
             raise
+
+    def rest(self, key: tuple[int, str], offset: int) -> torch.Tensor:
+        """View a buffer on the current device from `offset` on: uint8, one dimension."""
+        return view(self.starts[key] + offset, self._handles[key].nbytes - offset)
 
     def touch(self) -> None:
         """Read a byte of each: its first use takes time."""

@@ -11,6 +11,7 @@ from weightsync.holder.mapped_trainers import MappedTrainers
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.quantizing_reads import NUM_SLOTS, QuantizingReads
 from weightsync.plan import Reads
+from weightsync.plan.whole_sources import WholeSource, whole_sources
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests
 
@@ -19,6 +20,10 @@ _NUM_BLOCKS = 264
 
 With half of them, 16 GB by a link took 49 ms in place of 46.
 """
+
+
+_ALIGN = 16
+"""Bytes that a kernel loads at once."""
 
 
 class QuantizingCopy:
@@ -45,10 +50,12 @@ class QuantizingCopy:
             TransportError: a trainer's memory cannot be mapped.
         """
         self._quantizing, self._scratch = quantizing, scratch
-        address = quantizing.bind(scratch)
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._trainers = MappedTrainers(memory)
         try:
+            in_place = quantizing.in_place.items()
+            sources = {name: self._trainers.rest(each.key, each.offset) for name, each in in_place}
+            address = quantizing.bind(scratch, sources)
             self._copies = [
                 _grouped(part, quantizing, self._trainers.starts, address) for part in reads if len(part)
             ]
@@ -81,6 +88,24 @@ class QuantizingCopy:
         self._trainers.close()
 
 
+def sources_on(
+    device: str, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
+) -> dict[str, WholeSource]:
+    """Return the sources of what is read from `device` alone, as it lies there, for kernels to take it.
+
+    Args:
+        device: as in a `DeviceHandle`.
+        reads: parts that have no target in common.
+        memory: see `QuantizingCopy`.
+    """
+    found = {name: each for part in reads for name, each in whole_sources(part).items()}
+    return {
+        name: each
+        for name, each in found.items()
+        if (handle := memory[each.key]).device == device and (handle.offset + each.offset) % _ALIGN == 0
+    }
+
+
 def _grouped(
     reads: Reads,
     quantizing: QuantizingReads,
@@ -89,7 +114,9 @@ def _grouped(
 ) -> CopyTable:
     """Return the copies in groups. In each, they keep their order, in which trainers take turns."""
     of_buffer = np.array([quantizing.group_of.get(name, 0) for name in reads.dst_names], np.int64)
-    group = of_buffer[reads.dst_buffer]
+    stays = np.array([name in quantizing.in_place for name in reads.dst_names], bool)
+    moved = np.flatnonzero(~stays[reads.dst_buffer])
+    group = of_buffer[reads.dst_buffer[moved]]
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(quantizing.num_groups + 1))
-    return CopyTable(reads.take(order).copies(start, address), bounds.tolist(), _NUM_BLOCKS)
+    return CopyTable(reads.take(moved[order]).copies(start, address), bounds.tolist(), _NUM_BLOCKS)

@@ -961,6 +961,7 @@ struct Quantizer {
         Few<unsigned char, kCount> made;
 #pragma unroll
         for (int k = 0; k < kCount; k += 2) made.lanes[k / 4] |= rule(element(k), element(k + 1)) << (8 * (k % 4));
+        if constexpr (kCount == 1) made.lanes[0] &= 0xff;  // the other is of no element
         *reinterpret_cast<typename Few<unsigned char, kCount>::Type*>(matrix.values + at) = made.unit;
         const int64 index = at + gaps;
         if (matrix.of_source >= 0) source_sum += source_factors.of_few(matrix.before + index, few);
@@ -1098,36 +1099,41 @@ QUANTIZE(compressed_int8_float16, Int8OfCompressedTensors, Float16)
 QUANTIZE(compressed_int8_float32, Int8OfCompressedTensors, float)
 #endif
 
-// Matrices that share one scale with others, in blocks by which the work is divided. `scale_of` has the number of
-// each matrix's scale.
+// The greatest magnitudes of matrices that share one scale with others. Each is read in blocks, by which the work
+// is divided. `scale_of` has the number of each matrix's scale.
 template <typename Element>
 struct LargestOfShared {
     const uint32* scale_of;
-    uint32* largest;  // magnitudes, as the bits of floats; NaN is none
+    uint32* largest;  // as the bits of floats; NaN is none
     uint32* now = nullptr;
     float most = 0.0f;
 
     __device__ __forceinline__ void begin(int64 matrix) { now = largest + scale_of[matrix]; }
 
-    template <int kCount>
-    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
-        const Block<Element, kCount> its(matrix, number, blocks_across(matrix));
-        for (uint32 first = threadIdx.x; first < its.count; first += its.kHeld * kQuantizers) {
-            Few<Element, kCount> held[its.kHeld];
+    // Calls take(number, unit) for each unit that this thread reads, too.
+    template <int kCount, typename Take>
+    __device__ __forceinline__ void look(const Block<Element, kCount>& its, Take take) {
+        constexpr int kHeld = Block<Element, kCount>::kHeld;
+        for (uint32 first = threadIdx.x; first < its.count; first += kHeld * kQuantizers) {
+            Few<Element, kCount> held[kHeld];
 #pragma unroll
-            for (int k = 0; k < its.kHeld; ++k) held[k] = its.load(min(first + k * kQuantizers, its.count - 1));
+            for (int k = 0; k < kHeld; ++k) held[k] = its.load(min(first + k * kQuantizers, its.count - 1));
 #pragma unroll
-            for (int k = 0; k < its.kHeld; ++k) look(held[k]);
+            for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+                for (int each = 0; each < kCount; ++each) {
+                    const float x = fabsf(widened(Bits<Element>::element(held[k].bits(each))));
+                    if (x > most) most = x;
+                }
+                if (first + k * kQuantizers < its.count) take(first + k * kQuantizers, held[k]);
+            }
         }
     }
 
     template <int kCount>
-    __device__ __forceinline__ void look(const Few<Element, kCount>& few) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            const float x = fabsf(widened(Bits<Element>::element(few.bits(k))));
-            if (x > most) most = x;
-        }
+    __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
+        const Block<Element, kCount> its(matrix, number, blocks_across(matrix));
+        look(its, [](uint32, const Few<Element, kCount>&) {});
     }
 
     __device__ __forceinline__ void end(const Matrix&) {
@@ -1137,34 +1143,32 @@ struct LargestOfShared {
     }
 };
 
+// Makes the values by `largest`, and finds the greatest magnitudes of what it reads once more.
 template <typename Element>
 struct ValuesOfShared {
     Quantizer<Fp8OfWhole, Element> quantizer;
-    const uint32* scale_of;
     const uint32* largest;
+    LargestOfShared<Element> again;
     Fp8OfWhole rule{0.0f};
 
     __device__ __forceinline__ void begin(int64 matrix) {
-        rule = Fp8OfWhole(__uint_as_float(largest[scale_of[matrix]]));
+        again.begin(matrix);
+        rule = Fp8OfWhole(__uint_as_float(largest[again.scale_of[matrix]]));
     }
 
     template <int kCount>
     __device__ __forceinline__ void block(const Matrix& matrix, uint32 number) {
         const Block<Element, kCount> its(matrix, number, blocks_across(matrix));
-        for (uint32 first = threadIdx.x; first < its.count; first += its.kHeld * kQuantizers) {
-            Few<Element, kCount> held[its.kHeld];
-#pragma unroll
-            for (int k = 0; k < its.kHeld; ++k) held[k] = its.load(min(first + k * kQuantizers, its.count - 1));
-#pragma unroll
-            for (int k = 0; k < its.kHeld; ++k) {
-                const uint32 nth = first + k * kQuantizers;
-                if (nth < its.count) quantizer.make(matrix, its.place(nth), its.gaps(nth), rule, held[k]);
-            }
-        }
+        again.look(its, [&](uint32 nth, const Few<Element, kCount>& few) {
+            quantizer.make(matrix, its.place(nth), its.gaps(nth), rule, few);
+        });
         if (number == 0 && threadIdx.x == 0) quantizer.put_scale(matrix, 0, 0, rule.scale);
     }
 
-    __device__ __forceinline__ void end(const Matrix& matrix) { quantizer.end(matrix); }
+    __device__ __forceinline__ void end(const Matrix& matrix) {
+        again.end(matrix);
+        quantizer.end(matrix);
+    }
 };
 
 #define ONE_SCALE(name, Element)                                                                      \
@@ -1176,11 +1180,11 @@ struct ValuesOfShared {
     }                                                                                                 \
     extern "C" __global__ void __launch_bounds__(kQuantizers, 3) shared_values_##name(                \
         const Matrix* matrices, int64 num_matrices, int64 num_blocks, const uint32* scale_of,         \
-        const uint32* largest, const uint64* columns, const uint64* byte_columns,                     \
+        const uint32* largest, uint32* again, const uint64* columns, const uint64* byte_columns,      \
         const uint64* word_columns, const uint64* rows, uint64* sources, uint64* stored) {            \
         ValuesOfShared<Element> work{                                                                 \
             {{columns, rows}, {byte_columns, rows}, {word_columns, rows}, sources, stored, nullptr},  \
-            scale_of, largest};                                                                       \
+            largest, {scale_of, again}};                                                              \
         each_block<Element>(matrices, num_matrices, num_blocks, work);                                \
     }
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import typed
 from weightsync.plan import Plan, Segment
 from weightsync.plan.stored_reads import StoredRead, gathered
+from weightsync.plan.whole_sources import WholeSource
 from weightsync.protocol.messages import HolderDigests
 
 GROUP_NBYTES = 256 << 20
@@ -31,28 +33,38 @@ _ALIGN = 256
 class QuantizingReads:
     """Quantises reads in groups. Group 0 has what is stored as it comes, and is only digested.
 
-    The others are read to `nbytes` of memory: group n to the slot of group n - `NUM_SLOTS`.
+    The others are read to `nbytes` of memory: group n to the slot of group n - `NUM_SLOTS`. What is in
+    `in_place` is read there.
 
     Attributes:
+        in_place: the sources of reads that are not gathered, by the name of their buffer.
         nbytes: of that memory.
         num_groups: number of groups.
         group_of: the group of what is read to a buffer, by its name.
     """
 
-    def __init__(self, plan: Plan, reads: Sequence[StoredRead], places: StoredPlaces) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reads: Sequence[StoredRead],
+        places: StoredPlaces,
+        in_place: Mapping[str, WholeSource] = MappingProxyType({}),
+    ) -> None:
         """
         Args:
             reads: those of the rank, see `stored_reads`.
             places: where the rank's live parameters hold what is stored.
+            in_place: of any buffers, those that are on this device.
         """
         self._plan, self._reads, self._places = plan, reads, places
+        quantised = {gathered(number) for number, each in enumerate(reads) if each.form}
+        self.in_place = {name: each for name, each in in_place.items() if name in quantised}
         self._offset: dict[int, int] = {}
         self.group_of = {each.place.buffer: 0 for each in reads if not each.form}
-        groups, slot_nbytes = 0, 0
-        used = GROUP_NBYTES
+        groups, used, slot_nbytes = int(bool(quantised)), 0, 0
         for numbers in _together(reads):
-            sizes = [self._nbytes(reads[number]) for number in numbers]
-            if used + sum(sizes) > GROUP_NBYTES:
+            sizes = [self._nbytes(number) for number in numbers]
+            if used and used + sum(sizes) > GROUP_NBYTES:
                 groups, used = groups + 1, 0
             for number, nbytes in zip(numbers, sizes, strict=True):
                 self._offset[number], used = used, used + nbytes
@@ -62,13 +74,19 @@ class QuantizingReads:
         self._slot_nbytes = slot_nbytes
         self.nbytes = slot_nbytes * min(NUM_SLOTS, groups)
         self._graphs: Sequence[LaunchGraph] = ()
+        self._shared: list[tuple[SharedScaleTable, list[list[int]]]] = []
 
-    def bind(self, memory: torch.Tensor) -> dict[str, int]:
+    def bind(self, memory: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Prepare launches that use `memory`, uint8[nbytes]. The caller keeps it while they run.
 
+        `sources` has the memory of what is `in_place`, from its first byte on: uint8, one dimension.
         Returns the address of each buffer that is read to, by its name. Raises NoKernelError.
         """
-        held = {number: self._view(number, memory) for number, each in enumerate(self._reads) if each.form}
+        held = {
+            number: self._view(number, memory, sources)
+            for number, each in enumerate(self._reads)
+            if each.form
+        }
         with torch.cuda.device(memory.device):
             self._wholes, self._stored = (
                 torch.zeros((2, num), dtype=torch.int64, device=memory.device)
@@ -89,21 +107,28 @@ class QuantizingReads:
         self._graphs[group].launch(stream)
 
     def result(self) -> HolderDigests:
-        """Return what was made, after all launches have ended."""
+        """Return what was made, after all launches ended. Digests of what changed meanwhile are wrong."""
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
+        for table, tensors in self._shared:
+            for group in table.changed():
+                wholes[tensors[group]] += np.uint64(1)
         return HolderDigests(wholes, stored, are_parts=True)
 
-    def _nbytes(self, read: StoredRead) -> int:
+    def _nbytes(self, number: int) -> int:
+        """Return the bytes of memory in which a read is gathered."""
+        read = self._reads[number]
+        if gathered(number) in self.in_place:
+            return 0
         nbytes = read.box.numel * self._plan.tensors[read.tensor].itemsize
         return -(-nbytes // _ALIGN) * _ALIGN
 
-    def _view(self, number: int, memory: torch.Tensor) -> torch.Tensor:
-        """View the matrix that a read is gathered in."""
-        read = self._reads[number]
-        meta, slot = self._plan.tensors[read.tensor], (self.group_of[gathered(number)] - 1) % NUM_SLOTS
+    def _view(self, number: int, memory: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """View the matrix of a read, where it is gathered or where it lies."""
+        read, name = self._reads[number], gathered(number)
+        meta, slot = self._plan.tensors[read.tensor], (self.group_of[name] - 1) % NUM_SLOTS
         start = slot * self._slot_nbytes + self._offset[number]
-        data = memory[start : start + read.box.numel * meta.itemsize]
-        return typed(data, meta, read.box).view(read.stored.extent)
+        data = sources[name] if name in sources else memory[start:]
+        return typed(data[: read.box.numel * meta.itemsize], meta, read.box).view(read.stored.extent)
 
     def _digest(self) -> Callable[[torch.cuda.Stream], None]:
         """Return the launches for what is stored as it comes."""
@@ -130,8 +155,27 @@ class QuantizingReads:
         groups: list[_Matrices] = [_Matrices() for _ in range(self.num_groups)]
         for number, data in held.items():
             read, its = self._reads[number], groups[self.group_of[gathered(number)]]
-            (its.sharing[read.shares] if read.shares else its.alone).append(self._matrix(read, data))
-        return [each.launches(self._wholes[0], self._stored[0]) for each in groups[1:]]
+            matrix = self._matrix(read, data)
+            if read.shares:
+                its.sharing[read.shares].append((matrix, read.tensor))
+            else:
+                its.alone.append(matrix)
+        return [self._launches(each) for each in groups[1:]]
+
+    def _launches(self, its: _Matrices) -> Callable[[torch.cuda.Stream], None]:
+        """Return a function that starts the kernels for a group."""
+        digests = self._wholes[0], self._stored[0]
+        tables: list[QuantizeTable | SharedScaleTable] = [QuantizeTable(its.alone, *digests)]
+        if sharing := [*its.sharing.values()]:
+            table = SharedScaleTable([[matrix for matrix, _ in group] for group in sharing], *digests)
+            self._shared.append((table, [[tensor for _, tensor in group] for group in sharing]))
+            tables.append(table)
+
+        def launch(stream: torch.cuda.Stream) -> None:
+            for table in tables:
+                table.launch(stream)
+
+        return launch
 
     def _matrix(self, read: StoredRead, matrix: torch.Tensor) -> QuantizedMatrix:
         form, scales, meta = read.form, read.scales, self._plan.tensors[read.tensor]
@@ -161,24 +205,15 @@ class QuantizingReads:
 
 @dataclass(slots=True)
 class _Matrices:
-    """The matrices of a group: those with scales of their own, and by place those that share one."""
+    """The matrices of a group: those with scales of their own, and by place those that share one.
+
+    These have the numbers of their tensors with them.
+    """
 
     alone: list[QuantizedMatrix] = field(default_factory=list)
-    sharing: defaultdict[tuple[str, int], list[QuantizedMatrix]] = field(
+    sharing: defaultdict[tuple[str, int], list[tuple[QuantizedMatrix, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-
-    def launches(self, sources: torch.Tensor, stored: torch.Tensor) -> Callable[[torch.cuda.Stream], None]:
-        """Return a function that starts the kernels for all of them. Args as for `QuantizeTable`."""
-        tables: list[QuantizeTable | SharedScaleTable] = [QuantizeTable(self.alone, sources, stored)]
-        if self.sharing:
-            tables.append(SharedScaleTable([*self.sharing.values()], sources, stored))
-
-        def launch(stream: torch.cuda.Stream) -> None:
-            for table in tables:
-                table.launch(stream)
-
-        return launch
 
 
 def _together(reads: Sequence[StoredRead]) -> Iterator[Sequence[int]]:

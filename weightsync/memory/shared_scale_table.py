@@ -1,6 +1,7 @@
 """Quantises matrices that share one scale with others, on a GPU, and digests what is read and what is made.
 
-One kernel finds the greatest magnitudes, another makes values and scales. Both read each element once.
+One kernel finds the greatest magnitudes, another makes values and scales. Both read each element once. If its
+owner writes it meanwhile, `changed` finds scales that are not of the values: digests are of these alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SharedScaleTable:
             for matrix in its:
                 by_kernel[matrix.kernel].append((matrix, group))
         self._tables = [_Table.of(kernel, its) for kernel, its in by_kernel.items()]
-        self._largest = torch.zeros(len(groups), dtype=torch.int32, device=sources.device)
+        # By the first kernel, and by the second.
+        self._largest = torch.zeros((2, len(groups)), dtype=torch.int32, device=sources.device)
         num_words = max((each.num_words for its in groups for each in its), default=0)
         self._digests = rows_on_device(-(-num_words // COLUMNS)), sources, stored
 
@@ -51,10 +53,15 @@ class SharedScaleTable:
         with torch.cuda.stream(stream):
             self._largest.zero_()
         for table in self._tables:
-            table.launch(table.finder, _FINDERS, stream, (self._largest,))
+            table.launch(table.finder, _FINDERS, stream, (self._largest[0],))
         for table in self._tables:
-            memory = self._largest, *table.factors, *self._digests
+            memory = *self._largest, *table.factors, *self._digests
             table.launch(table.maker, _MAKERS, stream, memory)
+
+    def changed(self) -> list[int]:
+        """Return the numbers of groups of which the two kernels read other values, after both have ended."""
+        first, second = self._largest.cpu()
+        return torch.nonzero(first != second).flatten().tolist()
 
 
 @dataclass(frozen=True, slots=True)
