@@ -168,13 +168,12 @@ def test_parts_that_share_one_scale_and_their_digests(columns: int, dtype: torch
 def test_what_changes_between_the_two_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     form = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
     held = [torch.randn(64, 512, device="cuda").bfloat16() for _ in range(3)]
+    values, scales = [each.to(torch.float8_e4m3fn) for each in held], torch.empty(3, 1, device="cuda")
     digests = torch.zeros((2, 6), dtype=torch.int64, device="cuda")
     groups = []
     for number, weight in enumerate(held):
-        values = torch.empty(64, 512, dtype=torch.float8_e4m3fn, device="cuda")
-        scale = torch.empty(1, device="cuda")
         parts = MatrixDigests(number, 512, 2 * number, 2 * number + 1)
-        groups.append([QuantizedMatrix.of(weight, form, values, scale, parts)])
+        groups.append([QuantizedMatrix.of(weight, form, values[number], scales[number], parts)])
     table, launch = SharedScaleTable(groups, *digests), cuda.launch
     table.launch(torch.cuda.current_stream())
     assert table.changed() == []
