@@ -20,7 +20,7 @@ _METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 FP4 = "float4_e2m1fn"
 TOGETHER = ("sglang_experts", "vllm_online")
-"""Rules of a scale that several matrices may share. No kernel here has them: torch quantises."""
+"""Rules of a scale that several matrices may share."""
 
 ONLINE = ("sglang", *TOGETHER)
 """Rules by which SGLang and vLLM quantise when they start. No checkpoint has them."""
