@@ -14,7 +14,7 @@ from weightsync.channel.sink import PieceView
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantize import quantize
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stacked_experts import as_loaded
@@ -85,12 +85,6 @@ def rows_of_trainers(metas: tuple[TensorMeta, ...]) -> list[RankLayout]:
     return sources
 
 
-def whole_of_trainer(metas: tuple[TensorMeta, ...]) -> RankLayout:
-    """Return the layout of a trainer with all tensors, of which `b` is transposed."""
-    strides = {"b.weight": (2, 2 * SHAPES["b.weight"][0])}
-    return RankLayout(metas, tuple(Segment.whole(meta, strides.get(meta.name)) for meta in metas))
-
-
 def plan_of(metas: tuple[TensorMeta, ...], sources: Sequence[RankLayout]) -> Plan:
     """Plan for one engine rank that takes whole tensors."""
     num = len(sources)
@@ -120,22 +114,13 @@ def _axis(meta: TensorMeta) -> int:
 class Rig:
     """The second of two ranks, with later rows of what is stored, later columns of ``down_proj``.
 
-    `b` is transposed. With `sends_stored`, trainers have quantised. With `in_memory`, one trainer has
-    everything, and it is read there.
+    `b` is transposed. With `sends_stored`, trainers have quantised.
     """
 
-    def __init__(
-        self, form: Format, device: str, *, sends_stored: bool = False, in_memory: bool = False
-    ) -> None:
+    def __init__(self, form: Format, device: str, *, sends_stored: bool = False) -> None:
         self.form, self.device, self.sends_stored = form, torch.device(device), sends_stored
         sent = tuple(meta_of(name, data) for name, data in self.sent(trained(0)).items())
-        whole = whole_of_trainer(sent)
-        self.plan = plan_of(sent, [whole] if in_memory else rows_of_trainers(sent))
-        self.memory = {
-            meta.name: torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
-            for meta in sent
-            if in_memory
-        }
+        self.plan = plan_of(sent, rows_of_trainers(sent))
         self.slots = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         metas = [meta_of(name, data) for name, data in stored(trained(0), form).items()]
         self.boxes = {meta.name: share(meta, NUM_RANKS - 1, NUM_RANKS, axis=_axis(meta)) for meta in metas}
@@ -151,9 +136,7 @@ class Rig:
         self.places = StoredPlaces(segments, live, metas, formats(form))
         self.parameters = LiveParameters(self.model, self.device)
         formats_left = {} if sends_stored else self.places.formats
-        found = SourcePieces.find(self.plan, whole, self.memory)
-        assert (found is not None) == in_memory
-        pieces: PieceMemory = found or SlotPieces(self.plan, self.slots)
+        pieces = SlotPieces(self.plan, self.slots)
         self.tables = QuantizingTables(self.plan, pieces, self.places, formats_left)
         self.tables.bind(torch.empty(self.tables.nbytes, dtype=torch.uint8, device=device))
 
@@ -166,16 +149,12 @@ class Rig:
     ) -> None:
         """Have `sink` take all buckets of `tensors`, or the first `num_buckets`."""
         sent = self.sent(tensors)
-        for name, held in self.memory.items():
-            data = sent[name].t() if name == "b.weight" else sent[name]
-            held.copy_(data.contiguous().view(-1).view(torch.uint8))
         for bucket in itertools.islice(self.plan.buckets(), num_buckets):
             slot, views = self.slots[bucket.index % 2], list[PieceView]()
             for piece in bucket.pieces:
                 data = sent[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
                 part = slot[piece.offset : piece.offset + piece.nbytes]
-                if not self.memory:
-                    part.copy_(data.view(-1).view(torch.uint8))
+                part.copy_(data.view(-1).view(torch.uint8))
                 views.append((piece.tensor, piece.box, part.view(data.dtype).view(piece.box.extent)))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -11,12 +11,13 @@ from torch import nn
 from tests.kernel_doubles import Stream
 from weightsync.engines.live_digest import in_order, parameters_of
 from weightsync.holder.quantizing_copy import QuantizingCopy
-from weightsync.memory.piece_memory import SourcePieces
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_reads import QuantizingReads
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan import Layout, Members, Plan, RankLayout, Reshard, Segment, TensorMeta, make_plan
+from weightsync.memory.tensors import typed
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Reshard, Segment, TensorMeta, make_plan
 from weightsync.plan.stored_reads import reads_layout
 from weightsync.protocol.handles import StoredExport
 from weightsync.protocol.messages import HolderDigests
@@ -48,13 +49,17 @@ def bucket_by_bucket(
     metas: Sequence[TensorMeta], export: StoredExport, live: Memory, tensors: Memory
 ) -> HolderDigests:
     """Have a holder quantise the whole tensors of each bucket. Raises NoKernelError if it cannot."""
-    plan = _plan_of(metas)
-    pieces = SourcePieces.find(plan, _layout_of(plan.tensors), _held(metas, tensors))
-    assert pieces
+    plan, held = _plan_of(metas), _held(metas, tensors)
+    slots = [torch.zeros(plan.max_bucket_nbytes, dtype=torch.uint8) for _ in range(2)]
+    pieces = SlotPieces(plan, slots)
     tables = QuantizingTables(plan, pieces, StoredPlaces.of(export, live), export.formats)
     tables.bind(torch.zeros(tables.nbytes, dtype=torch.uint8))
-    for bucket in range(plan.num_buckets):
-        tables.run(bucket, Stream())  # type: ignore[arg-type]
+    for bucket in plan.buckets():
+        for piece in bucket.pieces:
+            meta = plan.tensors[piece.tensor]
+            whole = typed(held[meta.name], meta, Box.whole(meta.shape))
+            pieces.view(piece).copy_(whole[piece.box.slices()])
+        tables.run(bucket.index, Stream())  # type: ignore[arg-type]
     return tables.result()
 
 

@@ -24,7 +24,7 @@ from weightsync.engines.stored_loader import StoredLoader
 from weightsync.engines.whole_sink import Loader
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.piece_memory import PieceMemory, SlotPieces
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantize import quantize
 from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
@@ -157,7 +157,7 @@ class Staging(DirectStaging):
     plan: Plan
     scratch: list[torch.Tensor]
     can_quantize = True
-    writes = quantizes_source = False
+    writes = False
     tables: QuantizingTables | None = None
 
     @property
@@ -171,20 +171,17 @@ class Staging(DirectStaging):
             self.make_tables(StoredPlaces.of(engine.places, memory))
 
     def make_tables(self, places: StoredPlaces) -> None:
-        self.tables = self.tables_of(SlotPieces(self.plan, [slot.tensor for slot in self._slots]), places)
+        pieces = SlotPieces(self.plan, [slot.tensor for slot in self._slots])
+        self.tables = QuantizingTables(self.plan, pieces, places, places.formats)
+        self.scratch.append(torch.empty(self.tables.nbytes, dtype=torch.uint8))
+        self.tables.bind(self.scratch[-1])
 
-    def tables_of(self, pieces: PieceMemory, places: StoredPlaces) -> QuantizingTables:
-        tables = QuantizingTables(self.plan, pieces, places, places.formats)
-        self.scratch.append(torch.empty(tables.nbytes, dtype=torch.uint8))
-        tables.bind(self.scratch[-1])
-        return tables
-
-    def write(self, bucket: int, from_source: bool = False) -> None:
+    def write(self, bucket: int) -> None:
         self.buckets.append(bucket)
         assert self.tables
         self.tables.run(bucket, torch.cuda.current_stream())
 
-    def quantized(self, from_source: bool = False) -> HolderDigests:
+    def quantized(self) -> HolderDigests:
         assert self.tables
         return self.tables.result()
 

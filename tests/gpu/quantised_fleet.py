@@ -26,6 +26,7 @@ __all__ = [
     "FP8_BLOCKS",
     "IN_PLACE",
     "NONE_CONVERTED",
+    "READS_ALL",
     "Saved",
     "end",
     "feed",
@@ -37,6 +38,7 @@ __all__ = [
 CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
 IN_PLACE = "live weights with what was quantised"
 NONE_CONVERTED = {"e0": "it takes whole tensors, of which none is converted"}
+READS_ALL = {"e0": "direct: none is converted"}
 FP8_BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",

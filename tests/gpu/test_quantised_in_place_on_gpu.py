@@ -14,10 +14,5 @@ def test_live_bytes_are_those_of_the_reference(name: str) -> None:
     Rig(FORMATS[name], "cuda").check_updates()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_trainer_with_everything_is_read_where_it_is(name: str) -> None:
-    Rig(FORMATS[name], "cuda", in_memory=True).check_updates()
-
-
 def test_what_trainers_have_quantised_is_written_as_it_is() -> None:
     Rig(FORMATS["fp8 blocks"], "cuda", sends_stored=True).check_updates()

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests.fleets.direct import Shared, Source
-from tests.fleets.loop import CONFIG
+from tests.fleets.loop import CONFIG, Loop, drive
 from tests.fleets.quantising import Mapped, Staging, drive_mapped, use_exports
 from tests.kernel_doubles import Stream, use_doubles
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines import whole_loads
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.holder.quantizing_copy import QuantizingCopy
@@ -24,7 +26,7 @@ from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan, Reads
 from weightsync.protocol.handles import DeviceHandle, LiveExport
-from weightsync.testing import LocalTrainer
+from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 DIRECT, WHOLE = "direct: 2 become int8", "it takes whole tensors, of which 2 become int8"
 
@@ -79,13 +81,25 @@ class Near(Mapped):
         staging.can_quantize = self.can_quantize
         assert isinstance(self.source, Source)
         staging.shared = self.source.shared
-        if holder:
-            staging.live, staging.buckets = self.hosts[holder - 1].live, self.buckets[holder]
+        if holder or len(self.holders) == 1:
+            engine = max(holder, 1)
+            staging.live, staging.buckets = self.hosts[engine - 1].live, self.buckets[engine]
         return staging
 
 
 class Unreachable(Near):
     unreachable = True
+
+
+class Alone(Near):
+    """A trainer and an engine with one holder."""
+
+    def __init__(self, config: SyncConfig = CONFIG) -> None:
+        super().__init__(config)
+        members = {"e0": EngineMember(LocalEngine(self.engines["e0"]), (0,))}
+        del self.holders[1:], self.fleet.engines["e1"]
+        self.fleet = Fleet(self.fleet.trainers, members, [LocalPeer(self.holders[0])])
+        self.controller = Controller(config, self.fleet)
 
 
 class WithoutBuckets(Near):
@@ -126,6 +140,23 @@ def test_after_the_first_update_no_bucket_moves() -> None:
             assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
 
     drive_mapped(work, cls=Near)
+
+
+def test_one_holder_reads_what_its_trainer_has() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Alone)
+        await loop.controller.connect()
+        for version in (1, 2, 3):
+            loop.begun.clear()
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version}
+            assert report.routes == {"e0": WHOLE if version == 1 else DIRECT}
+            assert loop.hosts[0].differ(loop.model) == []
+            assert (loop.begun == []) == (version > 1), "the first goes through the engine's loader"
+        assert loop.hosts[0].num_loads == 1
+
+    drive(work, cls=Alone)
 
 
 def test_what_no_kernel_quantises_from_buckets_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

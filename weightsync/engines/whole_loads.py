@@ -18,7 +18,6 @@ from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan
-from weightsync.plan.formats import TOGETHER
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.plan.stored_reads import reads_layout
 from weightsync.protocol.device_memory import LiveMemory, StoredTable
@@ -122,9 +121,6 @@ class WholeLoads:
     def _find_reads(self, stored: StoredExport) -> LayoutTable | None:
         """Return what the rank needs of the plan's tensors; None if that is whole tensors."""
         plan = self._plan
-        by_bucket = all(form.rule not in TOGETHER for form in stored.formats.values())
-        if plan.members.num_holders == 1 and by_bucket:
-            return None  # its holder quantises buckets where its trainer's memory is
         try:
             return LayoutTable.of(reads_layout(plan.tensors, plan.tied, stored.reads(plan.tensors)))
         except PlanError as error:

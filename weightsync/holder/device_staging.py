@@ -20,12 +20,12 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
-from weightsync.memory.piece_memory import PieceMemory, SlotPieces, SourcePieces
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantizing_reads import QuantizingReads
 from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import device_id, segment_view
-from weightsync.plan import Piece, Plan, RankLayout, Reads, Segment, Step
+from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
@@ -93,11 +93,9 @@ class DeviceStaging:
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
         self._quantizing: QuantizingTables | None = None
-        self._quantizing_source: QuantizingTables | None = None
         self._stored: StoredExport | None = None
         self._places: StoredPlaces | None = None
         self._scratch: torch.Tensor | None = None
-        self._source_layout: RankLayout | None = None
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
@@ -133,7 +131,6 @@ class DeviceStaging:
         self.source = memory = open_all(trainer.buffers, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
-        self._source_layout = trainer.layout
         cast = {
             index
             for index, held in enumerate(segments)
@@ -180,16 +177,10 @@ class DeviceStaging:
         """Whether the holder can quantise into the engine rank's memory."""
         return self._quantizing is not None
 
-    @property
-    def quantizes_source(self) -> bool:
-        """Whether it can quantise what the trainer's memory holds, too, without slots."""
-        return self._quantizing_source is not None
-
-    def quantized(self, from_source: bool = False) -> HolderDigests:
-        """Return what was made of the slots or of the trainer's memory, after `wait_written`."""
-        tables = self._quantizing_source if from_source else self._quantizing
-        assert tables is not None
-        return tables.result()
+    def quantized(self) -> HolderDigests:
+        """Return what was made of the slots, after `wait_written`."""
+        assert self._quantizing is not None
+        return self._quantizing.result()
 
     def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
         """Prepare to quantise into `memory`: what is read, and buckets if there are kernels for them."""
@@ -202,17 +193,11 @@ class DeviceStaging:
             logger.info("the engine rank quantises buckets, not holder %d: %s", self._index, error)
 
     def _prepare_buckets(self, places: StoredPlaces) -> None:
-        pieces: list[PieceMemory] = [SlotPieces(self._plan, [each.tensor for each in self._buffers])]
-        if self._source_layout and self._plan.members.num_holders == 1:  # else others need its buckets
-            found = SourcePieces.find(self._plan, self._source_layout, self.source)
-            pieces += [found] if found else []
-        tables = [QuantizingTables(self._plan, each, places, places.formats) for each in pieces]
-        nbytes = max(each.nbytes for each in tables)
-        self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        for each in tables:
-            each.bind(self._scratch)
-        self._quantizing = tables[0]
-        self._quantizing_source = tables[1] if len(tables) > 1 else None
+        pieces = SlotPieces(self._plan, [each.tensor for each in self._buffers])
+        tables = QuantizingTables(self._plan, pieces, places, places.formats)
+        self._scratch = torch.empty(tables.nbytes, dtype=torch.uint8, device=self.device)
+        tables.bind(self._scratch)
+        self._quantizing = tables
 
     def _quantizing_copy(
         self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
@@ -316,16 +301,11 @@ class DeviceStaging:
         self.slot(bucket)[: len(held)].copy_(held, non_blocking=True)
         self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
-    def write(self, bucket: int, from_source: bool = False) -> None:
+    def write(self, bucket: int) -> None:
         """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it.
 
-        If the holder `quantizes`, buckets come from the first to the last. With `from_source` it quantises
-        the bucket's part of the trainer's memory instead.
+        If the holder `quantizes`, buckets come from the first to the last.
         """
-        if from_source:
-            assert self._quantizing_source is not None
-            self._quantizing_source.run(bucket, self._writing)
-            return
         if self._quantizing:
             self._quantizing.run(bucket, self._writing)
         else:
@@ -348,7 +328,7 @@ class DeviceStaging:
         self._let_go_of_engine()
         for buffer in self._mapped:
             buffer.close()
-        self.source, self._source_layout = {}, None
+        self.source = {}
         for target in self._targets:
             target.close()
         self._mapped, self._targets = [], []
@@ -362,8 +342,7 @@ class DeviceStaging:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
-        self._stored = self._places = self._scratch = None
-        self._quantizing = self._quantizing_source = None
+        self._stored = self._places = self._scratch = self._quantizing = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

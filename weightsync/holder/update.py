@@ -53,11 +53,6 @@ class BucketConsumer(ABC):
     def taking(self) -> bool:
         """Whether the engine rank takes part and has not been given up."""
 
-    @property
-    def reads_slots(self) -> bool:
-        """Whether buckets that it gets have to be in their slots."""
-        return True
-
     def wait_free(self, bucket: int) -> None:  # noqa: B027 - by default `Staging.fill` waits on the device
         """Wait until the slot that `bucket` goes to may be filled."""
 
@@ -101,8 +96,7 @@ def open_consumer(
         if memory.writes or only is not None or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, taker, attempt, limit_s, only)
         if memory.quantizes and feed.is_writable():
-            is_trainers = snapshot is None and memory.quantizes_source
-            return (SourceConsumer if is_trainers else QuantizingConsumer)(memory, taker, attempt, limit_s)
+            return QuantizingConsumer(memory, taker, attempt, limit_s)
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
@@ -219,28 +213,16 @@ class WriteConsumer(BucketConsumer):
 class QuantizingConsumer(WriteConsumer):
     """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made."""
 
-    _from_source = False
-
-    @property
-    def reads_slots(self) -> bool:
-        return not self._from_source
-
     def offer(self, bucket: int) -> None:
         if self._feed and self.taking:
-            self._memory.write(bucket, self._from_source)
+            self._memory.write(bucket)
             self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
-            self._feed.written(self._attempt, self._memory.quantized(self._from_source))
-
-
-class SourceConsumer(QuantizingConsumer):
-    """Quantises what the trainer's memory holds, in place of buckets in slots."""
-
-    _from_source = True
+            self._feed.written(self._attempt, self._memory.quantized())
 
 
 def run_update(
@@ -270,7 +252,7 @@ def run_update(
         moved_buckets(plan, task),
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.broadcasts_all else 1,
-        start if consumer.reads_slots else lambda _: (),
+        start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )

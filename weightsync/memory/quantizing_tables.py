@@ -13,7 +13,7 @@ import torch
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.launch_graph import LaunchGraph
-from weightsync.memory.piece_memory import PieceMemory
+from weightsync.memory.piece_memory import SlotPieces
 from weightsync.memory.quantize_kernels import (
     MatrixDigests,
     QuantizedMatrix,
@@ -72,7 +72,7 @@ class QuantizingTables:
     """
 
     def __init__(
-        self, plan: Plan, pieces: PieceMemory, places: StoredPlaces, formats: Mapping[str, Format]
+        self, plan: Plan, pieces: SlotPieces, places: StoredPlaces, formats: Mapping[str, Format]
     ) -> None:
         """
         Args:
@@ -170,9 +170,7 @@ class QuantizingTables:
         if form is None or names != (meta.name,):
             return form is None and names == (meta.name,)
         is_elsewhere = not any(self.places.held(name) for name in _names(meta, form))
-        if is_elsewhere or not (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form)):
-            return is_elsewhere
-        return self._memory.view(piece).is_contiguous()
+        return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
 
     def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
         """Return each tensor that a bucket has whole, row after row."""
