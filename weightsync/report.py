@@ -166,7 +166,7 @@ class SyncReport:
         epoch: number of the connect that made the plan.
         connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
         routes: by engine, ``direct``, followed by what is quantised on the way, or the reason why it takes
-            broadcasts.
+            broadcasts. For one that has just joined, that this is found out before the next update.
         proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
             ``what its loader got`` where its own loader writes them. For quantised engines it is ``live
             weights with what was quantised`` of the right tensors, where they can tell; they add how many

@@ -314,15 +314,16 @@ def test_one_that_takes_anothers_place_gets_what_that_one_got() -> None:
     drive(work, "aa", {"e0": "bb", "e1": "bb"}, CONFIG)
 
 
-def test_one_whose_ranks_sit_otherwise_has_all_connect_anew() -> None:
+def test_one_whose_ranks_sit_otherwise_has_all_connect_anew(caplog: pytest.LogCaptureFixture) -> None:
     async def work(loop: Hosts) -> None:
         await loop.controller.connect()
         await loop.update(1)
+        epoch = loop.controller.connection().plan.epoch
         loop.respawn("e0", holders=(3, 2))
-        with pytest.raises(PlanError, match=r"engine e0.*no buckets.*was not planned"):
-            await loop.controller.adopt("e0")
-        await loop.controller.connect()
+        await loop.controller.adopt("e0")
         assert await loop.update(2) == {"e0": "direct"}
+        assert "connects the fleet again: what it needs of other hosts was not planned" in caplog.text
+        assert loop.controller.connection().plan.epoch == epoch + 1
 
     drive(work, "aa", {"e0": "bb"}, CONFIG)
 

@@ -340,6 +340,8 @@ async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
     """Connect one engine with its holders, without trainers and other engines.
 
+    No refill needs its direct reads, so the router plans them later, see `Router.plan_reads`.
+
     Raises PlanError if the plan has no engine of this layout, or if the engine needs buckets and the plan has
     none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
     ConfigError for a draft that is neither trained nor frozen, or has other bytes than the same one before.
@@ -370,7 +372,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     require_casts(name, first_cast(joined, plan.tensors), attached)
     converts = with_casts(layouts, joined, plan.tensors)[0].converts
     connection.conversions.add(name, joined, layouts[0].converts)
-    await connection.router.add(name, joined, served, converts=converts)
+    connection.router.join(name, joined, served, converts=converts)
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"

@@ -164,6 +164,8 @@ class Controller:
             raise StateError("call connect() before update_weights()")
         if version <= self.version:
             raise ConfigError("version", version, f"versions grow: give more than {self.version}")
+        if not await self._refiller.late_reads.finish(self._connection):
+            await self.connect()
         takers = {name: member for name, member in self._fleet.live().items() if member.attached}
         least = self._config.min_engines
         if len(takers) < least:
@@ -251,7 +253,7 @@ class Controller:
         Raises PlanError if its layout is new to the plan: then the whole fleet has to ``connect`` again. Also
         raises the other errors of ``connect``.
         """
-        await self._refiller.adopt(self.connection, name)
+        await self._refiller.adopt(self.connection, lambda: self.version, name)
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the committed version without trainers, from snapshots or engines that serve.

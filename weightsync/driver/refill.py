@@ -15,6 +15,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
+from weightsync.driver.late_reads import LateReads
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
@@ -29,7 +30,11 @@ class GaveWayError(StateError):
 
 
 class Refiller:
-    """Adopts and refills single engines, under the shared update lock."""
+    """Adopts and refills single engines, under the shared update lock.
+
+    Attributes:
+        late_reads: what adopted engines read directly in updates. It is planned after their refill.
+    """
 
     def __init__(
         self,
@@ -48,9 +53,12 @@ class Refiller:
             update_lock,
         )
         self._comparison = comparison
+        self.late_reads = LateReads(fleet, events, engine_group, update_lock)
         self._first_of_host: dict[tuple[str, FlatLayout], asyncio.Event] = {}
 
-    async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
+    async def adopt(
+        self, connected: Callable[[], Connection], committed: Callable[[], int], name: str
+    ) -> None:
         """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
 
         `connected` is called once no update runs, since an update may connect again. An engine that would be
@@ -63,6 +71,9 @@ class Refiller:
                 except ConfigError:
                     self._engine_group.enter([name], EngineState.DEAD)
                     raise
+        is_asleep = self._fleet.engines[name].record.state is EngineState.ASLEEP
+        if is_asleep or not self._snapshot_index.can_fill(committed(), connected(), name):
+            self.late_reads.begin(connected, name)  # no refill follows
 
     async def refill(
         self,
@@ -79,6 +90,18 @@ class Refiller:
             GaveWayError: an update stopped it, or brought the engine that version.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
+        try:
+            return await self._refill(connected, committed, name, clock)
+        finally:
+            self.late_reads.begin(connected, name)
+
+    async def _refill(
+        self,
+        connected: Callable[[], Connection],
+        committed: Callable[[], int],
+        name: str,
+        clock: PhaseClock,
+    ) -> Refilled:
         async with (
             self._turn(connected(), committed, name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),

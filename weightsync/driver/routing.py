@@ -15,7 +15,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.layouts import are_alike
 from weightsync.driver.linking import Served
-from weightsync.errors import ConfigError, VerifyError
+from weightsync.errors import ConfigError, VerifyError, WeightSyncError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.alike import Alike, AlikeReads, AlikeReshard, LocalReads
 from weightsync.plan.coverage import covers_all
@@ -31,6 +31,7 @@ from weightsync.report import DIRECT, is_direct
 logger = logging.getLogger("weightsync.driver.routing")
 
 _LATER = "its holder came after connecting, and meets those of other hosts with the next update"
+_JOINING = "it has joined, and its reads are planned before the next update"
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
@@ -63,6 +64,15 @@ def obstacle(
     if not engine_exports:
         return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
     return failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joining:
+    """An engine that has joined and has no route yet. Attributes are the arguments of `Router.join`."""
+
+    engine: Layout
+    exports: Served
+    converts: str
 
 
 class Router:
@@ -108,6 +118,7 @@ class Router:
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
         self._quantised: dict[str, str] = {}
         self._ready: set[str] = set()
+        self._joining: dict[str, _Joining] = {}
         self._parts: list[tuple[Sequence[LayoutTable], Layout]] = []
 
     async def add(
@@ -118,7 +129,19 @@ class Router:
         failed: str = "",
         converts: str = "",
     ) -> None:
-        """Route an engine whose holders have mapped its ranks' `exports`.
+        """Route an engine, as `join` and then `plan_reads`. Raises their errors."""
+        self.join(name, engine, exports, failed, converts)
+        await self.plan_reads(name)
+
+    def join(
+        self,
+        name: str,
+        engine: Layout,
+        exports: Served,
+        failed: str = "",
+        converts: str = "",
+    ) -> None:
+        """Note an engine whose holders have mapped its ranks' `exports`. It has no route before `plan_reads`.
 
         Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` and
         `converts` are those of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine
@@ -135,11 +158,39 @@ class Router:
             engine_exports=all(isinstance(each, RankMemory) for each in exports),
             converts=converts,
         )
-        devices = [each.device for each in exports if each]
-        self._decide(name, reason or await self._route(name, engine, devices))
-        if converts and not failed:
-            live = [each for each in exports if isinstance(each, LiveMemory)]
-            await self._add_quantised(name, converts, live, devices)
+        self._joining.pop(name, None)
+        if reason:
+            self._decide(name, reason)
+        else:
+            self.routes[name] = _JOINING
+        if not reason or (converts and not failed):
+            self._joining[name] = _Joining(engine, exports, converts)
+
+    def is_joining(self, name: str) -> bool:
+        """Whether engine `name` has joined, and its reads are not planned yet."""
+        return name in self._joining
+
+    async def plan_reads(self, name: str) -> None:
+        """Have the holders of an engine that has joined prepare its reads. Does nothing for any other.
+
+        Raises ConfigError as `join`.
+        """
+        if (joining := self._joining.get(name)) is None:
+            return
+        try:
+            await self._plan_reads(name, joining)
+        except WeightSyncError:
+            self._joining.pop(name, None)
+            raise
+        self._joining.pop(name, None)
+
+    async def _plan_reads(self, name: str, joining: _Joining) -> None:
+        devices = [each.device for each in joining.exports if each]
+        if self.routes[name] == _JOINING:
+            self._decide(name, await self._route(name, joining.engine, devices))
+        else:
+            live = [each for each in joining.exports if isinstance(each, LiveMemory)]
+            await self._add_quantised(name, joining.converts, live, devices)
 
     async def _add_quantised(
         self, name: str, converts: str, live: Sequence[LiveMemory], devices: Sequence[str]
@@ -208,7 +259,8 @@ class Router:
     @property
     def suffices(self) -> bool:
         """Whether every engine reads directly, now or later, or the plan has buckets."""
-        return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
+        routes = self.routes.values()
+        return self._plan.slots > 0 or all(route in (DIRECT, _LATER, _JOINING) for route in routes)
 
     def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
