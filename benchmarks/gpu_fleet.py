@@ -182,8 +182,8 @@ class EngineRank(Destination):
         if self._feed is not None:
             self._feed.close()
         self._feed = EngineFeed.open(ticket, plan, timeout_s)
-        self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
-        return Attached(plan.digest(), self._writer.export())
+        self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots, late=ticket.joins)
+        return Attached(self._feed.plan_digest, self._writer.export())
 
     def answer_loads(self, address: str) -> None:
         """Answer the calls of `load` that come from the engine by a pipe. Returns once it is connected."""

@@ -82,11 +82,12 @@ class HolderFeed:
         slots: tuple[Handle, ...],
         send_buffer: BufferHandle | None,
         trainer: int,
+        joins: bool = False,
     ) -> None:
         self._directory = PrivateDirectory()
         endpoint = f"ipc://{self._directory.path}/feed"
         self.ticket = FeedTicket(
-            holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer
+            holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer, joins
         )
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -224,13 +225,14 @@ class EngineFeed:
     Attributes:
         spans: of the last `receive`: ``load``, with waits for buckets and the loader, and ``verify``.
         casts: whether sinks get pieces in the rank's dtypes, since others travel. Slots have what travels.
+        plan_digest: the plan's digest.
     """
 
     @collector_paused
     def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
         self._ticket = ticket
         self._casting = Casting(plan, layout) if layout else None
-        self.casts = bool(self._casting)
+        self.casts, self.plan_digest = bool(self._casting), plan.digest()
         self.spans: Sequence[Span] = ()
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
@@ -264,7 +266,7 @@ class EngineFeed:
             feed = cls(ticket, plan, layout)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
-        feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
+        feed._send(Hello(ticket.secret, ticket.engine, feed.plan_digest))
         try:
             feed._await_welcome(deadline, timeout_s)
         except WeightSyncError:

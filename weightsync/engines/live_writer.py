@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Digests, HolderDigests
 
@@ -35,6 +37,7 @@ class LiveWriter:
         readable: whether there is memory behind the buffers' addresses now. A sleeping engine has none.
         views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
         casts: as `EngineFeed.casts`. Pieces are copied, not slots, and holders do not write the memory.
+        late: `export` starts what digests memory on a device, on another thread; the first load waits for it.
     """
 
     @collector_paused
@@ -47,6 +50,7 @@ class LiveWriter:
         readable: bool = True,
         views: Sequence[Sequence[PieceView]] = (),
         casts: bool = False,
+        late: bool = False,
     ) -> None:
         self._plan, self._live = plan, live
         segments = by_tensor(plan, layout)
@@ -61,10 +65,11 @@ class LiveWriter:
         on_device = not casts and all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
         self._host = None if on_device else HostTables(plan, segments, live, views)
-        if self._device and readable:
-            self._device.digests()  # its first use compiles
-        elif self._device:
+        if self._device and not readable:
             self._device.copies()
+            self._device.digest_table()
+        elif self._device and not late:
+            self._device.digests()  # its first use compiles
 
     def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
         """Start a load. `live` are the engine's current buffers; None if it knows that none moved.
@@ -88,6 +93,8 @@ class LiveWriter:
             logger.warning("buckets are copied by the engine: %s", error)
             self._device.copies()
             return None
+        finally:  # not earlier: another thread would hold up each call of CUDA
+            self._device.prepare_digests()
 
     def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that all further buckets are in memory, and what the holder digested there."""
@@ -150,8 +157,12 @@ class _DeviceTables:
         starts = [slot.data_ptr() for slot in slots]
         self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
         self._copies: CopyTable | None = None
-        parts = segment_parts(plan, segments, address)
-        self._table = DigestTable(parts, len(plan.tensors))
+        self._make = partial(_digest_table, plan, segments, address, self._stream)
+        self._made: Future[DigestTable] | None = None
+
+    def prepare_digests(self) -> None:
+        """Start to make the digest table on another thread, if it is not made."""
+        self._made = self._made or on_daemon(self._make, "weightsync-digests")
 
     def copies(self) -> CopyTable:
         """Return the copy table. Made when needed: if the holder writes, it is not."""
@@ -162,9 +173,26 @@ class _DeviceTables:
         self.copies().launch(bucket, self._stream)
         self._stream.synchronize()
 
+    def digest_table(self) -> DigestTable:
+        """Return the digest table. Raises what making it raised."""
+        if self._made is None:
+            made = Future[DigestTable]()
+            made.set_result(self._make())
+            self._made = made
+        return self._made.result()
+
     def digests(self) -> Digests:
-        self._table.launch(self._stream)
-        return self._table.result()
+        table = self.digest_table()
+        table.launch(self._stream)
+        return table.result()
+
+
+@collector_paused
+def _digest_table(
+    plan: Plan, segments: Sequence[Sequence[Segment]], address: Mapping[str, int], stream: torch.cuda.Stream
+) -> DigestTable:
+    with torch.cuda.device(stream.device):  # a new thread has another
+        return DigestTable(segment_parts(plan, segments, address), len(plan.tensors))
 
 
 class Missing:

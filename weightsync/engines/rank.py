@@ -167,7 +167,8 @@ class Rank:
                 self._takes_stored,
                 self._logger,
             )
-            return Attached(plan.digest(), None, None if asleep else self._whole.attach(), casts)
+            live = None if asleep else self._whole.attach()
+            return Attached(self._feed.plan_digest, None, live, casts)
         self._writer = LiveWriter(
             plan,
             layout,
@@ -176,8 +177,10 @@ class Rank:
             readable=not asleep,
             views=self._feed.views,
             casts=casts,
+            late=ticket.joins,
         )
-        return Attached(plan.digest(), None if asleep else self._writer.export(), casts=casts)
+        export = None if asleep else self._writer.export()
+        return Attached(self._feed.plan_digest, export, casts=casts)
 
     def settle(self) -> None:
         """Wait for a step that may still run with the old weights."""

@@ -209,7 +209,7 @@ class Holder:
                 self.staging = self._stage(plan, self._index, receives=True)
             if self._feed:
                 self._feed.close()
-            self._feed = self._open_feed(engine, self.staging)
+            self._feed = self._open_feed(engine, self.staging, joins=True)
             return self._feed.ticket
 
     def link(
@@ -468,9 +468,9 @@ class Holder:
                 if taken:
                     taken.close()
 
-    def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
+    def _open_feed(self, engine: str, staging: Staging, joins: bool = False) -> HolderFeed:
         send_buffer = None if self._device else written(self._send_buffer)
-        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer)
+        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer, joins)
 
     def _store(self) -> SnapshotStore:
         if self.snapshot_store is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import patient
 from weightsync.channel.sink import PieceView
 from weightsync.engines import host_writer as host_live
 from weightsync.engines.live_writer import LiveWriter, can_export
@@ -373,16 +376,73 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
         return made[-1]
 
     digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
+    digesting: list[object] = []
     monkeypatch.setattr("weightsync.engines.live_writer.CopyTable", copy_table)
-    monkeypatch.setattr("weightsync.engines.live_writer.DigestTable", lambda *_: digests)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    use_device_doubles(monkeypatch, lambda *args: (digesting.append(args), digests)[1])
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", export)
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
-    writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], readable=not asleep)
+    live = {b.name: memory for b in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [memory], readable=not asleep, late=asleep)
+    assert len(digesting) == 1, "no load waits for it"
     assert asleep or (writer.export() is None) is refuses
     assert len(made) == made_to_connect
     for bucket in range(plan.num_buckets):
         writer.take(bucket, [])
     assert copied == [*range(plan.num_buckets)]
     assert len(made) == 1
+
+
+def test_a_late_digest_table_is_made_once_memory_is_exported_and_a_load_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, (layout,) = build(1, 1, 1)
+    begun: list[str] = []
+    exported, wanted = threading.Event(), np.arange(len(plan.tensors), dtype=np.uint64)
+
+    def export(live: object) -> DeviceMemory:
+        assert not begun
+        begun.append(threading.current_thread().name)
+        return DeviceMemory.of({"w": HANDLE})
+
+    def digest_table(*_: object) -> SimpleNamespace:
+        begun.append(threading.current_thread().name)
+        assert exported.wait(patient(30)), "the export waited for it"
+        return SimpleNamespace(launch=lambda _: None, result=lambda: wanted)
+
+    use_device_doubles(monkeypatch, digest_table)
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", export)
+    memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
+    writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], late=True)
+    assert writer.export()
+    exported.set()
+    assert (writer.digests() == wanted).all()
+    assert (writer.digests() == wanted).all()
+    assert begun == [threading.current_thread().name, "weightsync-digests"]
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+def test_what_a_late_digest_table_lacks_is_said_by_each_load(
+    monkeypatch: pytest.MonkeyPatch, is_exported: bool
+) -> None:
+    def digest_table(*_: object) -> None:
+        raise TransportError("the GPU path needs CuPy")
+
+    use_device_doubles(monkeypatch, digest_table)
+    monkeypatch.setattr(
+        "weightsync.engines.live_writer.export_tensors", lambda _: DeviceMemory.of({"w": HANDLE})
+    )
+    plan, (layout,) = build(1, 1, 1)
+    memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
+    writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], late=True)
+    assert not is_exported or writer.export()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="needs CuPy"):
+            writer.digests()
+
+
+def use_device_doubles(monkeypatch: pytest.MonkeyPatch, digest_table: Callable[..., object]) -> None:
+    stream = SimpleNamespace(synchronize=lambda: None, device="cuda:0")
+    monkeypatch.setattr("weightsync.engines.live_writer.DigestTable", digest_table)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
