@@ -166,13 +166,13 @@ class EngineRank(Destination):
             buffers=tuple(TensorMeta(tensor.name, "bfloat16", box.extent) for tensor, box in self.held),
             device=device_id(self.device),
         )
+        if self.device.type == "cuda":  # when they have started, as the ranks of real engines do
+            on_daemon(partial(load_digests, [2]), "weightsync-kernels")
 
     def placement(self) -> Placement:
         return Placement.here(self._slot)
 
     def layout(self) -> LayoutTable:
-        if self.device.type == "cuda":  # while the plan is made, as the ranks of real engines do
-            on_daemon(partial(load_digests, [2]), "weightsync-kernels")
         return LayoutTable.of(self._layout)
 
     def can_export(self) -> bool:

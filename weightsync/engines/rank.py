@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 
@@ -91,7 +92,8 @@ class Rank:
             return EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
 
     def join(self, engine_pid: int) -> RankProcess | None:
-        """Return this process as a rank of the engine, see `RankProcess.join`."""
+        """Return this process as a rank of the engine, which has just started, see `RankProcess.join`."""
+        self._begin_loading([2])  # weights mostly have 16 bits
         return RankProcess.join(self._rank, engine_pid)
 
     def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
@@ -132,8 +134,8 @@ class Rank:
             self.treat(None)
         if self._layout is None:
             self._layout = self._with_draft(self._find_layout())
-            if self._layout.buffers and self._device.type == "cuda":
-                threading.Thread(target=self._load_kernels, args=(self._layout,), daemon=True).start()
+            if self._layout.buffers:
+                self._begin_loading({meta.itemsize for meta in self._layout.tensors})
         return self._layout
 
     def reload(self) -> LayoutTable:
@@ -259,10 +261,14 @@ class Rank:
         model = self._served()
         return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
-    def _load_kernels(self, layout: RankLayout) -> None:
-        """Load kernels while the plan is made, so that `attach` need not wait for CuPy."""
+    def _begin_loading(self, itemsizes: Collection[int]) -> None:
+        """Load kernels before they are needed, so that `attach` need not wait for CuPy."""
+        if self._device.type == "cuda":
+            on_daemon(partial(self._load_kernels, itemsizes), "weightsync-kernels")
+
+    def _load_kernels(self, itemsizes: Collection[int]) -> None:
         with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
-            load_digests(meta.itemsize for meta in layout.tensors)
+            load_digests(itemsizes)
 
     def _served(self) -> torch.nn.Module:
         """Return all that updates write."""
