@@ -6,21 +6,19 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 
-from tests.hosts_fleet import Engine, Hosts, Staging, drive
+from tests.hosts_fleet import Hosts, Staging, drive
 from tests.live_fleet import CONFIG, commit, lose
 from tests.patience import patient
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed
 from weightsync.errors import ConfigError, StateError, TransportError
-from weightsync.plan import Plan
-from weightsync.protocol.messages import Attached, FeedTicket
 
 NEAR = {"e0": "a", "e1": "a"}
 """Two engines on the trainer's host. Their holders are numbers 1 and 2."""
@@ -269,26 +267,5 @@ def test_no_reads_are_planned_of_an_engine_that_left_before(is_replaced: bool) -
             report = await loop.controller.update(2)
         assert report.engines["e0"] == 2
         assert gate.calls == 0
-
-    drive(work, "a", NEAR, CONFIG)
-
-
-def test_a_rank_learns_from_its_holder_that_it_joins() -> None:
-    async def work(loop: Hosts) -> None:
-        attach, joins = Engine.attach, dict[str, bool]()
-
-        def noting(
-            engine: Engine, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-        ) -> Sequence[Attached]:
-            joins.update({ticket.engine: ticket.joins for ticket in tickets})
-            return attach(engine, plan, tickets, timeout_s)
-
-        with mock.patch.object(Engine, "attach", noting):
-            await commit(loop)
-            assert joins == {"e0": False, "e1": False}
-            await lose(loop, "e1")
-            assert joins == {"e0": False, "e1": True}
-            await loop.controller.connect()
-            assert joins == {"e0": False, "e1": False}
 
     drive(work, "a", NEAR, CONFIG)

@@ -28,7 +28,7 @@ from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, sa
 from weightsync.plan.direct_plan import make_direct_plan
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
-from weightsync.protocol.messages import Attached, Prepared
+from weightsync.protocol.messages import Attached, FeedTicket, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
 
@@ -348,17 +348,22 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     """
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
-    asked = await gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s)
+    holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
+    asked, tickets = await asyncio.gather(
+        gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s),
+        _take_tickets(connection, name, holders, config),
+        return_exceptions=True,  # neither may still run when all connect again
+    )
+    if isinstance(asked, BaseException):
+        raise asked
     names = {meta.name for meta in plan.tensors}
     layouts = ranks_as_taken(asked.require()[named], names)
     twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")
     fleet.drafts.check({name: layouts}, config)
-    holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
-    await _serve_snapshots(holders, config)
-    calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
-    tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
+    if isinstance(tickets, BaseException):
+        raise tickets
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
@@ -378,6 +383,15 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
         )
     member.attached = True
+
+
+async def _take_tickets(
+    connection: Connection, name: str, holders: Mapping[str, HolderPeer], config: SyncConfig
+) -> Sequence[FeedTicket]:
+    """Have the holders of an engine that joins prepare for its ranks."""
+    await _serve_snapshots(holders, config)
+    calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
+    return list((await gather_named(calls, "adopt", config.timeout_s)).require().values())
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:

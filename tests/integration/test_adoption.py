@@ -1,0 +1,91 @@
+"""How an engine that joins is connected with its holders: real holders, and doubles of mapped memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from tests.hosts_fleet import Engine, Hosts, drive
+from tests.live_fleet import CONFIG, commit, lose
+from tests.patience import patient
+from weightsync.errors import PlanError
+from weightsync.holder.holder import Holder
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.messages import Attached, FeedTicket
+
+NEAR = {"e0": "a", "e1": "a"}
+
+
+def test_a_rank_learns_from_its_holder_that_it_joins() -> None:
+    async def work(loop: Hosts) -> None:
+        attach, joins = Engine.attach, dict[str, bool]()
+
+        def noting(
+            engine: Engine, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+        ) -> Sequence[Attached]:
+            joins.update({ticket.engine: ticket.joins for ticket in tickets})
+            return attach(engine, plan, tickets, timeout_s)
+
+        with mock.patch.object(Engine, "attach", noting):
+            await commit(loop)
+            assert joins == {"e0": False, "e1": False}
+            await lose(loop, "e1")
+            assert joins == {"e0": False, "e1": True}
+            await loop.controller.connect()
+            assert joins == {"e0": False, "e1": False}
+
+    drive(work, "a", NEAR, CONFIG)
+
+
+def test_holders_prepare_for_an_engine_while_it_lays_out_its_memory() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        adopt, layout, adopted = Holder.adopt, Engine.layout, threading.Event()
+
+        def noted(holder: Holder, plan: Plan, engine: str) -> FeedTicket:
+            ticket = adopt(holder, plan, engine)
+            adopted.set()
+            return ticket
+
+        def late(engine: Engine) -> Sequence[RankLayout]:
+            assert adopted.wait(patient(10)), "holders wait for the layout"
+            return layout(engine)
+
+        with mock.patch.object(Holder, "adopt", noted), mock.patch.object(Engine, "layout", late):
+            loop.respawn("e1")
+            await loop.controller.adopt("e1")
+        assert loop.fleet.engines["e1"].attached
+
+    drive(work, "a", NEAR, CONFIG)
+
+
+def test_no_holder_still_prepares_when_an_engine_of_another_layout_has_all_connect_again() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        adopt, layout, asked, ended = Holder.adopt, Engine.layout, threading.Event(), threading.Event()
+
+        def slow(holder: Holder, plan: Plan, engine: str) -> FeedTicket:
+            assert asked.wait(patient(10))
+            time.sleep(0.2)
+            ticket = adopt(holder, plan, engine)
+            ended.set()
+            return ticket
+
+        def other(engine: Engine) -> Sequence[RankLayout]:
+            asked.set()
+            return [replace(rank, padding=(*rank.padding, ("norm", 0, 0))) for rank in layout(engine)]
+
+        with mock.patch.object(Holder, "adopt", slow), mock.patch.object(Engine, "layout", other):
+            loop.respawn("e1")
+            with pytest.raises(PlanError, match=r"engine e1: its layout is new to the plan"):
+                await loop.controller.adopt("e1")
+            assert ended.is_set()
+        await loop.controller.connect()
+        assert await loop.update(2) == {"e0": "direct", "e1": "direct"}
+
+    drive(work, "a", NEAR, CONFIG)
