@@ -29,8 +29,8 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, Export
+from weightsync.protocol.device_memory import DeviceMemory, Export
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded, Published
 from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
 from weightsync.transports import Pending

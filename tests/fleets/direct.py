@@ -21,8 +21,8 @@ from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, Reads
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
-from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, Export
+from weightsync.protocol.device_memory import DeviceMemory, Export
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Digests, FeedTicket, Published
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalEngine, LocalTrainer

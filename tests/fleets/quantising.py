@@ -31,8 +31,8 @@ from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, Segment
 from weightsync.plan.formats import Format
-from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
-from weightsync.protocol.handles import DeviceHandle, LiveExport
+from weightsync.protocol.device_memory import DeviceMemory, LiveExport, LiveMemory
+from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests
 from weightsync.testing import LocalEngine
 

@@ -30,8 +30,7 @@ from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan
-from weightsync.protocol.device_memory import LiveMemory
-from weightsync.protocol.handles import Export, LiveExport
+from weightsync.protocol.device_memory import Export, LiveExport, LiveMemory
 from weightsync.protocol.messages import LiveDigest
 from weightsync.report import SyncReport
 from weightsync.testing import LocalEngine

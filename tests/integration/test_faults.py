@@ -27,8 +27,10 @@ from weightsync.memory import device
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.device_memory import DeviceMemory, Export
+from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import UpdateTask
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer, LocalTrainer
@@ -221,7 +223,7 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
     handles = {name: DeviceHandle("cuda:0", 1, name.encode(), 0, 8) for name in "abcd"}
-    export = Export(RankLayout((), ()), handles)
+    export = Export(LayoutTable.of(RankLayout((), ())), DeviceMemory.of(handles))
     with pytest.raises(TransportError):
         staging.connect(export)
     staging.close()
@@ -244,7 +246,7 @@ def test_an_allocation_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.Mo
         name: DeviceHandle("cuda:0", 1, ipc, offset, nbytes) for name, (ipc, offset, nbytes) in at.items()
     }
     buffers: list[device.DeviceBuffer] = []
-    memory = device.open_all(handles, buffers)
+    memory = device.open_all(DeviceMemory.of(handles), buffers)
     assert [(each.ipc, each.offset, each.nbytes) for each in opened] == [(b"one", 0, 14), (b"two", 0, 2)]
     assert len(buffers) == 2
     assert {name: each.tolist() for name, each in memory.items()} == {

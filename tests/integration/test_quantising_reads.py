@@ -25,7 +25,8 @@ from weightsync.memory.quantizing_reads import QuantizingReads
 from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan, Reads
-from weightsync.protocol.handles import DeviceHandle, LiveExport
+from weightsync.protocol.device_memory import LiveExport
+from weightsync.protocol.handles import DeviceHandle
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 DIRECT, WHOLE = "direct: 2 become int8", "it takes whole tensors, of which 2 become int8"

@@ -29,7 +29,8 @@ from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport, StoredExport
+from weightsync.protocol.device_memory import Export, LiveExport
+from weightsync.protocol.handles import DeviceHandle, Handle, StoredExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.transports import Pending
 
@@ -102,7 +103,8 @@ class DeviceStaging:
         self._direct_copy: DirectCopy | QuantizingCopy | None = None
         self.flat: FlatSnapshot | None = None
         self.needs: Sequence[Sequence[Portion]] = ()
-        self._segments: Sequence[Sequence[Segment]] = ()
+        self._export: Export | None = None
+        self._held: Sequence[Sequence[Segment]] | None = None
         self._second_copy: SecondCopy | None = None
         self._targets: list[SharedBuffer] = []
 
@@ -128,7 +130,7 @@ class DeviceStaging:
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        self.source = memory = open_all(trainer.buffers, self._mapped)
+        self.source = memory = open_all(trainer.memory, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
         cast = {
@@ -158,14 +160,14 @@ class DeviceStaging:
         """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
         if isinstance(engine, LiveExport):
-            memory = open_all(engine.parameters, self._engine)
+            memory = open_all(engine.memory, self._engine)
             self.flat = FlatSnapshot(memory)
             if engine.places:
                 self._prepare_to_quantize(engine.places, memory)
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            self.target = open_all(engine.buffers, self._engine)
-            self._segments = segments = by_tensor(self._plan, engine.layout)
+            self.target, self._export = open_all(engine.memory, self._engine), engine
+            segments = self._segments if starts else ()  # else a refill needs none
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
             self.flat = FlatSnapshot(self.target)
@@ -333,6 +335,13 @@ class DeviceStaging:
             target.close()
         self._mapped, self._targets = [], []
 
+    @property
+    def _segments(self) -> Sequence[Sequence[Segment]]:
+        """The engine rank's segments for each tensor of the plan, if the holder writes its memory."""
+        if self._held is None:
+            self._held = by_tensor(self._plan, self._export.layout) if self._export else ()
+        return self._held
+
     def _address(self) -> dict[str, int]:
         return {name: buffer.data_ptr() for name, buffer in self.target.items()}
 
@@ -342,6 +351,7 @@ class DeviceStaging:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
+        self._export = self._held = None
         self._stored = self._places = self._scratch = self._quantizing = None
         for buffer in self._engine:
             buffer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -96,26 +97,29 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
     return DeviceMemory.of_process(device_id(gpu), os.getpid(), held, places, nbytes)
 
 
-def open_all(handles: Mapping[str, DeviceHandle], opened: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
-    """Map other processes' memory, once for each allocation. Returns views of it: each uint8[nbytes].
+def open_all(memory: DeviceMemory, opened: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
+    """Map other processes' memory, once for each allocation. Returns views of it by name: each uint8[nbytes].
 
     Adds what has to be closed to `opened`, also if it raises as `DeviceBuffer.open`.
     """
-    ends: dict[tuple[str, int, bytes], int] = {}
-    for each in handles.values():
-        ends[each.allocation] = max(ends.get(each.allocation, 0), each.offset + each.nbytes)
-    whole: dict[tuple[str, int, bytes], torch.Tensor] = {}
-    for place, end in ends.items():
-        opened.append(DeviceBuffer.open(DeviceHandle(*place, offset=0, nbytes=end)))
-        whole[place] = opened[-1].tensor
-    return {
-        name: whole[each.allocation][each.offset : each.offset + each.nbytes]
-        for name, each in handles.items()
-    }
+    allocations, places = memory.allocations(), [*memory.places()]
+    ends = [0] * len(allocations)
+    for _, number, offset, nbytes in places:
+        ends[number] = max(ends[number], offset + nbytes)
+    whole: list[torch.Tensor] = []
+    for allocation, end in zip(allocations, ends, strict=True):
+        opened.append(DeviceBuffer.open(DeviceHandle(*allocation, offset=0, nbytes=end)))
+        whole.append(opened[-1].tensor)
+    return {name: whole[number][offset : offset + nbytes] for name, number, offset, nbytes in places}
 
 
 def _current_device() -> str:
-    return device_id(torch.device("cuda", torch.cuda.current_device()))
+    return _id_of(torch.cuda.current_device())
+
+
+@functools.cache  # it is asked for each allocation that is mapped
+def _id_of(number: int) -> str:
+    return device_id(torch.device("cuda", number))
 
 
 Buffer: TypeAlias = SharedBuffer | DeviceBuffer

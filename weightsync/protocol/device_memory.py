@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
-from weightsync.plan import Reads
+from weightsync.plan import RankLayout, Reads
 from weightsync.plan.column import PackedColumn
 from weightsync.plan.formats import Format
 from weightsync.plan.layout_table import LayoutTable, Outline, pack_names, unpack_names
 from weightsync.protocol.collector import collector_paused
-from weightsync.protocol.handles import DeviceHandle, Export, LiveExport, StoredExport
+from weightsync.protocol.handles import DeviceHandle, StoredExport
 
 T = TypeVar("T", bound=Hashable)
 
@@ -81,7 +82,8 @@ class DeviceMemory:
             PackedColumn.of(handle.nbytes for handle in handles),
         )
 
-    def _allocations(self) -> list[tuple[str, int, bytes]]:
+    def allocations(self) -> list[tuple[str, int, bytes]]:
+        """Return the allocations: device, process and IPC handle of each."""
         ends = itertools.accumulate(sizes := self.ipc_nbytes.tolist())
         return [
             (*self.owners[owner], self.ipc[end - size : end])
@@ -97,25 +99,50 @@ class DeviceMemory:
         allocation, offset, nbytes = (
             each.tolist()[0] for each in (self.allocation, self.offset, self.nbytes)
         )
-        return DeviceHandle(*self._allocations()[allocation], offset, nbytes)
+        return DeviceHandle(*self.allocations()[allocation], offset, nbytes)
+
+    def places(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the name of each buffer, the number of its allocation, its offset there, and its bytes."""
+        columns = (each.tolist() for each in (self.allocation, self.offset, self.nbytes))
+        return zip(unpack_names(self.names), *columns, strict=True)
 
     def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
         """Return the handles by name, of `wanted` buffers alone if that is given."""
-        allocations = self._allocations()
-        places = (allocations[number] for number in self.allocation.tolist())
-        spans = zip(self.offset.tolist(), self.nbytes.tolist(), strict=True)
+        allocations = self.allocations()
         return {
-            name: DeviceHandle(device, pid, ipc, offset, nbytes)
-            for name, (device, pid, ipc), (offset, nbytes) in zip(
-                unpack_names(self.names), places, spans, strict=True
-            )
+            name: DeviceHandle(*allocations[number], offset, nbytes)
+            for name, number, offset, nbytes in self.places()
             if wanted is None or name in wanted
         }
 
 
+@dataclass(frozen=True, eq=False)
+class Export:
+    """Device memory of a rank that its holder may access. What has an object for each tensor is made on use.
+
+    Attributes:
+        table: the rank's layout.
+        memory: its buffers.
+    """
+
+    table: LayoutTable
+    memory: DeviceMemory
+
+    @cached_property
+    @collector_paused
+    def layout(self) -> RankLayout:
+        """The rank's layout."""
+        return self.table.rank_layout()
+
+    @property
+    def buffers(self) -> Mapping[str, DeviceHandle]:
+        """The handles of its buffers."""
+        return self.memory.handles()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
-    """Device memory of a rank that its holder may access: an `Export` without the layout.
+    """An `Export` as it travels, without the layout.
 
     Attributes:
         own: what the rank's layout has beside that of all ranks with equal ones.
@@ -130,11 +157,10 @@ class RankMemory:
         """The rank's GPU."""
         return self.own.device
 
-    @collector_paused
     def export(self, layout: LayoutTable | None) -> Export:
-        """Return the same with an object for each tensor. `layout` is that of a rank with an equal one."""
+        """Return the same with the layout. `layout` is that of a rank with an equal one."""
         assert layout
-        return Export(layout.of_rank(self.own).rank_layout(), self.memory.handles())
+        return Export(layout.of_rank(self.own), self.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +180,27 @@ class StoredTable:
     def export(self) -> StoredExport:
         """Return the same with an object for each tensor and place."""
         return StoredExport(self.layout.rank_layout(), _by_name(self.dtypes), _by_name(self.formats))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveExport:
+    """Live parameters of an engine rank that converts tensors, for its holder to copy and to write.
+
+    Attributes:
+        kind: that of their `LiveDigest`.
+        memory: the parameters.
+        places: where they hold what is stored, if the holder may quantise into them once they are shown to be
+            right. None if it is not known.
+    """
+
+    kind: str
+    memory: DeviceMemory
+    places: StoredExport | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, DeviceHandle]:
+        """The handles of the parameters."""
+        return self.memory.handles()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,8 +225,8 @@ class LiveMemory:
         return self.memory.owners[0][0]
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
-        """Return the same with an object for each parameter, without `reads`. Ignores `layout`."""
-        return LiveExport(self.kind, self.memory.handles(), self.places.export() if self.places else None)
+        """Return the same with an object for each place, without `reads`. Ignores `layout`."""
+        return LiveExport(self.kind, self.memory, self.places.export() if self.places else None)
 
 
 def read_handles(

@@ -101,14 +101,6 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
-    """Device memory of a rank that its holder may access: layout and handles."""
-
-    layout: RankLayout
-    buffers: Mapping[str, DeviceHandle]
-
-
-@dataclass(frozen=True, slots=True)
 class HostExport:
     """Host memory of a rank that its holder only reads: layout and handles, of few files."""
 
@@ -133,19 +125,3 @@ class StoredExport:
     def reads(self, tensors: Sequence[TensorMeta]) -> tuple[StoredRead, ...]:
         """Return what the rank reads of `tensors`, as `stored_reads`. Raises PlanError."""
         return stored_reads(tensors, self.layout, self.dtypes, self.formats)
-
-
-@dataclass(frozen=True, slots=True)
-class LiveExport:
-    """Live parameters of an engine rank that converts tensors, for its holder to copy and to write.
-
-    Attributes:
-        kind: that of their `LiveDigest`.
-        parameters: handles by name.
-        places: where they hold what is stored, if the holder may quantise into them once they are shown to be
-            right. None if it is not known.
-    """
-
-    kind: str
-    parameters: Mapping[str, DeviceHandle]
-    places: StoredExport | None = None

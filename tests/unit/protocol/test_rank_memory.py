@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weightsync.plan import Box, RankLayout, Reads, Segment
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
-from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.handles import DeviceHandle
 
 
 def fields(memory: DeviceMemory) -> tuple[object, ...]:
@@ -41,9 +41,10 @@ def test_columns_give_the_handles_back_in_their_order(handles: dict[str, DeviceH
 
 def test_an_export_is_whole_again_where_its_layout_and_its_memory_meet() -> None:
     layout = RankLayout((), (Segment("w", Box((0,), (4,)), "live", 0, (4,)),), device="cuda:GPU-1")
-    export = Export(layout, {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 16)})
+    handles = {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 16)}
     table = LayoutTable.of(layout)
-    assert RankMemory(table.own(), DeviceMemory.of(export.buffers)).export(table) == export
+    export = RankMemory(table.own(), DeviceMemory.of(handles)).export(table)
+    assert (export.layout, export.buffers) == (layout, handles)
 
 
 @given(st.lists(HANDLES, min_size=1, max_size=8))
