@@ -7,7 +7,8 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from concurrent.futures import Future
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +45,7 @@ class EngineCalls(Claimable):
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
-    _digests: EngineDigests | None = None
+    _digests: Future[EngineDigests] | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
 
@@ -102,12 +103,18 @@ class EngineCalls(Claimable):
                 self._engine.use_prefix_cache(prefix_cache)
             return attached
 
-        attached, digests = await asyncio.gather(
-            asyncio.to_thread(attach),
-            asyncio.to_thread(EngineDigests, plan, layouts),
-        )
-        await asyncio.to_thread(digests.attach, attached)
-        self._digests = digests
+        joins = any(ticket.joins for ticket in tickets)
+        begun = None if joins else on_daemon(partial(EngineDigests, plan, layouts), "weightsync-digests")
+        attached = await asyncio.to_thread(attach)
+
+        def finish() -> EngineDigests:
+            digests = begun.result() if begun else EngineDigests(plan, layouts)
+            digests.attach(attached)
+            return digests
+
+        self._digests = on_daemon(finish, "weightsync-digests")
+        if begun:  # else the first load waits for it: the engine is to serve soon
+            await asyncio.wrap_future(self._digests)
         return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
@@ -129,7 +136,8 @@ class EngineCalls(Claimable):
         return await asyncio.to_thread(self._sync_load, attempt, timeout_s)
 
     def _sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
-        return self._attached_digests.report(self._engine.load(attempt, timeout_s))
+        loaded = self._engine.load(attempt, timeout_s)
+        return self._attached_digests.report(loaded)
 
     async def sync_digests(self) -> Digests:
         """Return the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`."""
@@ -138,7 +146,7 @@ class EngineCalls(Claimable):
     @property
     def _attached_digests(self) -> EngineDigests:
         assert self._digests is not None, "sync_attach() comes first"
-        return self._digests
+        return self._digests.result()
 
     async def sync_resume(self, version: int) -> None:
         """Serve `version`, see `Engine.resume`."""

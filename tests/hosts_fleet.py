@@ -190,6 +190,9 @@ class Staging(HostStaging):
     def connect(self, trainer: Export) -> None:
         self.source = mapped(trainer.buffers)
 
+    def forget_engine(self) -> None:
+        self.writes, self.target, self.flat, self._direct_copy = False, {}, None, None
+
     def link(self, engine: Export | None) -> None:
         self.writes, self.target, self._direct_copy = engine is not None, {}, None
         if engine:

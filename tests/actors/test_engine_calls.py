@@ -7,10 +7,16 @@ import threading
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import pytest
+
 from tests.patience import patient
+from weightsync.actors import engine_calls
 from weightsync.actors.engine_calls import EngineCalls
+from weightsync.errors import PlanError
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 META = TensorMeta("w", "float32", (2, 3))
 LAYOUT = RankLayout((META,), (Segment.whole(META),), buffers=(META,), device="cuda:GPU-1")
@@ -114,3 +120,53 @@ def test_a_layout_is_asked_for_again_only_if_components_are_treated_otherwise() 
         assert (adapter.num_asked, adapter.used) == (2, [{"draft": "frozen"}])
 
     asyncio.run(ask())
+
+
+class Attaching(Declaring):
+    """Ranks that answer once they are let, and load nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = threading.Event()
+
+    def attach(self, *_: object) -> list[Attached]:
+        assert self.may_answer.wait(patient(10))
+        return [Attached("digest", None), Attached("digest", None)]
+
+    def load(self, *_: object) -> list[Loaded]:
+        return [Loaded(np.ones(1, np.uint64), ()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_engine_that_joins_answers_before_it_can_add_digests_up(
+    joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be added up fails its first load, and the attach of any other."""
+    adapter, made = Attaching(), list[bool]()
+    calls = Calls(adapter)
+
+    def fail(*_: object) -> None:
+        made.append(adapter.may_answer.is_set())
+        raise PlanError("w", "no rank keeps some part of it")
+
+    monkeypatch.setattr(engine_calls, "EngineDigests", fail)
+    tickets = [FeedTicket("holder 0", "e", "ipc://", b"", (), None, -1, joins) for _ in range(2)]
+    plan: Any = None
+
+    async def attach() -> None:
+        attaching = asyncio.ensure_future(calls.sync_attach(plan, tickets, patient(10)))
+        if not joins:
+            while not made:  # while its ranks attach
+                await asyncio.sleep(0.01)
+        adapter.may_answer.set()
+        await attaching
+
+    if joins:
+        asyncio.run(attach())
+        with pytest.raises(PlanError, match="w: no rank keeps some part"):
+            asyncio.run(calls.sync_load(1, patient(10)))
+        assert made == [True]
+    else:
+        with pytest.raises(PlanError, match="w: no rank keeps some part"):
+            asyncio.run(attach())
+        assert made == [False]

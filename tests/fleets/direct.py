@@ -142,6 +142,9 @@ class Staging(HostStaging):
     def link(self, engine: Export | None) -> None:
         self.made = None
 
+    def forget_engine(self) -> None:
+        self.made = None
+
     def second_copy(self) -> SecondCopy | None:
         """As `DeviceStaging.second_copy`, with the doubles of `kernel_doubles`."""
         if self.made is None and hasattr(self, "engine"):

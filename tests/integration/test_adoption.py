@@ -64,6 +64,27 @@ def test_holders_prepare_for_an_engine_while_it_lays_out_its_memory() -> None:
     drive(work, "a", NEAR, CONFIG)
 
 
+def test_the_memory_of_an_engine_before_is_let_go_while_the_next_one_attaches() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        attach, targets = Engine.attach, list[object]()
+
+        def noting(
+            engine: Engine, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+        ) -> Sequence[Attached]:
+            (holder,) = loop.fleet.engines["e1"].holders
+            targets.append(loop.holders[holder].staging.target)
+            return attach(engine, plan, tickets, timeout_s)
+
+        with mock.patch.object(Engine, "attach", noting):
+            loop.respawn("e1")
+            await loop.controller.adopt("e1")
+        assert targets == [{}]
+        assert await loop.update(2) == {"e0": "direct", "e1": "direct"}
+
+    drive(work, "a", NEAR, CONFIG)
+
+
 def test_no_holder_still_prepares_when_an_engine_of_another_layout_has_all_connect_again() -> None:
     async def work(loop: Hosts) -> None:
         await commit(loop)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import Export, LiveExport
 from weightsync.protocol.handles import DeviceHandle, Handle, StoredExport
 from weightsync.protocol.messages import HolderDigests
@@ -346,16 +348,23 @@ class DeviceStaging:
         return {name: buffer.data_ptr() for name, buffer in self.target.items()}
 
     def _let_go_of_engine(self) -> None:
-        self._let_go_of_trainers()
+        _close_all(self._taken_from_engine())
+
+    def forget_engine(self) -> None:
+        """Use the engine rank's memory no more. It is unmapped on another thread, since that takes long."""
+        on_daemon(partial(_close_all, self._taken_from_engine()), "weightsync-unmap")
+
+    def _taken_from_engine(self) -> Sequence[DeviceBuffer | DirectCopy | QuantizingCopy]:
+        """Use the engine rank's memory no more. Returns what is left to be closed."""
+        mapped = [*self._engine, *([self._direct_copy] if self._direct_copy else [])]
+        self._engine, self._direct_copy = [], None
         if self._second_copy:
             self._second_copy.close()
             self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
         self._export = self._held = None
         self._stored = self._places = self._scratch = self._quantizing = None
-        for buffer in self._engine:
-            buffer.close()
-        self._engine = []
+        return mapped
 
     def _let_go_of_trainers(self) -> None:
         if self._direct_copy:
@@ -402,3 +411,8 @@ class _Event:
             if time.monotonic() > deadline:
                 raise DeadlineError(self._phase, (self._name,), self._timeout_s)
             time.sleep(0)
+
+
+def _close_all(mapped: Sequence[DeviceBuffer | DirectCopy | QuantizingCopy]) -> None:
+    for each in mapped:
+        each.close()

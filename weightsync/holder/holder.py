@@ -199,16 +199,16 @@ class Holder:
         another plan, or none, then serves only this rank.
         """
         self.drop_engine()
-        digest = plan.digest()
-        if unknown := self._plan is None or self._plan_digest != digest:
+        if unknown := self._plan is None or self._plan_digest != plan.digest():
             self._leave()
         with self._moving:
             if unknown:
-                self._plan, self._plan_digest, self._index, self._trainer = plan, digest, -1, -1
+                self._plan, self._plan_digest, self._index, self._trainer = plan, plan.digest(), -1, -1
             if unknown or self.staging is None or len(self.staging.slots) < plan.slots:
                 self.staging = self._stage(plan, self._index, receives=True)
             if self._feed:
                 self._feed.close()
+            self.staging.forget_engine()
             self._feed = self._open_feed(engine, self.staging, joins=True)
             return self._feed.ticket
 

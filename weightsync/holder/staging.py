@@ -34,6 +34,9 @@ class Staging(Protocol):
     def mapped(self) -> DeviceStaging | None:
         """The memory of other processes on its device. None in host memory, where nobody exports any."""
 
+    def forget_engine(self) -> None:
+        """Use the engine rank's memory no more, if any is mapped. It may be unmapped on another thread."""
+
     @property
     def fills_late(self) -> bool:
         """Whether a bucket is filled only once what `fill` returned was waited for."""
@@ -71,6 +74,9 @@ class HostStaging:
         fills = isinstance(send_buffer, MappedSendBuffer | PushedShare)
         count = plan.slots if receives or fills else 0
         self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
+
+    def forget_engine(self) -> None:
+        """Do nothing: none is mapped."""
 
     @property
     def slots(self) -> tuple[Handle, ...]:
