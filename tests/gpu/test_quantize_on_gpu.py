@@ -11,11 +11,12 @@ import torch
 from tests.quantised import SPECIAL, same_bits
 from weightsync.memory import cuda
 from weightsync.memory.digests import tensor_digest
+from weightsync.memory.group_kernels import can_quantize_groups
 from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
 from weightsync.memory.shared_scale_table import SharedScaleTable
 from weightsync.plan import Box
-from weightsync.plan.formats import FP4, TOGETHER, Format
+from weightsync.plan.formats import FP4, NEAREST, TOGETHER, Format
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +49,80 @@ def test_a_gpu_quantises_to_the_bytes_of_a_cpu(name: str, dtype: torch.dtype) ->
         assert wanted.keys() == found.keys()
         differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
         assert not differ, (seed, differ)
+
+
+GROUPED = {
+    **{
+        f"{values} {'groups' if group else 'channels'}{'' if symmetric else ', zero points'}": Format(
+            rule="compressed-tensors", values=values, block=(1, group), packed=True, symmetric=symmetric
+        )
+        for values in ("int4", "int8")
+        for group in (32, 0)
+        for symmetric in (True, False)
+    },
+    "int4 groups of 8": Format(rule="compressed-tensors", values="int4", block=(1, 8), packed=True),
+    "awq groups": FORMATS["awq"],
+    "awq channels": Format(rule="awq", values="int4", block=(1, 0), packed=True, symmetric=False),
+    "gptq groups": FORMATS["gptq"],
+    "gptq channels": Format(rule="gptq", values="int4", block=(1, 0), packed=True),
+    "gptq int8 groups": Format(rule="gptq", values="int8", block=(1, 64), packed=True),
+    "gptq int8 channels": FORMATS["gptq int8"],
+}
+"""Formats with words of int32 and a scale for each group of columns."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 133), (65, 1000), (130, 133), (1, 12288), (130, 12288)])
+@pytest.mark.parametrize("name", GROUPED)
+def test_words_of_groups_of_any_size_and_value(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Sizes are the next that the format can have: of whole groups, and of whole words for AWQ and GPTQ."""
+    form, (rows, columns) = GROUPED[name], shape
+    word, is_nearest = 32 // form.num_bits, form.rule in NEAREST
+    rows += -rows % word if is_nearest else 0
+    columns += -columns % (form.block[1] or (word if is_nearest else 1))
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        weight = torch.randn(rows, columns, generator=draw) * 10.0 ** (3 * seed - 6)
+        some = torch.randint(weight.numel(), (len(SPECIAL),), generator=draw)
+        weight.view(-1)[some] = torch.tensor(SPECIAL) if seed < 3 else 0.0
+        weight[rows // 2, : form.block[1] or columns] = 0.0
+        given = weight.to(dtype)
+        wanted = dict(quantize(given, form))
+        for first in (0, 1):  # aligned for wide loads, and not
+            held = torch.empty(first + given.numel(), dtype=dtype, device="cuda")[first:].view(given.shape)
+            found = dict(quantize(held.copy_(given), form))
+            assert [*wanted] == [*found]
+            differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
+            assert not differ, (seed, first, differ)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_kernels_make_words_and_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = list[str](), cuda.launch
+
+    def record(kernel: str, *args: Any) -> None:
+        launched.append(kernel)
+        launch(kernel, *args)
+
+    monkeypatch.setattr(cuda, "launch", record)
+    form, weight = GROUPED[name], torch.ones(8, 128, device="cuda")
+    assert can_quantize_groups(weight, form)
+    assert [*dict(quantize(weight, form))] == [*form.suffixes]
+    rule = form.rule.removesuffix("-tensors")
+    assert launched == [f"{rule}_{kind}_{form.values}_float32" for kind in ("scales", "words")]
+
+
+def test_matrices_that_the_kernels_do_not_take_have_the_same_bytes() -> None:
+    """With gaps between rows, and with words that cross groups."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 2 * 96, generator=draw).bfloat16()
+    crossing = Format(rule="compressed-tensors", values="int4", block=(1, 12), packed=True, symmetric=False)
+    for form, part in ((FORMATS["gptq"], weight[:, :96]), (crossing, weight)):
+        device = weight.cuda()[:, : part.shape[1]]
+        assert not can_quantize_groups(device, form)
+        wanted, found = dict(quantize(part, form)), dict(quantize(device, form))
+        differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
+        assert not differ
 
 
 SGLANG = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))

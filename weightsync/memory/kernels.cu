@@ -1308,3 +1308,319 @@ SHARE_SCALES(float16, Float16)
 #if defined(KERNEL_largest_float32) || defined(KERNEL_scaled_float32)
 SHARE_SCALES(float32, float)
 #endif
+
+// Groups of a row's columns that share a scale, and values of 4 or 8 bits, packed in words. One kernel finds scales
+// and zero points, another makes the words.
+
+// The lesser and the greater of two numbers; NaN if one of them is.
+__device__ __forceinline__ float lesser(float x, float y) { return x < y || x != x ? x : y; }
+__device__ __forceinline__ float greater(float x, float y) { return x > y || x != x ? x : y; }
+
+template <typename Element>
+__device__ __forceinline__ float quotient(float x, float y) {
+    return rounded<Element>(__fdiv_rn(x, y));
+}
+
+// The nearest integer in a range. NaN is taken for zero.
+__device__ __forceinline__ int whole(float x, int least, int most) { return max(least, min(most, __float2int_rn(x))); }
+
+__device__ __forceinline__ void put(Bfloat16& to, float x) { to.bits = __float_as_uint(x) >> 16; }
+__device__ __forceinline__ void put(Float16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+__device__ __forceinline__ void put(float& to, float x) { to = x; }
+
+// A group's scale, and the unsigned value that stands for zero. Each rule makes them of the least and the greatest
+// number, as memory/quantize.py and memory/round_to_nearest.py have it.
+template <int kNumBits>
+struct Group {
+    static constexpr int kBits = kNumBits, kPerWord = 32 / kBits, kHalf = 1 << (kBits - 1), kMost = 2 * kHalf - 1;
+    float scale;
+    int zero;
+    // The place in a word of what the kth of neighbouring rows has.
+    static __device__ __forceinline__ int place(int k) { return k; }
+};
+
+template <typename Element, int kBits>
+struct GroupOfCompressedTensors : Group<kBits> {
+    static constexpr bool kTransposed = false, kAlongRows = false;
+    using Its = Group<kBits>;
+    __device__ GroupOfCompressedTensors(float scale, int zero) : Its{scale, zero} {}
+    static __device__ GroupOfCompressedTensors of(float least, float most, bool symmetric) {
+        least = lesser(least, 0.0f);
+        most = greater(most, 0.0f);
+        int zero = 0;
+        float scale;
+        if (symmetric) {
+            scale = quotient<Element>(greater(fabsf(least), most), 0.5f * Its::kMost);
+        } else {
+            scale = quotient<Element>(rounded<Element>(__fsub_rn(most, least)), Its::kMost);
+            const float shift = rounded<Element>(__fsub_rn(-Its::kHalf, quotient<Element>(least, scale)));
+            zero = whole(shift, -Its::kHalf, Its::kHalf - 1);
+        }
+        return {scale == 0.0f ? epsilon<Element>() : scale, zero + Its::kHalf};
+    }
+    __device__ uint32 value(float x) const {
+        const float shifted = rounded<Element>(__fadd_rn(quotient<Element>(x, Its::scale), Its::zero - Its::kHalf));
+        return whole(shifted, -Its::kHalf, Its::kHalf - 1) + Its::kHalf;
+    }
+};
+
+template <typename Element, int kBits>
+struct GroupOfGptq : Group<kBits> {
+    static constexpr bool kTransposed = true, kAlongRows = false;
+    using Its = Group<kBits>;
+    __device__ GroupOfGptq(float scale, int zero) : Its{scale, zero} {}
+    static __device__ GroupOfGptq of(float least, float most, bool) {
+        const float above = fabsf(quotient<Element>(most, Its::kHalf - 1));
+        const float scale = greater(above, fabsf(quotient<Element>(least, -Its::kHalf)));
+        return {scale == 0.0f ? epsilon<Element>() : scale, Its::kHalf};
+    }
+    __device__ uint32 value(float x) const {
+        const int steps = whole(quotient<Element>(x, Its::scale), -Its::kMost, Its::kMost);
+        return max(0, min(Its::kMost, steps + Its::zero));
+    }
+};
+
+template <typename Element, int kBits>
+struct GroupOfAwq : GroupOfGptq<Element, kBits> {
+    static constexpr bool kAlongRows = true;
+    using Its = Group<kBits>;
+    __device__ GroupOfAwq(float scale, int zero) : GroupOfGptq<Element, kBits>(scale, zero) {}
+    static __device__ GroupOfAwq of(float least, float most, bool) {
+        least = lesser(least, 0.0f);
+        const float range = rounded<Element>(__fsub_rn(greater(most, 0.0f), least));
+        const float scale = quotient<Element>(greater(range, rounded<Element>(1e-5f)), Its::kMost);
+        return {scale, whole(fabsf(quotient<Element>(least, scale)), 0, Its::kMost)};
+    }
+    static __device__ __forceinline__ int place(int k) { return k / 2 + k % 2 * 4; }
+};
+
+// A matrix whose groups divide its columns. If zero_points is null, all groups have the rule's own.
+template <typename Rule, typename Element>
+struct Grouped {
+    const Element* source;
+    int64 rows, columns, group, across;  // across: groups of a row
+    Element* scales;
+    uint32* zero_points;
+
+    // Where scales are stored; or zero points, by words of rows.
+    __device__ __forceinline__ int64 place(int64 row, int64 nth, int64 num_rows) const {
+        return Rule::kTransposed ? nth * num_rows + row : row * across + nth;
+    }
+    __device__ __forceinline__ uint32& zeros(int64 row, int64 nth) const {
+        return zero_points[place(row / Rule::kPerWord, nth, rows / Rule::kPerWord)];
+    }
+    __device__ __forceinline__ Rule of(int64 row, int64 nth) const {
+        int zero = Rule::kHalf;
+        if (zero_points) {
+            const int shift = Rule::kBits * Rule::place(row % Rule::kPerWord);
+            zero = zeros(row, nth) >> shift & Rule::kMost;
+        }
+        return {widened(scales[place(row, nth, rows)]), zero};
+    }
+    template <int kCount>
+    __device__ __forceinline__ bool has_units() const {
+        constexpr int kNbytes = kCount * sizeof(Element);
+        return ((columns | group) * sizeof(Element) | reinterpret_cast<int64>(source)) % kNbytes == 0;
+    }
+};
+
+constexpr int kStrip = kQuantizers / 32;  // rows of a block that finds scales: one for each warp
+constexpr int kChunk = 32;  // groups of such a row; both are in weightsync/memory/group_kernels.py, too
+
+// Finds the scales of a block's groups, and packs their zero points. Neighbouring lanes look at one group.
+template <int kCount, typename Rule, typename Element>
+__device__ __forceinline__ void find_scales(const Grouped<Rule, Element>& matrix, unsigned char (*zeros)[kStrip]) {
+    using Neighbours = Few<Element, kCount>;
+    const uint32 num_units = matrix.group / kCount, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32 lanes = 1;
+    while (lanes < 32 && lanes < num_units) lanes *= 2;
+    const uint32 chunks = (matrix.across - 1) / kChunk + 1;
+    const int64 top = blockIdx.x / chunks * kStrip, row = top + warp, first = blockIdx.x % chunks * kChunk;
+    for (uint32 nth = lane / lanes; nth < kChunk; nth += 32 / lanes) {
+        const bool is_inside = row < matrix.rows && first + nth < matrix.across;
+        float least = __uint_as_float(0x7f800000u), most = -least;
+        if (is_inside) {
+            const Element* source = matrix.source + row * matrix.columns + (first + nth) * matrix.group;
+            const auto* units = reinterpret_cast<const typename Neighbours::Type*>(source);
+#pragma unroll 4
+            for (uint32 i = lane % lanes; i < num_units; i += lanes) {
+                const Neighbours few(units[i]);
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) {
+                    const float x = widened(Bits<Element>::element(few.bits(k)));
+                    least = lesser(least, x);
+                    most = greater(most, x);
+                }
+            }
+        }
+        for (uint32 apart = lanes / 2; apart > 0; apart /= 2) {
+            least = lesser(least, __shfl_xor_sync(0xffffffffu, least, apart));
+            most = greater(most, __shfl_xor_sync(0xffffffffu, most, apart));
+        }
+        if (lane % lanes == 0) {
+            const Rule its = Rule::of(least, most, matrix.zero_points == nullptr);
+            if (is_inside) put(matrix.scales[matrix.place(row, first + nth, matrix.rows)], its.scale);
+            zeros[nth][warp] = is_inside ? its.zero : 0;
+        }
+    }
+    if (!matrix.zero_points) return;
+    __syncthreads();
+    const uint32 nth = threadIdx.x % kChunk, word = threadIdx.x / kChunk * Rule::kPerWord;
+    if (word >= kStrip || top + word >= matrix.rows || first + nth >= matrix.across) return;
+    uint32 packed = 0;
+#pragma unroll
+    for (int k = 0; k < Rule::kPerWord; ++k) {
+        packed |= static_cast<uint32>(zeros[nth][word + k]) << (Rule::kBits * Rule::place(k));
+    }
+    matrix.zeros(top + word, first + nth) = packed;
+}
+
+constexpr int kTileRows = 64, kTileColumns = 128;  // `_TILE` in weightsync/memory/group_kernels.py
+
+// Makes the words of a tile. Each holds neighbouring columns of a row, of one group.
+template <int kCount, typename Rule, typename Element>
+__device__ __forceinline__ void pack_columns(const Grouped<Rule, Element>& matrix, uint32* words, uint32* shared) {
+    using Neighbours = Few<Element, kCount>;
+    constexpr int kAcross = kTileColumns / Rule::kPerWord, kPitch = kTileRows + 1;
+    const int64 num_words = (matrix.columns - 1) / Rule::kPerWord + 1;
+    const uint32 tiles = (num_words - 1) / kAcross + 1;
+    const int64 top = blockIdx.x / tiles * kTileRows, left = blockIdx.x % tiles * kAcross;
+    for (uint32 i = threadIdx.x; i < kTileRows * kAcross; i += kQuantizers) {
+        const int64 row = top + i / kAcross, nth = left + i % kAcross, column = nth * Rule::kPerWord;
+        if (row >= matrix.rows || nth >= num_words) continue;
+        const Rule its = matrix.of(row, static_cast<uint32>(column) / static_cast<uint32>(matrix.group));
+        const Element* source = matrix.source + row * matrix.columns + column;
+        uint32 word = 0;
+#pragma unroll
+        for (int k = 0; k < Rule::kPerWord; k += kCount) {
+            if (column + k >= matrix.columns) break;
+            const Neighbours few(*reinterpret_cast<const typename Neighbours::Type*>(source + k));
+#pragma unroll
+            for (int each = 0; each < kCount; ++each) {
+                const float x = widened(Bits<Element>::element(few.bits(each)));
+                word |= its.value(x) << (Rule::kBits * (k + each));
+            }
+        }
+        if constexpr (Rule::kTransposed) {
+            shared[i % kAcross * kPitch + i / kAcross] = word;
+        } else {
+            words[row * num_words + nth] = word;
+        }
+    }
+    if constexpr (Rule::kTransposed) {
+        __syncthreads();
+        for (uint32 i = threadIdx.x; i < kTileRows * kAcross; i += kQuantizers) {
+            const int64 row = top + i % kTileRows, nth = left + i / kTileRows;
+            if (row >= matrix.rows || nth >= num_words) continue;
+            words[nth * matrix.rows + row] = shared[i / kTileRows * kPitch + i % kTileRows];
+        }
+    }
+}
+
+// The same for words that hold neighbouring rows of a column. They divide the rows.
+template <typename Rule, typename Element>
+__device__ __forceinline__ void pack_rows(const Grouped<Rule, Element>& matrix, uint32* words, uint32* shared) {
+    constexpr int kDown = kTileRows / Rule::kPerWord, kPitch = kDown + 1;
+    const int64 num_words = matrix.rows / Rule::kPerWord;
+    const uint32 tiles = (matrix.columns - 1) / kTileColumns + 1;
+    const int64 top = blockIdx.x / tiles * kDown, left = blockIdx.x % tiles * kTileColumns;
+    for (uint32 i = threadIdx.x; i < kTileColumns * kDown; i += kQuantizers) {
+        const int64 nth = top + i / kTileColumns, column = left + i % kTileColumns, row = nth * Rule::kPerWord;
+        if (nth >= num_words || column >= matrix.columns) continue;
+        const uint32 group = static_cast<uint32>(column) / static_cast<uint32>(matrix.group);
+        uint32 word = 0;
+#pragma unroll
+        for (int k = 0; k < Rule::kPerWord; ++k) {
+            const float x = widened(matrix.source[(row + k) * matrix.columns + column]);
+            word |= matrix.of(row + k, group).value(x) << (Rule::kBits * Rule::place(k));
+        }
+        shared[i % kTileColumns * kPitch + i / kTileColumns] = word;
+    }
+    __syncthreads();
+    for (uint32 i = threadIdx.x; i < kTileColumns * kDown; i += kQuantizers) {
+        const int64 nth = top + i % kDown, column = left + i / kDown;
+        if (nth >= num_words || column >= matrix.columns) continue;
+        words[column * num_words + nth] = shared[i / kDown * kPitch + i % kDown];
+    }
+}
+
+template <typename Rule, typename Element>
+__device__ __forceinline__ void pack_tile(const Grouped<Rule, Element>& matrix, uint32* words, uint32* shared) {
+    constexpr int kMost = 16 / sizeof(Element), kCount = kMost < Rule::kPerWord ? kMost : Rule::kPerWord;
+    if constexpr (Rule::kAlongRows) {
+        pack_rows(matrix, words, shared);
+    } else if (matrix.template has_units<kCount>()) {
+        pack_columns<kCount>(matrix, words, shared);
+    } else {
+        pack_columns<1>(matrix, words, shared);
+    }
+}
+
+#define PACK_GROUPS(rule, Rule, kBits, dtype, Element)                                                    \
+    extern "C" __global__ void __launch_bounds__(kQuantizers, 6) rule##_scales_int##kBits##_##dtype(      \
+        const Element* source, int64 rows, int64 columns, int64 group, Element* scales,                   \
+        uint32* zero_points) {                                                                            \
+        __shared__ unsigned char zeros[kChunk][kStrip];                                                   \
+        const Grouped<Rule<Element, kBits>, Element> matrix{                                              \
+            source, rows, columns, group, columns / group, scales, zero_points};                          \
+        constexpr int kCount = 16 / sizeof(Element);                                                      \
+        if (matrix.has_units<kCount>()) {                                                                 \
+            find_scales<kCount>(matrix, zeros);                                                           \
+        } else {                                                                                          \
+            find_scales<1>(matrix, zeros);                                                                \
+        }                                                                                                 \
+    }                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kQuantizers) rule##_words_int##kBits##_##dtype(          \
+        const Element* source, int64 rows, int64 columns, int64 group, Element* scales,                   \
+        uint32* zero_points, uint32* words) {                                                             \
+        __shared__ uint32 shared[kTileColumns * kTileRows * kBits / 32 + kTileColumns];                   \
+        const Grouped<Rule<Element, kBits>, Element> matrix{                                              \
+            source, rows, columns, group, columns / group, scales, zero_points};                          \
+        pack_tile(matrix, words, shared);                                                                 \
+    }
+
+#if defined(KERNEL_compressed_scales_int4_bfloat16) || defined(KERNEL_compressed_words_int4_bfloat16)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 4, bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_compressed_scales_int4_float16) || defined(KERNEL_compressed_words_int4_float16)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 4, float16, Float16)
+#endif
+#if defined(KERNEL_compressed_scales_int4_float32) || defined(KERNEL_compressed_words_int4_float32)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 4, float32, float)
+#endif
+#if defined(KERNEL_compressed_scales_int8_bfloat16) || defined(KERNEL_compressed_words_int8_bfloat16)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 8, bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_compressed_scales_int8_float16) || defined(KERNEL_compressed_words_int8_float16)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 8, float16, Float16)
+#endif
+#if defined(KERNEL_compressed_scales_int8_float32) || defined(KERNEL_compressed_words_int8_float32)
+PACK_GROUPS(compressed, GroupOfCompressedTensors, 8, float32, float)
+#endif
+#if defined(KERNEL_gptq_scales_int4_bfloat16) || defined(KERNEL_gptq_words_int4_bfloat16)
+PACK_GROUPS(gptq, GroupOfGptq, 4, bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_gptq_scales_int4_float16) || defined(KERNEL_gptq_words_int4_float16)
+PACK_GROUPS(gptq, GroupOfGptq, 4, float16, Float16)
+#endif
+#if defined(KERNEL_gptq_scales_int4_float32) || defined(KERNEL_gptq_words_int4_float32)
+PACK_GROUPS(gptq, GroupOfGptq, 4, float32, float)
+#endif
+#if defined(KERNEL_gptq_scales_int8_bfloat16) || defined(KERNEL_gptq_words_int8_bfloat16)
+PACK_GROUPS(gptq, GroupOfGptq, 8, bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_gptq_scales_int8_float16) || defined(KERNEL_gptq_words_int8_float16)
+PACK_GROUPS(gptq, GroupOfGptq, 8, float16, Float16)
+#endif
+#if defined(KERNEL_gptq_scales_int8_float32) || defined(KERNEL_gptq_words_int8_float32)
+PACK_GROUPS(gptq, GroupOfGptq, 8, float32, float)
+#endif
+#if defined(KERNEL_awq_scales_int4_bfloat16) || defined(KERNEL_awq_words_int4_bfloat16)
+PACK_GROUPS(awq, GroupOfAwq, 4, bfloat16, Bfloat16)
+#endif
+#if defined(KERNEL_awq_scales_int4_float16) || defined(KERNEL_awq_words_int4_float16)
+PACK_GROUPS(awq, GroupOfAwq, 4, float16, Float16)
+#endif
+#if defined(KERNEL_awq_scales_int4_float32) || defined(KERNEL_awq_words_int4_float32)
+PACK_GROUPS(awq, GroupOfAwq, 4, float32, float)
+#endif

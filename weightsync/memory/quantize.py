@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from weightsync.memory.division import divided
+from weightsync.memory.group_kernels import can_quantize_groups, quantize_groups
 from weightsync.memory.microscaling import microscale
 from weightsync.memory.quantize_kernels import can_quantize, quantize_into
 from weightsync.memory.round_to_nearest import round_to_nearest
@@ -48,6 +49,9 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         return
     if form.rule in MICROSCALING:
         yield from microscale(weight, form)
+        return
+    if can_quantize_groups(weight, form):
+        yield from quantize_groups(weight, form)
         return
     if form.rule in NEAREST:
         yield from round_to_nearest(weight, form)
