@@ -166,6 +166,7 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, double.__name__, double)
         monkeypatch.setattr(module, "box_table", DigestTable)
     monkeypatch.setattr(quantizing_reads, "SharedScaleTable", SharedScaleTable)
+    monkeypatch.setattr(quantizing_reads, "can_share_scale", lambda *_: True)
     for module in (quantizing_tables, quantizing_copy):
         monkeypatch.setattr(module, "CopyTable", CopyTable)
     monkeypatch.setattr(quantizing_copy, "MappedTrainers", MappedTrainers)

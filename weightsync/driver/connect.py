@@ -293,7 +293,7 @@ async def _attach(
     digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
-    _compare(plan, digests)
+    _compare(plan.digest(), digests)
     exports = _of_plan(exported(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
     cast = {engine: first_cast(engine, plan.tensors) for engine in set(layouts.joined.values())}
@@ -366,7 +366,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         raise tickets
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
-    _compare(plan, {named: [each.plan_digest for each in attached]})
+    _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
     served = exported(layouts, attached)
     await link_engine(fleet, member.holders, layouts, served, timeout_s)
     known = {flat.layout: flat for flat in connection.flat_layouts.values()}
@@ -394,8 +394,7 @@ async def _take_tickets(
     return list((await gather_named(calls, "adopt", config.timeout_s)).require().values())
 
 
-def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
-    wanted = plan.digest()
+def _compare(wanted: str, digests: Mapping[str, list[str]]) -> None:
     for name, found in digests.items():
         for digest in found:
             if digest != wanted:

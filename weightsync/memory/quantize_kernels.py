@@ -33,19 +33,15 @@ def has_float8(weight: torch.Tensor) -> bool:
 
 
 def can_quantize(weight: torch.Tensor, form: Format) -> bool:
-    """Whether a matrix is quantised here: on a GPU with float8, to 8 bits, with a scale for blocks.
+    """Whether `quantize_into` takes a matrix: on a GPU with float8, to 8 bits, with a scale for blocks."""
+    fits = form.block[0] > 0 and math.prod(_block(weight, form)) <= _MOST_NUMEL
+    return fits and form.rule not in TOGETHER and has_kernel(weight, form)
 
-    Those of rules in `TOGETHER` are, by `SharedScaleTable`, if each is one block.
-    """
-    if not (has_float8(weight) and weight.dtype in DTYPES and weight.is_contiguous()):
-        return False
-    is_shared = form.rule in TOGETHER
-    fits = (
-        math.prod(form.grid(weight.shape)) == 1
-        if is_shared
-        else math.prod(_block(weight, form)) <= _MOST_NUMEL
-    )
-    return fits and weight.numel() > 0 and _kernel(weight.dtype, form) != ""
+
+def has_kernel(weight: torch.Tensor, form: Format) -> bool:
+    """Whether a `QuantizedMatrix` can be made of a matrix, if its blocks fit."""
+    is_held = has_float8(weight) and weight.is_contiguous() and weight.numel() > 0
+    return is_held and weight.dtype in DTYPES and _kernel(weight.dtype, form) != ""
 
 
 def quantize_into(weight: torch.Tensor, form: Format, values: torch.Tensor, scales: torch.Tensor) -> None:
@@ -122,7 +118,7 @@ class QuantizedMatrix:
     ) -> QuantizedMatrix:
         """
         Args:
-            weight: [rows, columns], which `can_quantize` accepts.
+            weight: [rows, columns], which `has_kernel` accepts.
             values: [rows, columns], contiguous, of a dtype of 8 bits.
             scales: float32, contiguous, of as many elements as ``form.grid(weight.shape)`` has.
             digests: to add to, if any.

@@ -14,8 +14,8 @@ import torch
 from weightsync.memory.digests import BoxPart, box_table
 from weightsync.memory.launch_graph import LaunchGraph
 from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
-from weightsync.memory.quantizing_tables import require_kernel
-from weightsync.memory.shared_scale_table import SharedScaleTable
+from weightsync.memory.quantizing_tables import NoKernelError, require_kernel
+from weightsync.memory.shared_scale_table import SharedScaleTable, can_share_scale
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import typed
 from weightsync.plan import Plan, Segment
@@ -181,7 +181,10 @@ class QuantizingReads:
         form, scales, meta = read.form, read.scales, self._plan.tensors[read.tensor]
         assert form
         assert scales
-        require_kernel(meta, matrix, form)
+        if not read.shares:
+            require_kernel(meta, matrix, form)
+        elif not can_share_scale(matrix, form):
+            raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
         digests = MatrixDigests(
             read.tensor,
             meta.shape[-1],

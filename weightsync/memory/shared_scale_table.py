@@ -18,12 +18,18 @@ from weightsync.memory import cuda
 from weightsync.memory.device_factors import lanes_on_device, rows_on_device
 from weightsync.memory.digest_factors import COLUMNS
 from weightsync.memory.kernels import num_blocks_on_device
-from weightsync.memory.quantize_kernels import QuantizedMatrix
+from weightsync.memory.quantize_kernels import QuantizedMatrix, has_kernel
+from weightsync.plan.formats import TOGETHER, Format
 
 _NUM_THREADS = 256  # kQuantizers in kernels.cu
 _FINDERS, _MAKERS = 4, 3  # blocks per processor, as registers allow
 _PIECE_NBYTES = 32 << 10  # what the registers of a block hold
 _LEAST_COLUMNS = 512
+
+
+def can_share_scale(weight: torch.Tensor, form: Format) -> bool:
+    """Whether a `SharedScaleTable` takes a matrix: on a GPU with float8, of one block."""
+    return form.rule in TOGETHER and math.prod(form.grid(weight.shape)) == 1 and has_kernel(weight, form)
 
 
 class SharedScaleTable:

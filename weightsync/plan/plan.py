@@ -174,14 +174,17 @@ class Plan:
         most = min(self.bucket_bytes, self.total_nbytes + RUN_ALIGN) // RUN_ALIGN * RUN_ALIGN
         return self.max_bucket_nbytes or most
 
-    def digest(self) -> str:
-        """Return the SHA-256, in hexadecimal, of everything that the members must agree on."""
+    def digest(self, content: str = "") -> str:
+        """Return the SHA-256, in hexadecimal, of everything that the members must agree on.
+
+        `content`: what `content()` returns, if it is known.
+        """
         header = {
             "epoch": self.epoch,
             "holders": self.members.num_holders,
             "trainers": self.members.trainers,
             "engines": sorted(self.members.engines),
-            "content": self.content(),
+            "content": content or self.content(),
         }
         return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
