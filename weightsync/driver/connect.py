@@ -159,7 +159,8 @@ async def _open(
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, exported in served.items():
             failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
-            await router.add(name, layouts.joined[name], exported, failed, converts)
+            router.join(name, layouts.joined[name], exported, failed, converts)
+            await router.plan_reads(name)
             if not router.suffices:
                 raise TransportError(
                     f"engine {name} could read the trainers' memory directly in a trial, and now cannot: "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_group import EngineGroup
@@ -37,6 +38,14 @@ class LateReads:
             task = asyncio.create_task(self._plan_between_updates(connected, name), name=name)
             self._tasks.add(task)
             task.add_done_callback(self._ended)
+
+    @asynccontextmanager
+    async def after(self, connected: Callable[[], Connection], name: str) -> AsyncIterator[None]:
+        """Run the body, and then `begin`, also if it fails."""
+        try:
+            yield
+        finally:
+            self.begin(connected, name)
 
     async def finish(self, connection: Connection) -> bool:
         """Plan the reads of all engines that take part in an update. Must hold the exclusive lock.

@@ -90,19 +90,8 @@ class Refiller:
             GaveWayError: an update stopped it, or brought the engine that version.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
-        try:
-            return await self._refill(connected, committed, name, clock)
-        finally:
-            self.late_reads.begin(connected, name)
-
-    async def _refill(
-        self,
-        connected: Callable[[], Connection],
-        committed: Callable[[], int],
-        name: str,
-        clock: PhaseClock,
-    ) -> Refilled:
         async with (
+            self.late_reads.after(connected, name),
             self._turn(connected(), committed, name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):

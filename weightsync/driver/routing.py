@@ -121,18 +121,6 @@ class Router:
         self._joining: dict[str, _Joining] = {}
         self._parts: list[tuple[Sequence[LayoutTable], Layout]] = []
 
-    async def add(
-        self,
-        name: str,
-        engine: Layout,
-        exports: Served,
-        failed: str = "",
-        converts: str = "",
-    ) -> None:
-        """Route an engine, as `join` and then `plan_reads`. Raises their errors."""
-        self.join(name, engine, exports, failed, converts)
-        await self.plan_reads(name)
-
     def join(
         self,
         name: str,
@@ -182,7 +170,7 @@ class Router:
         except WeightSyncError:
             self._joining.pop(name, None)
             raise
-        self._joining.pop(name, None)
+        self._joining.pop(name, None)  # not if it was cancelled: the next update begins anew
 
     async def _plan_reads(self, name: str, joining: _Joining) -> None:
         devices = [each.device for each in joining.exports if each]
