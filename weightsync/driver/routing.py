@@ -199,6 +199,7 @@ class Router:
             logger.info("[engine %s] takes whole tensors in each update: %s", name, reason)
         else:
             self._quantised[name] = converts
+            self._ready |= {name} if all(each.takes_parts for each in live) else set()
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`.

@@ -69,11 +69,11 @@ class WholeLoads:
     def attach(self) -> LiveMemory | None:
         """Export the live parameters, if a copy of them can bring them back, and prepare to quantise."""
         export = self._export()
-        if self._exported is None:
+        if export is None or self._exported is None:
             self._prepare_tables()
-        else:
-            self._allow()
-        return export
+            return export
+        self._allow()
+        return replace(export, takes_parts=self._takes_parts)
 
     def load(self, attempt: int, timeout_s: float) -> Loaded:
         """Take one attempt's buckets, or what the holder made of them."""
@@ -97,7 +97,7 @@ class WholeLoads:
             are_copied=sink.is_copied,
             are_compared=sink.quantized is not None or self._shown_places() is not None,
             are_parts=sink.quantized is not None and sink.quantized.are_parts,
-            takes_parts=self._is_allowed and self._reads is not None,
+            takes_parts=self._takes_parts,
         )
 
     def _export(self) -> LiveMemory | None:
@@ -132,6 +132,10 @@ class WholeLoads:
         if self._exported is not None and self._shown_places() is self._exported:
             self._feed.allow_writing()
             self._is_allowed = True
+
+    @property
+    def _takes_parts(self) -> bool:
+        return self._is_allowed and self._reads is not None
 
     def _prepare_next(self, by_holder: bool) -> None:
         """Have the holder quantise from the next load on, or do it here if the holder did not."""

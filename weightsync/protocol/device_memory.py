@@ -212,12 +212,14 @@ class LiveMemory:
         memory: its parameters.
         reads: for the driver, the boxes of the plan's tensors that the holder needs to quantise. None if it
             needs whole tensors. The holder finds them by itself, see `StoredExport.reads`.
+        takes_parts: whether the holder may write what it makes of `reads`: `places` were shown to be right.
     """
 
     kind: str
     memory: DeviceMemory
     places: StoredTable | None = None
     reads: LayoutTable | None = None
+    takes_parts: bool = False
 
     @property
     def device(self) -> str:
@@ -225,7 +227,7 @@ class LiveMemory:
         return self.memory.owners[0][0]
 
     def export(self, layout: LayoutTable | None) -> LiveExport:
-        """Return the same with an object for each place, without `reads`. Ignores `layout`."""
+        """Return the same with an object for each place, for the holder. Ignores `layout`."""
         return LiveExport(self.kind, self.memory, self.places.export() if self.places else None)
 
 
