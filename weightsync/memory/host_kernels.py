@@ -6,13 +6,17 @@ some seconds.
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 from weightsync.memory.digest_factors import GOLDEN, WORD_KINDS
@@ -31,12 +35,28 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Numba's cache of a function, for processes that compile it at the same time.
+
+    Numba numbers files by an index that it reads and then writes. Two processes with code for different types
+    took the same number, and a third one loaded the wrong code.
+    """
+
+    def save_overload(self, sig: object, data: object) -> None:
+        """Save compiled code, after other processes that do."""
+        folder = Path(self.cache_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "weightsync.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
 def _compiled(function: _Function) -> _Function:
-    try:
-        made: _Function = njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder is writable
-        made = njit(nogil=True)(function)
-    return made
+    made = njit(nogil=True)(function)
+    with suppress(RuntimeError):  # no folder is writable
+        made._cache = _Cache(function)  # as `cache=True` does, with another class
+    compiled: _Function = made
+    return compiled
 
 
 def _pointer(dtype: Any) -> Any:  # noqa: ANN401 (numba's types)
