@@ -21,8 +21,9 @@ logger = logging.getLogger("weightsync.driver.late_reads")
 class LateReads:
     """Plans what adopted engines read from trainers, between updates: no refill needs it.
 
-    An update waits for what has begun, and plans the rest itself. An engine whose reads cannot be planned
-    takes broadcasts. If the plan has no buckets for them, the next update connects the fleet again.
+    An update waits for reads that are being planned, and plans the others itself. An engine whose reads
+    cannot be planned takes broadcasts. If the plan has no buckets for them, the next update connects the
+    fleet again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Quantises matrices that share one scale with others, on a GPU, and digests what is read and what is made.
 
-One kernel finds the greatest magnitudes, another makes values and scales. Both read each element once. If its
-owner writes it meanwhile, `changed` finds scales that are not of the values: digests are of these alone.
+One kernel finds the greatest magnitudes, another makes values and scales. Both read each element once. If a
+trainer writes it in between, a scale may not fit its values. Digests do not show that, but `changed` does.
 """
 
 from __future__ import annotations

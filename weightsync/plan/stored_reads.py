@@ -96,8 +96,8 @@ def stored_reads(
         formats: of what has to be quantised, by the name of its weight.
 
     Raises:
-        PlanError: names a tensor that has to come whole, since the rank keeps a part of a block or of what
-            shares a scale, or what is stored of it lies in several places or in between others.
+        PlanError: names a tensor that has to come whole: the rank keeps a part of a block, or not all
+            matrices that share a scale, or what is stored lies in several places or in between others.
     """
     shapes = {meta.name: meta.shape for meta in tensors}
     places = _Places(stored, dtypes)
