@@ -9,7 +9,8 @@
 
 One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
 GPUs. All ways update that engine in turns, round after round. Each update begins with new weights in the
-trainers and 0xFF in the engine's, and every element is compared after it. Neither is timed.
+trainers and 0xFF in the engine's, and every element is compared after it. Neither is timed. Of engines that
+convert weights, as quantised ones do, neither is done: updates compare digests.
 
 Ways:
   per-tensor              SGLang: ``update_weights_from_tensor``, a CUDA IPC handle for each tensor, all in
