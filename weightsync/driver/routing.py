@@ -170,7 +170,7 @@ class Router:
         except WeightSyncError:
             self._joining.pop(name, None)
             raise
-        self._joining.pop(name, None)  # not if it was cancelled: the next update begins anew
+        self._joining.pop(name, None)  # one that was cancelled stays, for the next update
 
     async def _plan_reads(self, name: str, joining: _Joining) -> None:
         devices = [each.device for each in joining.exports if each]

@@ -43,12 +43,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """
 
     def save_overload(self, sig: object, data: object) -> None:
-        """Save compiled code, after other processes that do."""
+        """Save compiled code, after other processes that do. It is not kept where that fails."""
         folder = Path(self.cache_path)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "weightsync.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            super().save_overload(sig, data)
+        with suppress(OSError):  # such as a full disk, or a file system without locks
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "weightsync.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                super().save_overload(sig, data)
 
 
 def _compiled(function: _Function) -> _Function:

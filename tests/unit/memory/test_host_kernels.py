@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -32,6 +33,18 @@ def test_without_a_writable_folder_each_process_compiles(monkeypatch: pytest.Mon
     with np.errstate(over="ignore"):
         found = kept(words, starts, 8, column_factors(1), 1)
     assert found == host_kernels.digest(words, starts, 8, column_factors(1), 1)
+
+
+def test_code_that_cannot_be_kept_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(host_kernels.fcntl, "flock", flock)
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    made: Any = host_kernels._compiled(host_kernels._count_words.py_func)
+    assert made(np.array([7, 1, 7], np.uint8), 7) == 2
+    assert Path(made.stats.cache_path).is_relative_to(tmp_path)
+    assert [*tmp_path.rglob("*.nb?")] == []
 
 
 COMPILES = """
