@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -103,18 +103,15 @@ class EngineCalls(Claimable):
                 self._engine.use_prefix_cache(prefix_cache)
             return attached
 
-        joins = any(ticket.joins for ticket in tickets)
-        begun = None if joins else on_daemon(partial(EngineDigests, plan, layouts), "weightsync-digests")
         attached = await asyncio.to_thread(attach)
 
-        def finish() -> EngineDigests:
-            digests = begun.result() if begun else EngineDigests(plan, layouts)
+        def prepare() -> EngineDigests:
+            digests = EngineDigests(plan, layouts)
             digests.attach(attached)
             return digests
 
-        self._digests = on_daemon(finish, "weightsync-digests")
-        if begun:  # else the first load waits for it: the engine is to serve soon
-            await asyncio.wrap_future(self._digests)
+        # The first load waits for it, not the driver: an engine that joins is to serve soon.
+        self._digests = on_daemon(prepare, "weightsync-digests")
         return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:

@@ -182,7 +182,7 @@ class EngineRank(Destination):
         if self._feed is not None:
             self._feed.close()
         self._feed = EngineFeed.open(ticket, plan, timeout_s)
-        self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots, late=ticket.joins)
+        self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots, late=True)
         return Attached(self._feed.plan_digest, self._writer.export())
 
     def answer_loads(self, address: str) -> None:
@@ -230,8 +230,8 @@ class RankActors:
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         if not self._pipes:
             self._pipes = [_connect(rank) for rank in self._ranks]
-        pairs = zip(self._ranks, tickets, strict=True)
-        return _answers([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
+        pairs, shared = zip(self._ranks, tickets, strict=True), ray.put(plan)
+        return _answers([rank.attach.remote(shared, ticket, timeout_s) for rank, ticket in pairs])
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Do nothing: no request runs."""

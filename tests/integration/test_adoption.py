@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tests.hosts_fleet import Engine, Hosts, drive
-from tests.live_fleet import CONFIG, commit, lose
+from tests.hosts_fleet import Engine, Hosts, Staging, drive
+from tests.live_fleet import CONFIG, commit
 from tests.patience import patient
 from weightsync.errors import PlanError
 from weightsync.holder.holder import Holder
@@ -19,27 +19,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.messages import Attached, FeedTicket
 
 NEAR = {"e0": "a", "e1": "a"}
-
-
-def test_a_rank_learns_from_its_holder_that_it_joins() -> None:
-    async def work(loop: Hosts) -> None:
-        attach, joins = Engine.attach, dict[str, bool]()
-
-        def noting(
-            engine: Engine, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-        ) -> Sequence[Attached]:
-            joins.update({ticket.engine: ticket.joins for ticket in tickets})
-            return attach(engine, plan, tickets, timeout_s)
-
-        with mock.patch.object(Engine, "attach", noting):
-            await commit(loop)
-            assert joins == {"e0": False, "e1": False}
-            await lose(loop, "e1")
-            assert joins == {"e0": False, "e1": True}
-            await loop.controller.connect()
-            assert joins == {"e0": False, "e1": False}
-
-    drive(work, "a", NEAR, CONFIG)
 
 
 def test_holders_prepare_for_an_engine_while_it_lays_out_its_memory() -> None:
@@ -64,7 +43,7 @@ def test_holders_prepare_for_an_engine_while_it_lays_out_its_memory() -> None:
     drive(work, "a", NEAR, CONFIG)
 
 
-def test_the_memory_of_an_engine_before_is_let_go_while_the_next_one_attaches() -> None:
+def test_the_memory_of_an_engine_before_is_used_no_more_and_unmapped_once_the_next_one_is_filled() -> None:
     async def work(loop: Hosts) -> None:
         await commit(loop)
         attach, targets = Engine.attach, list[object]()
@@ -76,11 +55,18 @@ def test_the_memory_of_an_engine_before_is_let_go_while_the_next_one_attaches() 
             targets.append(loop.holders[holder].staging.target)
             return attach(engine, plan, tickets, timeout_s)
 
-        with mock.patch.object(Engine, "attach", noting):
+        with (
+            mock.patch.object(Engine, "attach", noting),
+            mock.patch.object(Staging, "unmap_forgotten") as unmap,
+        ):
             loop.respawn("e1")
             await loop.controller.adopt("e1")
-        assert targets == [{}]
-        assert await loop.update(2) == {"e0": "direct", "e1": "direct"}
+            assert targets == [{}]
+            assert not unmap.called, "it would hold up the rank that exports its memory"
+            await loop.controller.refill("e1")
+            assert unmap.call_count == 1
+            assert await loop.update(2) == {"e0": "direct", "e1": "direct"}
+            assert unmap.call_count == 3, "once for each holder"
 
     drive(work, "a", NEAR, CONFIG)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -201,42 +201,91 @@ def test_a_holder_is_ready_until_its_device_fails(monkeypatch: pytest.MonkeyPatc
         Holder("holder 0", "127.0.0.1", device="cuda:0").ready()
 
 
-def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of allocations that are mapped now. One that is called ``gone`` cannot be mapped."""
+    names: list[str] = []
 
     class Mapped:
-        def __init__(self, name: str) -> None:
-            self.name, self.tensor = name, torch.empty(8, dtype=torch.uint8)
+        def __init__(self, handle: DeviceHandle) -> None:
+            self.name, self.tensor = handle.ipc.decode(), torch.empty(handle.nbytes, dtype=torch.uint8)
+            names.append(self.name)
 
         @classmethod
         def open(cls, handle: DeviceHandle) -> Mapped:
-            if handle.ipc == b"c":
+            if handle.ipc == b"gone":
                 raise TransportError("its process is gone")
-            opened.append(handle.ipc.decode())
-            return cls(opened[-1])
+            return cls(handle)
 
         def close(self) -> None:
-            opened.remove(self.name)
+            names.remove(self.name)
 
     monkeypatch.setattr(device, "DeviceBuffer", Mapped)
+    monkeypatch.setattr(device_staging, "CopyTable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return names
+
+
+def exported(*names: str) -> Export:
+    handles = {name: DeviceHandle("cuda:0", 1, name.encode(), 0, 8) for name in names}
+    return Export(LayoutTable.of(RankLayout((), ())), DeviceMemory.of(handles))
+
+
+def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(mapped: list[str]) -> None:
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
-    handles = {name: DeviceHandle("cuda:0", 1, name.encode(), 0, 8) for name in "abcd"}
-    export = Export(LayoutTable.of(RankLayout((), ())), DeviceMemory.of(handles))
     with pytest.raises(TransportError):
-        staging.connect(export)
+        staging.connect(exported("a", "b", "gone", "d"))
+    assert mapped == ["a", "b"]
     staging.close()
-    assert opened == []
+    assert mapped == []
 
 
-def test_an_allocation_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_mapped_as_it_is_filled_and_the_one_before_unmapped_afterwards(
+    mapped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmapping: list[Future[None]] = []
+    monkeypatch.setattr(device_staging, "on_daemon", lambda *args: unmapping.append(on_daemon(*args)))
+    staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
+
+    def fill() -> None:
+        assert staging.flat
+        for first in (0, 8):
+            staging.flat.load(torch.arange(8, dtype=torch.uint8), first)
+
+    staging.link(exported("a", "b"))
+    assert mapped == []
+    fill()
+    assert mapped == ["a", "b"]
+    staging.forget_engine()
+    assert staging.flat is None
+    staging.link(exported("c", "d"))
+    assert mapped == ["a", "b"]
+    fill()
+    assert mapped == ["a", "b", "c", "d"]
+    for _ in range(2):
+        staging.unmap_forgotten()
+    (ended,) = unmapping
+    ended.result(patient(10))
+    assert mapped == ["c", "d"]
+    staging.forget_engine()
+    staging.close()
+    assert mapped == []
+
+
+def test_an_allocation_is_mapped_once_for_all_its_tensors_when_one_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened: list[DeviceHandle] = []
+    closed: list[bytes] = []
 
     class Mapped:
         def __init__(self, handle: DeviceHandle) -> None:
             opened.append(handle)
             self.tensor = torch.arange(handle.nbytes, dtype=torch.uint8)
+
+        def close(self) -> None:
+            closed.append(opened[len(closed)].ipc)
 
         open = classmethod(lambda cls, handle: cls(handle))
 
@@ -245,13 +294,18 @@ def test_an_allocation_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.Mo
     handles = {
         name: DeviceHandle("cuda:0", 1, ipc, offset, nbytes) for name, (ipc, offset, nbytes) in at.items()
     }
-    buffers: list[device.DeviceBuffer] = []
-    memory = device.open_all(DeviceMemory.of(handles), buffers)
-    assert [(each.ipc, each.offset, each.nbytes) for each in opened] == [(b"one", 0, 14), (b"two", 0, 2)]
-    assert len(buffers) == 2
+    memory = device.MappedTensors(DeviceMemory.of(handles))
+    assert memory.nbytes == {"a": 3, "b": 2, "c": 5}
+    assert not opened, "nothing has used it"
+    assert memory["c"].tolist() == [*range(9, 14)]
+    assert [(each.ipc, each.offset, each.nbytes) for each in opened] == [(b"one", 0, 14)]
     assert {name: each.tolist() for name, each in memory.items()} == {
         name: [*range(offset, offset + nbytes)] for name, (_, offset, nbytes) in at.items()
     }
+    assert [each.ipc for each in opened] == [b"one", b"two"]
+    memory.close()
+    assert sorted(closed) == [b"one", b"two"]
+    assert "a" not in memory
 
 
 def test_slots_that_were_taken_before_memory_ran_out_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,11 @@ class HolderFeed:
         slots: tuple[Handle, ...],
         send_buffer: BufferHandle | None,
         trainer: int,
-        joins: bool = False,
     ) -> None:
         self._directory = PrivateDirectory()
         endpoint = f"ipc://{self._directory.path}/feed"
         self.ticket = FeedTicket(
-            holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer, joins
+            holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer
         )
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)

@@ -37,7 +37,8 @@ class LiveWriter:
         readable: whether there is memory behind the buffers' addresses now. A sleeping engine has none.
         views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
         casts: as `EngineFeed.casts`. Pieces are copied, not slots, and holders do not write the memory.
-        late: `export` starts what digests memory on a device, on another thread; the first load waits for it.
+        late: `export` will be called. It starts what digests memory on a device, on another thread, and the
+            first load waits for that.
     """
 
     @collector_paused

@@ -179,7 +179,7 @@ class Rank:
             readable=not asleep,
             views=self._feed.views,
             casts=casts,
-            late=ticket.joins,
+            late=not asleep,
         )
         export = None if asleep else self._writer.export()
         return Attached(self._feed.plan_digest, export, casts=casts)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.bucket_copies import bucket_rows
-from weightsync.memory.device import DeviceBuffer, open_all
+from weightsync.memory.device import DeviceBuffer, MappedTensors
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.piece_memory import SlotPieces
@@ -91,7 +92,7 @@ class DeviceStaging:
         self._filling, self._writing = _stream(), _stream()
         self._buffers = slots
         self._free: dict[int, torch.cuda.Event] = {}
-        self._mapped: list[DeviceBuffer] = []
+        self._trainer: MappedTensors | None = None
         self._pack: CopyTable | None = None
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
@@ -99,7 +100,8 @@ class DeviceStaging:
         self._stored: StoredExport | None = None
         self._places: StoredPlaces | None = None
         self._scratch: torch.Tensor | None = None
-        self._engine: list[DeviceBuffer] = []
+        self._engine: MappedTensors | None = None
+        self._forgotten: list[_Closes] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
         self._direct_copy: DirectCopy | QuantizingCopy | None = None
@@ -132,7 +134,7 @@ class DeviceStaging:
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        self.source = memory = open_all(trainer.memory, self._mapped)
+        self.source = memory = self._trainer = MappedTensors(trainer.memory)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
         cast = {
@@ -159,20 +161,25 @@ class DeviceStaging:
 
     @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
-        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
+        """Take the engine rank's memory for the previous one's, which is unmapped.
+
+        What no bucket is copied to is mapped when it is used: direct copies are planned later, and a refill
+        maps while it copies. Raises TransportError if memory cannot be mapped.
+        """
         self._let_go_of_engine()
+        self._engine = memory = MappedTensors(engine.memory) if engine else None
+        if engine and memory:
+            self.flat = FlatSnapshot(memory, memory.nbytes)
         if isinstance(engine, LiveExport):
-            memory = open_all(engine.memory, self._engine)
-            self.flat = FlatSnapshot(memory)
-            if engine.places:
+            if engine.places and memory:
                 self._prepare_to_quantize(engine.places, memory)
-        elif engine:
+        elif engine and memory:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            self.target, self._export = open_all(engine.memory, self._engine), engine
+            self.target, self._export = memory, engine
             segments = self._segments if starts else ()  # else a refill needs none
-            rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
+            address = self._address() if starts else {}
+            rows = bucket_rows(self._plan, segments, address, starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
-            self.flat = FlatSnapshot(self.target)
             buckets = range(self._plan.num_buckets if starts else 0)
             self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
 
@@ -330,12 +337,13 @@ class DeviceStaging:
         torch.cuda.synchronize()
         self._pack, self._casts = None, {}
         self._let_go_of_engine()
-        for buffer in self._mapped:
-            buffer.close()
-        self.source = {}
+        if self._trainer:
+            self._trainer.close()
+        _close_all(self._forgotten)
+        self.source, self._trainer, self._forgotten = {}, None, []
         for target in self._targets:
             target.close()
-        self._mapped, self._targets = [], []
+        self._targets = []
 
     @property
     def _segments(self) -> Sequence[Sequence[Segment]]:
@@ -351,13 +359,22 @@ class DeviceStaging:
         _close_all(self._taken_from_engine())
 
     def forget_engine(self) -> None:
-        """Use the engine rank's memory no more. It is unmapped on another thread, since that takes long."""
-        on_daemon(partial(_close_all, self._taken_from_engine()), "weightsync-unmap")
+        """Use the engine rank's memory no more, which stays mapped until `unmap_forgotten`."""
+        self._forgotten += self._taken_from_engine()
 
-    def _taken_from_engine(self) -> Sequence[DeviceBuffer | DirectCopy | QuantizingCopy]:
+    def unmap_forgotten(self) -> None:
+        """Start to unmap what was forgotten, on another thread.
+
+        That takes long, and holds up processes that map or export memory of the GPU meanwhile.
+        """
+        if forgotten := self._forgotten:
+            self._forgotten = []
+            on_daemon(partial(_close_all, forgotten), "weightsync-unmap")
+
+    def _taken_from_engine(self) -> Sequence[_Closes]:
         """Use the engine rank's memory no more. Returns what is left to be closed."""
-        mapped = [*self._engine, *([self._direct_copy] if self._direct_copy else [])]
-        self._engine, self._direct_copy = [], None
+        mapped: list[_Closes] = [each for each in (self._engine, self._direct_copy) if each]
+        self._engine = self._direct_copy = None
         if self._second_copy:
             self._second_copy.close()
             self._second_copy = None
@@ -413,6 +430,10 @@ class _Event:
             time.sleep(0)
 
 
-def _close_all(mapped: Sequence[DeviceBuffer | DirectCopy | QuantizingCopy]) -> None:
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def _close_all(mapped: Sequence[_Closes]) -> None:
     for each in mapped:
         each.close()

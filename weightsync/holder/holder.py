@@ -209,7 +209,7 @@ class Holder:
             if self._feed:
                 self._feed.close()
             self.staging.forget_engine()
-            self._feed = self._open_feed(engine, self.staging, joins=True)
+            self._feed = self._open_feed(engine, self.staging)
             return self._feed.ticket
 
     def link(
@@ -219,9 +219,9 @@ class Holder:
         engine_layout: LayoutTable | None = None,
         trainer_layout: LayoutTable | None = None,
     ) -> None:
-        """Map the engine rank's memory and the trainer's. Layouts are those of `RankMemory.export`.
+        """Map the trainer's memory and the engine rank's, see `DeviceStaging.link`. Raises TransportError.
 
-        No bucket is written to `LiveMemory`. Unmaps the previous engine rank's memory. Raises TransportError.
+        Layouts are those of `RankMemory.export`. No bucket is written to `LiveMemory`.
         """
         if self.staging and (memory := self.staging.mapped):
             with self._moving, self.staging.queue():
@@ -468,9 +468,9 @@ class Holder:
                 if taken:
                     taken.close()
 
-    def _open_feed(self, engine: str, staging: Staging, joins: bool = False) -> HolderFeed:
+    def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
         send_buffer = None if self._device else written(self._send_buffer)
-        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer, joins)
+        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer)
 
     def _store(self) -> SnapshotStore:
         if self.snapshot_store is None:

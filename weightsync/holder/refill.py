@@ -277,13 +277,18 @@ class RefillRuns:
         may_map: bool,
         timeout_s: float,
     ) -> Refilled:
-        """Run the refill that `open_refill` returns for these. On an error the engine rank is told."""
+        """Run the refill that `open_refill` returns for these. On an error the engine rank is told.
+
+        What its predecessor had is unmapped afterwards.
+        """
         try:
             store = snapshots if may_map else None
             return self._run(open_refill(plan, snapshot, store, staging, consumer, may_map, timeout_s))
         except Exception as error:
             consumer.cancel(f"{self._holder}: {type(error).__name__}: {error}")
             raise
+        finally:
+            staging.unmap_forgotten()
 
     def copy(
         self, store: SnapshotStore, snapshot_part: SnapshotPart, others: Sequence[Offer], timeout_s: float

@@ -27,10 +27,14 @@ from weightsync.readers import Read, Reader, Server, choose_protocol, open_reade
 class FlatSnapshot:
     """An engine rank's live buffers as one run of bytes, ordered by name."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        """`live`: uint8, one dimension, on one device."""
-        self._live = [live[name] for name in sorted(live)]
-        self._starts = [0, *itertools.accumulate(map(len, self._live))]
+    def __init__(self, live: Mapping[str, torch.Tensor], nbytes: Mapping[str, int] | None = None) -> None:
+        """`live`: uint8, one dimension, on one device; asked for when they are copied.
+
+        `nbytes`: the bytes of each, if `live` maps what it is asked for.
+        """
+        self._live, self._names = live, sorted(live)
+        sizes = (nbytes[name] if nbytes else len(live[name]) for name in self._names)
+        self._starts = [0, *itertools.accumulate(sizes)]
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +49,7 @@ class FlatSnapshot:
     @property
     def is_on_device(self) -> bool:
         """Whether the memory is a GPU's."""
-        return any(live.is_cuda for live in self._live)
+        return any(live.is_cuda for live in self._live.values())
 
     def copy_to(self, to: torch.Tensor, first: int) -> None:
         """Start copying from byte `first` on to `to`, uint8 on the host; uses the current stream."""
@@ -61,10 +65,10 @@ class FlatSnapshot:
         # A model has tens of thousands of buffers, and a refill hundreds of steps: each looks at its own.
         at, end = bisect_right(self._starts, first) - 1, first + len(held)
         for number in range(at, bisect_left(self._starts, end)):
-            start, live = self._starts[number], self._live[number]
+            start, name = self._starts[number], self._names[number]
             low, high = max(first, start), min(end, self._starts[number + 1])
             if low < high:
-                yield live[low - start : high - start], held[low - first : high - first]
+                yield self._live[name][low - start : high - start], held[low - first : high - first]
 
 
 logger = logging.getLogger("weightsync.holder.snapshots")

@@ -35,7 +35,10 @@ class Staging(Protocol):
         """The memory of other processes on its device. None in host memory, where nobody exports any."""
 
     def forget_engine(self) -> None:
-        """Use the engine rank's memory no more, if any is mapped. It may be unmapped on another thread."""
+        """Use the engine rank's memory no more, if any is mapped."""
+
+    def unmap_forgotten(self) -> None:
+        """Start to unmap what was forgotten."""
 
     @property
     def fills_late(self) -> bool:
@@ -77,6 +80,8 @@ class HostStaging:
 
     def forget_engine(self) -> None:
         """Do nothing: none is mapped."""
+
+    unmap_forgotten = forget_engine
 
     @property
     def slots(self) -> tuple[Handle, ...]:

@@ -257,6 +257,7 @@ def run_update(
         consumer,
     )
     consumer.finish(_num_buckets(plan, task), is_all=task.frozen, live=live)
+    staging.unmap_forgotten()
 
 
 def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:

@@ -95,8 +95,7 @@ class FeedTicket(msgspec.Struct, frozen=True):
     """Everything that an engine rank needs to reach its holder. Carries a secret: do not log it.
 
     `slots` are the bucket buffers. `send_buffer` is set if the holder keeps one for trainer rank `trainer`:
-    pieces of that trainer are read from it, not from a slot. `joins`: the rank joins a connected fleet, where
-    it is to serve soon.
+    pieces of that trainer are read from it, not from a slot.
     """
 
     holder: str
@@ -106,7 +105,6 @@ class FeedTicket(msgspec.Struct, frozen=True):
     slots: tuple[Handle, ...]
     send_buffer: BufferHandle | None
     trainer: int
-    joins: bool = False
 
     def __repr__(self) -> str:
         return f"FeedTicket(holder={self.holder!r}, engine={self.engine!r})"
