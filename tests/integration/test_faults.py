@@ -23,7 +23,7 @@ from weightsync.holder import device_staging
 from weightsync.holder.holder import Holder
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory import device
+from weightsync.memory import cuda, device
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
@@ -206,24 +206,21 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of allocations that are mapped now. One that is called ``gone`` cannot be mapped."""
     names: list[str] = []
 
-    class Mapped:
-        def __init__(self, handle: DeviceHandle) -> None:
-            self.name, self.tensor = handle.ipc.decode(), torch.empty(handle.nbytes, dtype=torch.uint8)
-            names.append(self.name)
+    def open_handle(ipc: bytes) -> int:
+        if ipc == b"gone":
+            raise TransportError("its process is gone")
+        names.append(ipc.decode())
+        return 1000 * len(names)
 
-        @classmethod
-        def open(cls, handle: DeviceHandle) -> Mapped:
-            if handle.ipc == b"gone":
-                raise TransportError("its process is gone")
-            return cls(handle)
-
-        def close(self) -> None:
-            names.remove(self.name)
-
-    monkeypatch.setattr(device, "DeviceBuffer", Mapped)
+    monkeypatch.setattr(cuda, "open_handle", open_handle)
+    monkeypatch.setattr(cuda, "close_handle", lambda ipc: names.remove(ipc.decode()))
+    monkeypatch.setattr(cuda, "view", lambda start, nbytes: torch.arange(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(device, "device_id", lambda _: "cuda:0")
     monkeypatch.setattr(device_staging, "CopyTable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 99)  # a real one's name would be kept
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return names
 
 
@@ -236,76 +233,54 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(mapped: list[str])
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
     with pytest.raises(TransportError):
         staging.connect(exported("a", "b", "gone", "d"))
-    assert mapped == ["a", "b"]
-    staging.close()
     assert mapped == []
+    staging.close()
 
 
-def test_an_engine_is_mapped_as_it_is_filled_and_the_one_before_unmapped_afterwards(
+def test_the_engine_before_is_unmapped_only_once_the_next_one_is_filled(
     mapped: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unmapping: list[Future[None]] = []
     monkeypatch.setattr(device_staging, "on_daemon", lambda *args: unmapping.append(on_daemon(*args)))
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
-
-    def fill() -> None:
-        assert staging.flat
-        for first in (0, 8):
-            staging.flat.load(torch.arange(8, dtype=torch.uint8), first)
-
     staging.link(exported("a", "b"))
-    assert mapped == []
-    fill()
-    assert mapped == ["a", "b"]
     staging.forget_engine()
     assert staging.flat is None
     staging.link(exported("c", "d"))
-    assert mapped == ["a", "b"]
-    fill()
+    assert staging.flat
     assert mapped == ["a", "b", "c", "d"]
     for _ in range(2):
         staging.unmap_forgotten()
     (ended,) = unmapping
     ended.result(patient(10))
     assert mapped == ["c", "d"]
+    staging.link(None)
+    assert mapped == []
+    staging.link(exported("e"))
     staging.forget_engine()
     staging.close()
     assert mapped == []
 
 
-def test_an_allocation_is_mapped_once_for_all_its_tensors_when_one_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened: list[DeviceHandle] = []
-    closed: list[bytes] = []
-
-    class Mapped:
-        def __init__(self, handle: DeviceHandle) -> None:
-            opened.append(handle)
-            self.tensor = torch.arange(handle.nbytes, dtype=torch.uint8)
-
-        def close(self) -> None:
-            closed.append(opened[len(closed)].ipc)
-
-        open = classmethod(lambda cls, handle: cls(handle))
-
-    monkeypatch.setattr(device, "DeviceBuffer", Mapped)
+def test_an_allocation_is_mapped_once_for_all_its_tensors(mapped: list[str]) -> None:
     at = {"a": (b"one", 4, 3), "b": (b"two", 0, 2), "c": (b"one", 9, 5)}
     handles = {
         name: DeviceHandle("cuda:0", 1, ipc, offset, nbytes) for name, (ipc, offset, nbytes) in at.items()
     }
     memory = device.MappedTensors(DeviceMemory.of(handles))
+    assert mapped == ["one", "two"]
     assert memory.nbytes == {"a": 3, "b": 2, "c": 5}
-    assert not opened, "nothing has used it"
-    assert memory["c"].tolist() == [*range(9, 14)]
-    assert [(each.ipc, each.offset, each.nbytes) for each in opened] == [(b"one", 0, 14)]
+    assert memory.addresses() == {"a": 1004, "b": 2000, "c": 1009}
     assert {name: each.tolist() for name, each in memory.items()} == {
         name: [*range(offset, offset + nbytes)] for name, (_, offset, nbytes) in at.items()
     }
-    assert [each.ipc for each in opened] == [b"one", b"two"]
     memory.close()
-    assert sorted(closed) == [b"one", b"two"]
-    assert "a" not in memory
+    memory.close()
+    assert mapped == []
+    elsewhere = DeviceHandle("cuda:1", 7, b"three", 0, 1)
+    with pytest.raises(TransportError, match="process 7 has its memory on cuda:1, this one is on cuda:0"):
+        device.MappedTensors(DeviceMemory.of(handles | {"d": elsewhere}))
+    assert mapped == []
 
 
 def test_slots_that_were_taken_before_memory_ran_out_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

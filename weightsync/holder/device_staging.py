@@ -146,7 +146,7 @@ class DeviceStaging:
             *bucket_rows(
                 self._plan,
                 segments,
-                {name: buffer.data_ptr() for name, buffer in memory.items()},
+                memory.addresses(),
                 starts,
                 into=False,
                 only=lambda piece: self._is_own(piece) and piece.tensor not in cast,
@@ -161,27 +161,23 @@ class DeviceStaging:
 
     @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
-        """Take the engine rank's memory for the previous one's, which is unmapped.
-
-        What no bucket is copied to is mapped when it is used: direct copies are planned later, and a refill
-        maps while it copies. Raises TransportError if memory cannot be mapped.
-        """
+        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
-        self._engine = memory = MappedTensors(engine.memory) if engine else None
-        if engine and memory:
-            self.flat = FlatSnapshot(memory, memory.nbytes)
+        if engine is None:
+            return
+        self._engine = memory = MappedTensors(engine.memory)
+        self.flat = FlatSnapshot(memory)
         if isinstance(engine, LiveExport):
-            if engine.places and memory:
+            if engine.places:
                 self._prepare_to_quantize(engine.places, memory)
-        elif engine and memory:
-            starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            self.target, self._export = memory, engine
-            segments = self._segments if starts else ()  # else a refill needs none
-            address = self._address() if starts else {}
-            rows = bucket_rows(self._plan, segments, address, starts, into=True)
-            self._unpack = CopyTable(*rows, _NUM_BLOCKS)
-            buckets = range(self._plan.num_buckets if starts else 0)
-            self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
+            return
+        self.target, self._export = memory, engine
+        starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
+        segments = self._segments if starts else ()  # else a refill needs none
+        rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
+        self._unpack = CopyTable(*rows, _NUM_BLOCKS)
+        buckets = range(self._plan.num_buckets if starts else 0)
+        self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
 
     @property
     def quantizes(self) -> bool:
@@ -353,7 +349,7 @@ class DeviceStaging:
         return self._held
 
     def _address(self) -> dict[str, int]:
-        return {name: buffer.data_ptr() for name, buffer in self.target.items()}
+        return self._engine.addresses() if self._engine else {}
 
     def _let_go_of_engine(self) -> None:
         _close_all(self._taken_from_engine())

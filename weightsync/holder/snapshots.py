@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
@@ -18,6 +20,8 @@ import torch
 
 from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError
+from weightsync.memory import cuda
+from weightsync.memory.device import MappedTensors
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
@@ -25,16 +29,23 @@ from weightsync.readers import Read, Reader, Server, choose_protocol, open_reade
 
 
 class FlatSnapshot:
-    """An engine rank's live buffers as one run of bytes, ordered by name."""
+    """An engine rank's live buffers as one run of bytes, ordered by name.
 
-    def __init__(self, live: Mapping[str, torch.Tensor], nbytes: Mapping[str, int] | None = None) -> None:
-        """`live`: uint8, one dimension, on one device; asked for when they are copied.
+    Attributes:
+        is_on_device: whether the memory is a GPU's.
+    """
 
-        `nbytes`: the bytes of each, if `live` maps what it is asked for.
-        """
-        self._live, self._names = live, sorted(live)
-        sizes = (nbytes[name] if nbytes else len(live[name]) for name in self._names)
-        self._starts = [0, *itertools.accumulate(sizes)]
+    def __init__(self, live: Mapping[str, torch.Tensor] | MappedTensors) -> None:
+        """`live`: uint8, one dimension, on one device."""
+        self._live, names = live, sorted(live)
+        if isinstance(live, MappedTensors):  # tensors would be made one by one, which takes long
+            self.is_on_device, address, nbytes = True, live.addresses(), live.nbytes
+        else:
+            self.is_on_device = any(each.is_cuda for each in live.values())
+            address = {name: each.data_ptr() for name, each in live.items()}
+            nbytes = {name: len(each) for name, each in live.items()}
+        self._addresses = [address[name] for name in names]
+        self._starts = [0, *itertools.accumulate(nbytes[name] for name in names)]
 
     @property
     def nbytes(self) -> int:
@@ -46,29 +57,32 @@ class FlatSnapshot:
         if self.is_on_device:
             torch.cuda.current_stream().synchronize()
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the memory is a GPU's."""
-        return any(live.is_cuda for live in self._live.values())
-
     def copy_to(self, to: torch.Tensor, first: int) -> None:
         """Start copying from byte `first` on to `to`, uint8 on the host; uses the current stream."""
-        for live, held in self._pairs(to, first):
-            held.copy_(live, non_blocking=True)
+        copy = self._copy()
+        for live, held, nbytes in self._parts(to, first):
+            copy(held, live, nbytes)
 
     def load(self, held: torch.Tensor, first: int) -> None:
         """Start writing `held` from byte `first` on. It is uint8 on the host; uses the current stream."""
-        for live, part in self._pairs(held, first):
-            live.copy_(part, non_blocking=True)
+        copy = self._copy()
+        for live, part, nbytes in self._parts(held, first):
+            copy(live, part, nbytes)
 
-    def _pairs(self, held: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy(self) -> Callable[[int, int, int], object]:
+        if not self.is_on_device:
+            return ctypes.memmove
+        return partial(cuda.copy, stream=torch.cuda.current_stream())
+
+    def _parts(self, held: torch.Tensor, first: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where a part of a buffer is, where in `held` it belongs, and its bytes."""
         # A model has tens of thousands of buffers, and a refill hundreds of steps: each looks at its own.
         at, end = bisect_right(self._starts, first) - 1, first + len(held)
         for number in range(at, bisect_left(self._starts, end)):
-            start, name = self._starts[number], self._names[number]
+            start = self._starts[number]
             low, high = max(first, start), min(end, self._starts[number + 1])
             if low < high:
-                yield self._live[name][low - start : high - start], held[low - first : high - first]
+                yield self._addresses[number] + low - start, held.data_ptr() + low - first, high - low
 
 
 logger = logging.getLogger("weightsync.holder.snapshots")

@@ -146,10 +146,10 @@ def unlock_pages(address: int) -> None:
     _runtime().hostUnregister(address)
 
 
-def copy_from_host(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-    """Start copying `nbytes` of page-locked host memory at `source` to `target` on the current device."""
+def copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Start copying `nbytes` from address `source` to `target`, in page-locked memory or on a device."""
     runtime = _runtime()
-    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream.cuda_stream)
+    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.cuda_stream)
 
 
 def view(address: int, nbytes: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -14,6 +13,7 @@ from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, extent_nbytes
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import DeviceHandle, Handle
 
@@ -44,12 +44,7 @@ class DeviceBuffer:
     @classmethod
     def open(cls, handle: DeviceHandle) -> DeviceBuffer:
         """Map another process's memory. Raises TransportError if its GPU is another, or it is gone."""
-        device = _current_device()
-        if handle.device != device:
-            raise TransportError(
-                f"process {handle.pid} has its memory on {handle.device}, this one is on {device}: "
-                "both must be on the same GPU"
-            )
+        _require_here(handle.device, handle.pid)
         return cls(handle, cuda.open_handle(handle.ipc) + handle.offset, owned=False)
 
     def close(self) -> None:
@@ -79,6 +74,7 @@ class PeerMemory:
             cuda.close_handle(self._handle.ipc)
 
 
+@collector_paused
 def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
     """Export the memory of tensors of one GPU, each from its first element to its last, gaps included.
 
@@ -99,32 +95,36 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Buffers of other processes by name, each uint8[nbytes]. An allocation is mapped when it is first used.
+    """Buffers of other processes by name, each uint8[nbytes], mapped once for each allocation.
 
-    Mapping takes some tenths of a millisecond for each allocation. Whoever copies to one buffer after
-    another hides that behind the copies.
+    A tensor is made when it is asked for: copies mostly need no more than addresses.
 
     Attributes:
-        nbytes: the bytes of each buffer, for which nothing is mapped.
+        nbytes: the bytes of each buffer.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
-        self._allocations, self._places = memory.allocations(), {}
-        self._ends = [0] * len(self._allocations)
-        for name, number, offset, nbytes in memory.places():
-            self._places[name] = number, offset
-            self._ends[number] = max(self._ends[number], offset + nbytes)
-        self.nbytes: Mapping[str, int] = {name: nbytes for name, _, _, nbytes in memory.places()}
-        self._lock, self._opened = threading.Lock(), dict[int, DeviceBuffer]()
+        """Raises as `DeviceBuffer.open`, and unmaps then what was mapped."""
+        self._places = {name: (number, offset) for name, number, offset, _ in memory.places()}
+        self.nbytes = {name: nbytes for name, _, _, nbytes in memory.places()}
+        self._device, self._opened = torch.cuda.current_device(), list[tuple[int, bytes]]()
+        self._views = dict[int, torch.Tensor]()
+        self._ends = dict[int, int]()
+        for name, (number, offset) in self._places.items():
+            self._ends[number] = max(self._ends.get(number, 0), offset + self.nbytes[name])
+        try:
+            for device, pid, ipc in memory.allocations():
+                _require_here(device, pid)
+                self._opened.append((cuda.open_handle(ipc), ipc))
+        except BaseException:
+            self.close()
+            raise
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a buffer. Raises KeyError, or as `DeviceBuffer.open`."""
-        with self._lock:
-            number, offset = self._places[name]
-            if number not in self._opened:
-                handle = DeviceHandle(*self._allocations[number], offset=0, nbytes=self._ends[number])
-                self._opened[number] = DeviceBuffer.open(handle)
-            return self._opened[number].tensor[offset : offset + self.nbytes[name]]
+        number, offset = self._places[name]
+        if number not in self._views:
+            self._views[number] = cuda.view(self._opened[number][0], self._ends[number])
+        return self._views[number][offset : offset + self.nbytes[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -132,12 +132,23 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def addresses(self) -> dict[str, int]:
+        """Return where each buffer is on the current device."""
+        return {name: self._opened[number][0] + offset for name, (number, offset) in self._places.items()}
+
     def close(self) -> None:
-        """Unmap the memory, which must not be in use. There are no buffers any more."""
-        with self._lock:
-            self._places.clear()
+        """Unmap the memory, which must not be in use. Safe to call twice."""
+        self._places, self._views = {}, {}
+        with torch.cuda.device(self._device):
             while self._opened:
-                self._opened.popitem()[1].close()
+                cuda.close_handle(self._opened.pop()[1])
+
+
+def _require_here(device: str, pid: int) -> None:
+    if device != (here := _current_device()):
+        raise TransportError(
+            f"process {pid} has its memory on {device}, this one is on {here}: both must be on the same GPU"
+        )
 
 
 def _current_device() -> str:

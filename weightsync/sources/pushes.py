@@ -136,7 +136,7 @@ class Pushes:
             target = self._ring[ask.buffer].tensor.data_ptr()
             for at, address, nbytes in self._runs.get(ask.bucket, ()):
                 if self._stream:
-                    cuda.copy_from_host(target + at, address, nbytes, self._stream)
+                    cuda.copy(target + at, address, nbytes, self._stream)
                 else:
                     ctypes.memmove(target + at, address, nbytes)
             event = self._stream.record_event() if self._stream else None
