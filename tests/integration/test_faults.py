@@ -233,22 +233,36 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(mapped: list[str])
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
     with pytest.raises(TransportError):
         staging.connect(exported("a", "b", "gone", "d"))
-    assert mapped == []
+    assert mapped == ["a", "b"]
     staging.close()
+    assert mapped == []
 
 
-def test_the_engine_before_is_unmapped_only_once_the_next_one_is_filled(
+def test_an_engine_is_mapped_as_it_is_filled_and_the_one_before_unmapped_afterwards(
     mapped: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unmapping: list[Future[None]] = []
     monkeypatch.setattr(device_staging, "on_daemon", lambda *args: unmapping.append(on_daemon(*args)))
+    copied: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(cuda, "copy", lambda live, _, nbytes, stream: copied.append((live, nbytes)))
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
+
+    def fill() -> None:
+        assert staging.flat
+        for first in (0, 8):
+            staging.flat.load(torch.arange(8, dtype=torch.uint8), first)
+
     staging.link(exported("a", "b"))
+    assert mapped == []
+    fill()
+    assert mapped == ["a", "b"]
     staging.forget_engine()
     assert staging.flat is None
     staging.link(exported("c", "d"))
-    assert staging.flat
+    fill()
     assert mapped == ["a", "b", "c", "d"]
+    assert copied == [(1000, 8), (2000, 8), (3000, 8), (4000, 8)]
     for _ in range(2):
         staging.unmap_forgotten()
     (ended,) = unmapping
@@ -256,20 +270,23 @@ def test_the_engine_before_is_unmapped_only_once_the_next_one_is_filled(
     assert mapped == ["c", "d"]
     staging.link(None)
     assert mapped == []
-    staging.link(exported("e"))
+    staging.link(exported("e", "f"))
+    fill()
     staging.forget_engine()
     staging.close()
     assert mapped == []
 
 
-def test_an_allocation_is_mapped_once_for_all_its_tensors(mapped: list[str]) -> None:
+def test_an_allocation_is_mapped_once_for_all_its_tensors_when_one_is_used(mapped: list[str]) -> None:
     at = {"a": (b"one", 4, 3), "b": (b"two", 0, 2), "c": (b"one", 9, 5)}
     handles = {
         name: DeviceHandle("cuda:0", 1, ipc, offset, nbytes) for name, (ipc, offset, nbytes) in at.items()
     }
     memory = device.MappedTensors(DeviceMemory.of(handles))
-    assert mapped == ["one", "two"]
     assert memory.nbytes == {"a": 3, "b": 2, "c": 5}
+    assert mapped == []
+    assert memory.address("c") == 1009
+    assert mapped == ["one"]
     assert memory.addresses() == {"a": 1004, "b": 2000, "c": 1009}
     assert {name: each.tolist() for name, each in memory.items()} == {
         name: [*range(offset, offset + nbytes)] for name, (_, offset, nbytes) in at.items()

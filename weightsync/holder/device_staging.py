@@ -161,7 +161,11 @@ class DeviceStaging:
 
     @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
-        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
+        """Take the engine rank's memory for the previous one's, which is unmapped.
+
+        It is mapped at once if buckets are written to it, else when it is used. Raises TransportError if that
+        fails.
+        """
         self._let_go_of_engine()
         if engine is None:
             return
@@ -174,7 +178,8 @@ class DeviceStaging:
         self.target, self._export = memory, engine
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         segments = self._segments if starts else ()  # else a refill needs none
-        rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
+        address = memory.addresses() if starts else {}
+        rows = bucket_rows(self._plan, segments, address, starts, into=True)
         self._unpack = CopyTable(*rows, _NUM_BLOCKS)
         buckets = range(self._plan.num_buckets if starts else 0)
         self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]

@@ -37,15 +37,15 @@ class FlatSnapshot:
 
     def __init__(self, live: Mapping[str, torch.Tensor] | MappedTensors) -> None:
         """`live`: uint8, one dimension, on one device."""
-        self._live, names = live, sorted(live)
-        if isinstance(live, MappedTensors):  # tensors would be made one by one, which takes long
-            self.is_on_device, address, nbytes = True, live.addresses(), live.nbytes
+        self._live, self._names = live, sorted(live)  # `live` is kept, as addresses are used
+        self._address: Callable[[str], int]
+        if isinstance(live, MappedTensors):  # what is not copied yet is not mapped
+            self.is_on_device, nbytes, self._address = True, live.nbytes, live.address
         else:
             self.is_on_device = any(each.is_cuda for each in live.values())
-            address = {name: each.data_ptr() for name, each in live.items()}
             nbytes = {name: len(each) for name, each in live.items()}
-        self._addresses = [address[name] for name in names]
-        self._starts = [0, *itertools.accumulate(nbytes[name] for name in names)]
+            self._address = {name: each.data_ptr() for name, each in live.items()}.__getitem__
+        self._starts = [0, *itertools.accumulate(nbytes[name] for name in self._names)]
 
     @property
     def nbytes(self) -> int:
@@ -79,10 +79,10 @@ class FlatSnapshot:
         # A model has tens of thousands of buffers, and a refill hundreds of steps: each looks at its own.
         at, end = bisect_right(self._starts, first) - 1, first + len(held)
         for number in range(at, bisect_left(self._starts, end)):
-            start = self._starts[number]
+            start, name = self._starts[number], self._names[number]
             low, high = max(first, start), min(end, self._starts[number + 1])
             if low < high:
-                yield self._addresses[number] + low - start, held.data_ptr() + low - first, high - low
+                yield self._address(name) + low - start, held.data_ptr() + low - first, high - low
 
 
 logger = logging.getLogger("weightsync.holder.snapshots")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -95,35 +96,33 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Buffers of other processes by name, each uint8[nbytes], mapped once for each allocation.
+    """Buffers of other processes by name, each uint8[nbytes].
 
-    A tensor is made when it is asked for: copies mostly need no more than addresses.
+    An allocation is mapped when one of its buffers is first used, so that a refill maps while it copies. Most
+    copies need addresses alone. To view an allocation as a tensor takes longer than to map it.
 
     Attributes:
         nbytes: the bytes of each buffer.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
-        """Raises as `DeviceBuffer.open`, and unmaps then what was mapped."""
+        """Raises TransportError if a buffer is on another GPU than this process."""
+        for device, pid in memory.owners:
+            _require_here(device, pid)
+        self._handles = [ipc for _, _, ipc in memory.allocations()]
         self._places = {name: (number, offset) for name, number, offset, _ in memory.places()}
         self.nbytes = {name: nbytes for name, _, _, nbytes in memory.places()}
-        self._device, self._opened = torch.cuda.current_device(), list[tuple[int, bytes]]()
-        self._views = dict[int, torch.Tensor]()
-        self._ends = dict[int, int]()
+        self._ends = [0] * len(self._handles)
         for name, (number, offset) in self._places.items():
-            self._ends[number] = max(self._ends.get(number, 0), offset + self.nbytes[name])
-        try:
-            for device, pid, ipc in memory.allocations():
-                _require_here(device, pid)
-                self._opened.append((cuda.open_handle(ipc), ipc))
-        except BaseException:
-            self.close()
-            raise
+            self._ends[number] = max(self._ends[number], offset + self.nbytes[name])
+        self._device, self._mapping = torch.cuda.current_device(), threading.Lock()
+        self._starts, self._views = dict[int, int](), dict[int, torch.Tensor]()
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a buffer. Raises TransportError if its process is gone."""
         number, offset = self._places[name]
         if number not in self._views:
-            self._views[number] = cuda.view(self._opened[number][0], self._ends[number])
+            self._views[number] = cuda.view(self._start(number), self._ends[number])
         return self._views[number][offset : offset + self.nbytes[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -132,16 +131,27 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def address(self, name: str) -> int:
+        """Return where a buffer is on the current device. Raises TransportError if its process is gone."""
+        number, offset = self._places[name]
+        return self._start(number) + offset
+
     def addresses(self) -> dict[str, int]:
-        """Return where each buffer is on the current device."""
-        return {name: self._opened[number][0] + offset for name, (number, offset) in self._places.items()}
+        """Return where all buffers are. Raises as `address`."""
+        return {name: self.address(name) for name in self}
 
     def close(self) -> None:
-        """Unmap the memory, which must not be in use. Safe to call twice."""
+        """Unmap the memory, which must not be in use, and forget the buffers. Safe to call twice."""
         self._places, self._views = {}, {}
-        with torch.cuda.device(self._device):
-            while self._opened:
-                cuda.close_handle(self._opened.pop()[1])
+        with torch.cuda.device(self._device), self._mapping:
+            while self._starts:
+                cuda.close_handle(self._handles[self._starts.popitem()[0]])
+
+    def _start(self, number: int) -> int:
+        with self._mapping:
+            if number not in self._starts:
+                self._starts[number] = cuda.open_handle(self._handles[number])
+            return self._starts[number]
 
 
 def _require_here(device: str, pid: int) -> None:
