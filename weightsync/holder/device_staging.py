@@ -366,7 +366,7 @@ class DeviceStaging:
     def unmap_forgotten(self) -> None:
         """Start to unmap what was forgotten, on another thread.
 
-        That takes long, and holds up processes that map or export memory of the GPU meanwhile.
+        That takes long, and whoever maps memory meanwhile waits for it.
         """
         if forgotten := self._forgotten:
             self._forgotten = []

@@ -35,7 +35,7 @@ class FlatSnapshot:
         is_on_device: whether the memory is a GPU's.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor] | MappedTensors) -> None:
+    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         """`live`: uint8, one dimension, on one device."""
         self._live, self._names = live, sorted(live)  # `live` is kept, as addresses are used
         self._address: Callable[[str], int]
