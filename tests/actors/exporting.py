@@ -1,21 +1,21 @@
-"""A fleet on a cluster whose node exports metrics, as Ray starts it: python -m tests.actors.exporting."""
+"""Reads the metrics of an update where Ray starts all of a node: python -m tests.actors.exporting."""
 
 from __future__ import annotations
 
 import os
 import time
 import urllib.request
-from pathlib import Path
 
 import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn
+from tests.actors.local_cluster import ROOT
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 
 def main() -> None:
-    os.environ |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     engines = {name: spawn(Engine, 64, name, name) for name in ("metered", 'e"1')}
     with WeightSync(SyncConfig(timeout_s=patient(20))) as sync:

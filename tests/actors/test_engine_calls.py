@@ -123,14 +123,9 @@ def test_a_layout_is_asked_for_again_only_if_components_are_treated_otherwise() 
 
 
 class Attaching(Declaring):
-    """Ranks that answer once they are let, and load nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_answer = threading.Event()
+    """Ranks that load nothing."""
 
     def attach(self, *_: object) -> list[Attached]:
-        assert self.may_answer.wait(patient(10))
         return [Attached("digest", None), Attached("digest", None)]
 
     def load(self, *_: object) -> list[Loaded]:
@@ -139,23 +134,16 @@ class Attaching(Declaring):
 
 def test_an_engine_answers_before_it_can_add_digests_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be added up fails its first load."""
-    adapter, made = Attaching(), list[bool]()
-    calls = Calls(adapter)
+    calls, answered = Calls(Attaching()), threading.Event()
 
     def fail(*_: object) -> None:
-        made.append(adapter.may_answer.is_set())
+        assert answered.wait(patient(10)), "it waits before it answers"
         raise PlanError("w", "no rank keeps some part of it")
 
     monkeypatch.setattr(engine_calls, "EngineDigests", fail)
     tickets = [FeedTicket("holder 0", "e", "ipc://", b"", (), None, -1) for _ in range(2)]
     plan: Any = None
-
-    async def attach() -> None:
-        attaching = asyncio.ensure_future(calls.sync_attach(plan, tickets, patient(10)))
-        adapter.may_answer.set()
-        await attaching
-
-    asyncio.run(attach())
+    asyncio.run(calls.sync_attach(plan, tickets, patient(10)))
+    answered.set()
     with pytest.raises(PlanError, match="w: no rank keeps some part"):
         asyncio.run(calls.sync_load(1, patient(10)))
-    assert made == [True]

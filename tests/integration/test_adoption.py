@@ -62,7 +62,7 @@ def test_the_memory_of_an_engine_before_is_used_no_more_and_unmapped_once_the_ne
             loop.respawn("e1")
             await loop.controller.adopt("e1")
             assert targets == [{}]
-            assert not unmap.called, "whoever maps memory meanwhile would wait"
+            assert not unmap.called, "it would slow down what maps memory"
             await loop.controller.refill("e1")
             assert unmap.call_count == 1
             assert await loop.update(2) == {"e0": "direct", "e1": "direct"}

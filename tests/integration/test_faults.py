@@ -219,7 +219,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(device_staging, "CopyTable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 99)  # a real one's name would be kept
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return names
 

@@ -364,9 +364,9 @@ class DeviceStaging:
         self._forgotten += self._taken_from_engine()
 
     def unmap_forgotten(self) -> None:
-        """Start to unmap what was forgotten, on another thread.
+        """Start to unmap what was forgotten, on another thread: it can take tenths of a second.
 
-        That takes long, and whoever maps memory meanwhile waits for it.
+        What this process maps meanwhile waits for the same lock.
         """
         if forgotten := self._forgotten:
             self._forgotten = []

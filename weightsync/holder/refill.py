@@ -279,7 +279,7 @@ class RefillRuns:
     ) -> Refilled:
         """Run the refill that `open_refill` returns for these. On an error the engine rank is told.
 
-        What its predecessor had is unmapped afterwards.
+        The memory of the rank before it is unmapped afterwards.
         """
         try:
             store = snapshots if may_map else None

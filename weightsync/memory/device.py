@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -98,8 +97,8 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
 class MappedTensors(Mapping[str, torch.Tensor]):
     """Buffers of other processes by name, each uint8[nbytes].
 
-    An allocation is mapped when one of its buffers is first used, so that a refill maps while it copies. Most
-    copies need addresses alone. To view an allocation as a tensor takes longer than to map it.
+    An allocation is mapped when one of its buffers is first used, so that a refill maps while it copies. A
+    tensor is made when one is asked for: most copies need addresses alone.
 
     Attributes:
         nbytes: the bytes of each buffer.
@@ -110,11 +109,11 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         for device, pid in memory.owners:
             _require_here(device, pid)
         self._handles = [ipc for _, _, ipc in memory.allocations()]
-        self._places = {name: (number, offset) for name, number, offset, _ in memory.places()}
-        self.nbytes = {name: nbytes for name, _, _, nbytes in memory.places()}
+        self._places, self.nbytes = dict[str, tuple[int, int]](), dict[str, int]()
         self._ends = [0] * len(self._handles)
-        for name, (number, offset) in self._places.items():
-            self._ends[number] = max(self._ends[number], offset + self.nbytes[name])
+        for name, number, offset, nbytes in memory.places():
+            self._places[name], self.nbytes[name] = (number, offset), nbytes
+            self._ends[number] = max(self._ends[number], offset + nbytes)
         self._device, self._mapping = torch.cuda.current_device(), threading.Lock()
         self._starts, self._views = dict[int, int](), dict[int, torch.Tensor]()
 
@@ -138,7 +137,8 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
     def addresses(self) -> dict[str, int]:
         """Return where all buffers are. Raises as `address`."""
-        return {name: self.address(name) for name in self}
+        starts = [*map(self._start, range(len(self._handles)))]
+        return {name: starts[number] + offset for name, (number, offset) in self._places.items()}
 
     def close(self) -> None:
         """Unmap the memory, which must not be in use, and forget the buffers. Safe to call twice."""
@@ -162,12 +162,7 @@ def _require_here(device: str, pid: int) -> None:
 
 
 def _current_device() -> str:
-    return _id_of(torch.cuda.current_device())
-
-
-@functools.cache  # it is asked for each allocation that is mapped
-def _id_of(number: int) -> str:
-    return device_id(torch.device("cuda", number))
+    return device_id(torch.device("cuda", torch.cuda.current_device()))
 
 
 Buffer: TypeAlias = SharedBuffer | DeviceBuffer

@@ -107,7 +107,10 @@ class QuantizingReads:
         self._graphs[group].launch(stream)
 
     def result(self) -> HolderDigests:
-        """Return what was made, after all launches ended. What changed meanwhile has a wrong digest."""
+        """Return what was made, after all launches ended.
+
+        A tensor that changed meanwhile has a wrong digest.
+        """
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
         for table, tensors in self._shared:
             for group in table.changed():
