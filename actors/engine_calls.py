@@ -19,6 +19,7 @@ from weightsync.config import Components, PrefixCache
 from weightsync.engines import (
     CachesPrefixes,
     Engine,
+    ExportsAhead,
     ExportsMemory,
     HasComponents,
     HasRankProcesses,
@@ -32,6 +33,7 @@ from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, Digests, FeedTicket, LoadReport
 
 
@@ -85,6 +87,12 @@ class EngineCalls(Claimable):
         if not isinstance(self._engine, ExportsMemory):
             return [False]
         return await asyncio.to_thread(self._engine.can_export)
+
+    async def sync_export(self) -> Sequence[DeviceMemory | None]:
+        """Return what each rank would export now, see `ExportsAhead`; nothing if the engine does not say."""
+        if not isinstance(self._engine, ExportsAhead):
+            return ()
+        return await asyncio.to_thread(self._engine.export)
 
     async def sync_attach(
         self,

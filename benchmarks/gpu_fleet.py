@@ -34,12 +34,13 @@ from weightsync.actors.engine_calls import EngineCalls
 from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, Loaded
 
 if TYPE_CHECKING:
@@ -176,7 +177,10 @@ class EngineRank(Destination):
         return LayoutTable.of(self._layout)
 
     def can_export(self) -> bool:
-        return can_export(self.live)
+        return self.export() is not None
+
+    def export(self) -> DeviceMemory | None:
+        return exported(self.live)
 
     def attach(self, plan: Plan, ticket: FeedTicket, timeout_s: float) -> Attached:
         if self._feed is not None:
@@ -218,7 +222,7 @@ class RankActors:
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
-        self._pipes: list[Connection] = []
+        self._pipes = [*map(_connect, ranks)]
         self._version = 0
 
     def layout(self) -> Sequence[LayoutTable]:
@@ -227,9 +231,10 @@ class RankActors:
     def can_export(self) -> Sequence[bool]:
         return _answers([rank.can_export.remote() for rank in self._ranks])
 
+    def export(self) -> Sequence[DeviceMemory | None]:
+        return _answers([rank.export.remote() for rank in self._ranks])
+
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        if not self._pipes:
-            self._pipes = [_connect(rank) for rank in self._ranks]
         pairs, shared = zip(self._ranks, tickets, strict=True), ray.put(plan)
         return _answers([rank.attach.remote(shared, ticket, timeout_s) for rank, ticket in pairs])
 

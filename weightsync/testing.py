@@ -12,7 +12,7 @@ import torch
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.config import Components, PrefixCache
-from weightsync.engines.base import CachesPrefixes, Engine, HasComponents, Rollout
+from weightsync.engines.base import CachesPrefixes, Engine, ExportsAhead, HasComponents, Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
@@ -22,6 +22,7 @@ from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import (
     Attached,
@@ -200,6 +201,9 @@ class LocalEngine(LocalPeer):
         if isinstance(self._engine, HasComponents):
             self._engine.use_components(components)
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
+
+    async def export(self) -> Sequence[DeviceMemory | None]:
+        return await asyncio.to_thread(self._engine.export) if isinstance(self._engine, ExportsAhead) else ()
 
     async def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache

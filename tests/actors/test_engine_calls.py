@@ -16,6 +16,7 @@ from weightsync.actors.engine_calls import EngineCalls
 from weightsync.errors import PlanError
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 META = TensorMeta("w", "float32", (2, 3))
@@ -90,10 +91,15 @@ class Exporting(Adapter):
     def can_export(self) -> list[bool]:
         return [True, False]
 
+    def export(self) -> list[DeviceMemory | None]:
+        return [DeviceMemory.of({}), None]
+
 
 def test_an_engine_that_does_not_say_whether_it_exports_is_taken_not_to() -> None:
     assert asyncio.run(Calls(Adapter()).sync_can_export()) == [False]
     assert asyncio.run(Calls(Exporting()).sync_can_export()) == [True, False]
+    assert asyncio.run(Calls(Adapter()).sync_export()) == ()
+    assert asyncio.run(Calls(Exporting()).sync_export()) == [DeviceMemory.of({}), None]
 
 
 class Speculating(Adapter):

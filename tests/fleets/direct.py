@@ -102,15 +102,18 @@ class Engine(DictEngine):
     """An engine whose memory is written by its holder."""
 
     shared: Shared
-    export: DeviceMemory
+    exported: DeviceMemory
     plan: Plan
     num_written = 0
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         (attached,) = super().attach(plan, tickets, timeout_s)
         self.plan = plan
-        self.export = self.shared.export(self.tensors)
-        return [replace(attached, export=self.export)]
+        self.exported = self.shared.export(self.tensors)
+        return [replace(attached, export=self.exported)]
+
+    def export(self) -> Sequence[DeviceMemory | None]:
+        return [self.shared.export(self.tensors)]
 
     def written(self, _: object = None) -> None:
         self.num_written += 1
@@ -128,6 +131,7 @@ class Staging(HostStaging):
     target: Mapping[str, torch.Tensor] = {}
     unreachable = False
     made: SecondCopy | None = None
+    ahead: Sequence[str] = ()
 
     @property
     def mapped(self) -> Staging:  # type: ignore[override]
@@ -138,6 +142,9 @@ class Staging(HostStaging):
 
     def connect(self, trainer: Export) -> None:
         self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}
+
+    def map_ahead(self, engine: DeviceMemory) -> None:
+        self.ahead = [*engine.handles()]
 
     def link(self, engine: Export | None) -> None:
         self.made = None
@@ -181,7 +188,7 @@ class Staging(HostStaging):
 
     def start_direct_copy(self, frozen: bool = True) -> None:
         for reads in self._reads if frozen else self._reads[:1]:
-            self.shared.copy(reads, self._memory, self.engine.export)
+            self.shared.copy(reads, self._memory, self.engine.exported)
 
     def write(self, bucket: int) -> None:
         self.written.append(bucket)

@@ -415,7 +415,9 @@ def test_one_that_comes_later_in_anothers_place_reads_directly_too() -> None:
         dead.close()
         staging.engine = loop.engines["e1"] = engine
         loop.fleet.engines["e1"] = EngineMember(LocalEngine(engine), (2,))
+        assert staging.ahead == ()
         await loop.controller.adopt("e1")
+        assert [*staging.ahead] == [*engine.tensors]
         begun = loop.broadcasts()
         loop.train()
         report = await loop.controller.update(2)

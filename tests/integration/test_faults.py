@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -297,6 +298,66 @@ def test_an_allocation_is_mapped_once_for_all_its_tensors_when_one_is_used(mappe
     elsewhere = DeviceHandle("cuda:1", 7, b"three", 0, 1)
     with pytest.raises(TransportError, match="process 7 has its memory on cuda:1, this one is on cuda:0"):
         device.MappedTensors(DeviceMemory.of(handles | {"d": elsewhere}))
+    assert mapped == []
+
+
+def test_memory_that_is_mapped_ahead_is_linked_and_other_memory_let_go_of(mapped: list[str]) -> None:
+    staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
+    staging.map_ahead(exported("a", "b").memory)
+    staging.link(exported("a", "b"))
+    assert staging.flat
+    assert staging.target["b"].tolist() == [*range(8)]
+    assert mapped == ["a", "b"], "each is mapped once"
+    staging.forget_engine()
+    staging.map_ahead(exported("c").memory)
+    staging.link(exported("d"))
+    assert staging.target["d"].tolist() == [*range(8)]
+    assert sorted(mapped) == ["a", "b", "d"]
+    for engine in (None, exported("e")):
+        staging.forget_engine()
+        staging.map_ahead(exported("e").memory)
+        staging.link(engine)
+    staging.map_ahead(exported("f").memory)
+    staging.close()
+    assert mapped == []
+
+
+def test_what_uses_memory_that_is_mapped_ahead_waits_for_all_of_it_and_close_ends_that(
+    monkeypatch: pytest.MonkeyPatch, mapped: list[str]
+) -> None:
+    open_handle, begun, go_on = cuda.open_handle, threading.Event(), threading.Event()
+
+    def slow(ipc: bytes) -> int:
+        begun.set()
+        assert go_on.wait(patient(10))
+        return open_handle(ipc)
+
+    monkeypatch.setattr(cuda, "open_handle", slow)
+    memory = device.MappedTensors(exported("a", "b").memory)
+    memory.map_ahead()
+    assert begun.wait(patient(10))
+    using = on_daemon(lambda: (memory.address("a"), *mapped))
+    go_on.set()
+    assert using.result(patient(10)) == (1000, "a", "b")
+    memory.close()
+    begun.clear()
+    go_on.clear()
+    memory = device.MappedTensors(exported("a", "b").memory)
+    memory.map_ahead()
+    assert begun.wait(patient(10))
+    ending = on_daemon(memory.close)
+    go_on.set()
+    ending.result(patient(10))
+    assert mapped == []
+
+
+def test_what_cannot_be_mapped_ahead_fails_what_uses_it(mapped: list[str]) -> None:
+    memory = device.MappedTensors(exported("a", "gone").memory)
+    memory.map_ahead()
+    assert memory.address("a") == 1000
+    with pytest.raises(TransportError, match="gone"):
+        memory.address("gone")
+    memory.close()
     assert mapped == []
 
 

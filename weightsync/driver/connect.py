@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from weightsync.config import SyncConfig
 from weightsync.driver.conversions import (
@@ -16,7 +17,7 @@ from weightsync.driver.conversions import (
     require_casts,
     with_casts,
 )
-from weightsync.driver.fleet import Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.layouts import Layouts, are_alike, ask_layouts
 from weightsync.driver.linking import Exports, Served, exported, link_all, link_engine
@@ -27,7 +28,7 @@ from weightsync.errors import PlanError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.direct_plan import make_direct_plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.device_memory import LiveMemory, RankMemory
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
@@ -310,8 +311,12 @@ async def _meet(
     engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
+    ahead: Mapping[str, DeviceMemory] = MappingProxyType({}),
 ) -> Mapping[str, Sequence[Attached]]:
-    """Connect engines with their holders. A holder's own error is raised before an engine's deadline."""
+    """Connect engines with their holders, which map `ahead` meanwhile.
+
+    A holder's own error is raised before an engine's deadline.
+    """
     drops: list[asyncio.Future[object]] = []
 
     async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
@@ -326,15 +331,15 @@ async def _meet(
             raise
 
     calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
-    calls |= {name: _accept(holder, timeout_s) for name, holder in holders.items()}
+    calls |= {name: _accept(holder, timeout_s, ahead.get(name)) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
     answers = met.require()
     return {name: answers[name] for name in engines}
 
 
-async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
-    await holder.accept(timeout_s)
+async def _accept(holder: HolderPeer, timeout_s: float, engine: DeviceMemory | None) -> Sequence[Attached]:
+    await holder.accept(timeout_s, engine)
     return ()
 
 
@@ -350,10 +355,11 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
-    asked, tickets = await asyncio.gather(
+    asked, tickets, ahead = await asyncio.gather(
         gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s),
         _take_tickets(connection, name, holders, config),
-        return_exceptions=True,  # neither may still run when all connect again
+        _export(connection, member, timeout_s),
+        return_exceptions=True,  # none may still run when all connect again
     )
     if isinstance(asked, BaseException):
         raise asked
@@ -365,8 +371,10 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     fleet.drafts.check({name: layouts}, config)
     if isinstance(tickets, BaseException):
         raise tickets
+    if isinstance(ahead, BaseException):
+        raise ahead
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
-    attached = (await _meet(fleet, engines, holders, timeout_s))[named]
+    attached = (await _meet(fleet, engines, holders, timeout_s, ahead))[named]
     _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
     served = exported(layouts, attached)
     await link_engine(fleet, member.holders, layouts, served, timeout_s)
@@ -393,6 +401,15 @@ async def _take_tickets(
     await _serve_snapshots(holders, config)
     calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
     return list((await gather_named(calls, "adopt", config.timeout_s)).require().values())
+
+
+async def _export(connection: Connection, member: EngineMember, timeout_s: float) -> dict[str, DeviceMemory]:
+    """Return what an engine that joins is about to export, by holder, if holders map such memory."""
+    if not connection.flat_layouts:
+        return {}
+    asked = await gather_named({"engine": member.peer.export()}, "export", timeout_s)
+    pairs = zip(member.holders, *asked.require().values(), strict=False)
+    return {f"holder {i}": memory for i, memory in pairs if memory}
 
 
 def _compare(wanted: str, digests: Mapping[str, list[str]]) -> None:

@@ -59,12 +59,14 @@ async def link_all(
 async def link_engine(
     fleet: Fleet, holders: Sequence[int], layouts: Sequence[LayoutTable], ranks: Served, timeout_s: float
 ) -> None:
-    """Have `holders` map what the ranks of their engine export. `layouts` are those ranks'."""
+    """Have `holders` map what the ranks of their engine export, and nothing else of theirs.
+
+    `layouts` are those ranks'.
+    """
     shared = _SharedLayouts(fleet)
     links = {
-        f"holder {holder}": fleet.holders[holder].link(memory, None, shared.of(layout))
+        f"holder {holder}": fleet.holders[holder].link(memory, None, shared.of(layout) if memory else None)
         for holder, layout, memory in zip(holders, layouts, ranks, strict=True)
-        if memory
     }
     (await gather_named(links, "link", timeout_s)).require()
 

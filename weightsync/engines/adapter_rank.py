@@ -12,7 +12,7 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.device_sink import DeviceSink
-from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.load_errors import naming_load
 from weightsync.engines.receive_buffer import ReceiveBuffer, SlotSink
 from weightsync.errors import StateError
@@ -74,7 +74,7 @@ class AdapterRank:
 
     def can_export(self) -> bool:
         """Whether holders on GPUs can write what this rank takes."""
-        return self._received is not None and can_export(self._received.live)
+        return self._received is not None and exported(self._received.live) is not None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
         """Connect to the holder. `tickets` has all ranks'."""

@@ -11,6 +11,7 @@ from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 
@@ -87,7 +88,7 @@ class Engine(Protocol):
 
     The driver calls most methods through the actor. Methods block and are called from worker threads. An
     engine serves nothing until its first ``resume(version)``. What only some engines can do are protocols of
-    their own: `Generates`, `ExportsMemory`, `Sleeps`, `HasRankProcesses`.
+    their own: `Generates`, `ExportsMemory`, `ExportsAhead`, `Sleeps`, `HasRankProcesses`.
     """
 
     def layout(self) -> Sequence[RankLayout | LayoutTable]:
@@ -156,6 +157,18 @@ class ExportsMemory(Protocol):
 
         The driver calls it in each connect, after ``layout``, if every layout has a device and buffers and
         the trainers' memory can be read.
+        """
+
+
+@runtime_checkable
+class ExportsAhead(Protocol):
+    """An engine whose memory holders map while it attaches, so that one that joins is filled sooner."""
+
+    def export(self) -> Sequence[DeviceMemory | None]:
+        """Return for each rank what ``attach`` would export now.
+
+        The driver calls it beside ``layout`` when the engine joins a fleet. If ``attach`` then exports other
+        memory, holders map that.
         """
 
 

@@ -13,6 +13,7 @@ from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncEr
 from weightsync.faults import Fault, set_faults, split_by_rank
 from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 logger = logging.getLogger("weightsync.engines")
@@ -66,6 +67,10 @@ class EngineRanks(ABC):
     def can_export(self) -> Sequence[bool]:
         """Return for each rank whether `attach` would export its live memory now."""
         return self.on_ranks("can_export", WEIGHTS in self._asleep)
+
+    def export(self) -> Sequence[DeviceMemory | None]:
+        """Return for each rank what `attach` would export of its live memory now."""
+        return self.on_ranks("export", WEIGHTS in self._asleep)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect each rank to its holder."""

@@ -136,12 +136,13 @@ class LiveWriter:
         return found
 
 
-def can_export(live: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the live memory can be shared. `LiveWriter.export` logs why not."""
+def exported(live: Mapping[str, torch.Tensor]) -> DeviceMemory | None:
+    """Export the live memory; None if it cannot be shared. `LiveWriter.export` logs why not."""
     try:
-        return all(each.is_cuda for each in live.values()) and bool(export_tensors(live).owners)
+        memory = export_tensors(live) if all(each.is_cuda for each in live.values()) else None
     except TransportError:
-        return False
+        return None
+    return memory if memory and memory.owners else None
 
 
 class _DeviceTables:

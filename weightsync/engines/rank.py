@@ -17,7 +17,7 @@ from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.draft_model import DraftModel, HasDraft
 from weightsync.engines.frozen_draft import FrozenDraft
-from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.load_errors import naming_load
 from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
@@ -34,6 +34,7 @@ from weightsync.plan.explain import count_text
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 
@@ -149,7 +150,11 @@ class Rank:
 
     def can_export(self, asleep: bool) -> bool:
         """Whether `attach` would export the live memory now. While `asleep`, there is none."""
-        return not asleep and bool(self._own_layout().buffers) and can_export(self._live)
+        return self.export(asleep) is not None
+
+    def export(self, asleep: bool) -> DeviceMemory | None:
+        """Return what `attach` would export now, but for tensors that are cast: then it exports nothing."""
+        return exported(self._live) if not asleep and self._own_layout().buffers else None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
         """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""

@@ -12,7 +12,7 @@ import torch
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
-from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import (
     ConfigError,
@@ -104,7 +104,7 @@ class TorchEngine:
     def can_export(self) -> Sequence[bool]:
         """Return whether `attach` would export the live memory. An engine that can sleep does not."""
         self.layout()
-        return [not self._sleeps and can_export(self._tensors)]
+        return [not self._sleeps and exported(self._tensors) is not None]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect to the holder; export the live memory unless the engine sleeps."""

@@ -32,7 +32,7 @@ from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.device_memory import Export, LiveExport
+from weightsync.protocol.device_memory import DeviceMemory, Export, LiveExport
 from weightsync.protocol.handles import DeviceHandle, Handle, StoredExport
 from weightsync.protocol.messages import HolderDigests
 from weightsync.transports import Pending
@@ -101,6 +101,7 @@ class DeviceStaging:
         self._places: StoredPlaces | None = None
         self._scratch: torch.Tensor | None = None
         self._engine: MappedTensors | None = None
+        self._ahead: MappedTensors | None = None
         self._forgotten: list[_Closes] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
@@ -160,16 +161,26 @@ class DeviceStaging:
                 self._casts.setdefault(piece.bucket, []).extend(pairs)
 
     @collector_paused
+    def map_ahead(self, engine: DeviceMemory) -> None:
+        """Start to map what the engine rank is about to export. Raises TransportError as `MappedTensors`."""
+        self._ahead = MappedTensors(engine)
+        self._ahead.map_ahead()
+
+    @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
         """Take the engine rank's memory for the previous one's, which is unmapped.
 
         It is mapped at once if buckets are written to it, else when it is used. Raises TransportError if that
         fails.
         """
+        ahead, self._ahead = self._ahead, None
         self._let_go_of_engine()
+        if ahead and not (engine and engine.memory == ahead.memory):
+            ahead.close()
+            ahead = None
         if engine is None:
             return
-        self._engine = memory = MappedTensors(engine.memory)
+        self._engine = memory = ahead or MappedTensors(engine.memory)
         self.flat = FlatSnapshot(memory)
         if isinstance(engine, LiveExport):
             if engine.places:
@@ -374,8 +385,8 @@ class DeviceStaging:
 
     def _taken_from_engine(self) -> Sequence[_Closes]:
         """Use the engine rank's memory no more. Returns what is left to be closed."""
-        mapped: list[_Closes] = [each for each in (self._engine, self._direct_copy) if each]
-        self._engine = self._direct_copy = None
+        mapped: list[_Closes] = [each for each in (self._engine, self._ahead, self._direct_copy) if each]
+        self._engine = self._ahead = self._direct_copy = None
         if self._second_copy:
             self._second_copy.close()
             self._second_copy = None

@@ -86,8 +86,7 @@ class Holder:
         """
         Args:
             host: this host's address as other holders reach it.
-            device: the GPU of the buckets, ``cuda:<UUID>``, which must be the first that this process
-                sees; empty for buckets in host memory.
+            device: the GPU of the buckets, ``cuda:<UUID>``, the first that this process sees; or "" (host).
             make_staging: makes the bucket slots in host memory.
             ports: the range of the ports on which it listens; any free ones without it.
         """
@@ -179,8 +178,7 @@ class Holder:
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
-        if engine is not None:
-            self._feed = self._open_feed(engine, self.staging)
+        self._feed = None if engine is None else self._open_feed(engine, self.staging)
         # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host, self._ports)
@@ -239,12 +237,14 @@ class Holder:
         inject("connect")
         self._groups.join(offers, timeout_s)
 
-    def accept(self, timeout_s: float) -> None:
-        """Wait for the hello of the engine rank, and of a trainer rank that pushes.
+    def accept(self, timeout_s: float, engine: DeviceMemory | None = None) -> None:
+        """Wait for the hello of the engine rank, and of a trainer rank that pushes. Maps `engine` meanwhile.
 
         Raises DeadlineError, WireError, PeerError, EngineError or TransportError.
         """
         with self._moving:  # `adopt` and `close` wait before they close the feed
+            if engine and self.staging and (memory := self.staging.mapped):
+                memory.map_ahead(engine)
             if self._feed:
                 self._feed.accept(self._plan_digest, timeout_s)
             if self._pushed:

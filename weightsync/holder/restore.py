@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from weightsync.holder.second_copy import SecondCopy
 
 _STEP_NBYTES = 256 << 20  # between two steps it can be stopped
-_NUM_AHEAD = 16
-"""Steps that are copied while memory for others is mapped: about 0.1 s of a GPU's host link."""
+_NUM_AHEAD = 2  # more take as long: the steps wait for memory to be mapped
 
 
 class Restore:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -14,6 +16,7 @@ from weightsync.memory import cuda
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, extent_nbytes
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import DeviceHandle, Handle
 
@@ -101,6 +104,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     tensor is made when one is asked for: most copies need addresses alone.
 
     Attributes:
+        memory: the handles.
         nbytes: the bytes of each buffer.
     """
 
@@ -108,6 +112,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         """Raises TransportError if a buffer is on another GPU than this process."""
         for device, pid in memory.owners:
             _require_here(device, pid)
+        self.memory = memory
         self._handles = [ipc for _, _, ipc in memory.allocations()]
         self._places, self.nbytes = dict[str, tuple[int, int]](), dict[str, int]()
         self._ends = [0] * len(self._handles)
@@ -116,6 +121,8 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             self._ends[number] = max(self._ends[number], offset + nbytes)
         self._device, self._mapping = torch.cuda.current_device(), threading.Lock()
         self._starts, self._views = dict[int, int](), dict[int, torch.Tensor]()
+        self._ahead: Future[None] | None = None
+        self._closing = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a buffer. Raises TransportError if its process is gone."""
@@ -140,8 +147,14 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         starts = [*map(self._start, range(len(self._handles)))]
         return {name: starts[number] + offset for name, (number, offset) in self._places.items()}
 
+    def map_ahead(self) -> None:
+        """Start to map all of it on another thread. Whoever uses it waits for that, or gets its error."""
+        self._ahead = on_daemon(self._map_all, "weightsync-mapping")
+
     def close(self) -> None:
         """Unmap the memory, which must not be in use, and forget the buffers. Safe to call twice."""
+        self._closing = True
+        self._wait_mapped()
         self._places, self._views = {}, {}
         with torch.cuda.device(self._device), self._mapping:
             while self._starts:
@@ -149,9 +162,24 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
     def _start(self, number: int) -> int:
         with self._mapping:
-            if number not in self._starts:
-                self._starts[number] = cuda.open_handle(self._handles[number])
-            return self._starts[number]
+            self._wait_mapped()
+            return self._mapped(number)
+
+    def _map_all(self) -> None:
+        with torch.cuda.device(self._device), suppress(TransportError):  # its users map it again, and get it
+            for number in range(len(self._handles)):
+                if not self._closing:
+                    self._mapped(number)
+
+    def _wait_mapped(self) -> None:
+        if self._ahead:  # to map and copy at once takes longer than one after the other
+            wait([self._ahead])
+            self._ahead = None
+
+    def _mapped(self, number: int) -> int:
+        if number not in self._starts:
+            self._starts[number] = cuda.open_handle(self._handles[number])
+        return self._starts[number]
 
 
 def _require_here(device: str, pid: int) -> None:

@@ -20,7 +20,7 @@ from weightsync.protocol.handles import DeviceHandle, StoredExport
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Handles of n buffers in m allocations. An allocation holds many buffers, and has one IPC handle.
 

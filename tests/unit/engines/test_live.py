@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.patience import patient
 from weightsync.channel.sink import PieceView
 from weightsync.engines import host_writer as host_live
-from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
@@ -346,15 +346,15 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
         return DeviceMemory.of({name: HANDLE for name, each in live.items() if each.numel()})
 
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", shared)
-    assert can_export({"w": memory(), "none": memory(0)})
-    assert not can_export({"w": memory(), "v": memory(is_cuda=False)})
-    assert not can_export({"none": memory(0)})
+    assert exported({"w": memory(), "none": memory(0)}) == DeviceMemory.of({"w": HANDLE})
+    assert exported({"w": memory(), "v": memory(is_cuda=False)}) is None
+    assert exported({"none": memory(0)}) is None
 
     def refuse(_: object) -> str:
         raise TransportError("it is in no memory that can be shared")
 
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", refuse)
-    assert not can_export({"w": memory()})
+    assert exported({"w": memory()}) is None
 
 
 @pytest.mark.parametrize(
