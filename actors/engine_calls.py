@@ -92,7 +92,8 @@ class EngineCalls(Claimable):
         """Return what each rank would export now, see `ExportsAhead`; nothing if the engine does not say."""
         if not isinstance(self._engine, ExportsAhead):
             return ()
-        return await asyncio.to_thread(self._engine.export)
+        async with self._asking:  # `attach` comes afterwards
+            return await asyncio.to_thread(self._engine.export)
 
     async def sync_attach(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.patience import patient
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
-from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, EngineError, PeerLostError, StateError, WeightSyncError
 from weightsync.plan import Plan
 from weightsync.protocol.messages import Attached, FeedTicket, HolderDigests, Published, PublishReport
 from weightsync.report import Link
@@ -400,6 +401,21 @@ def test_an_engine_whose_holder_cannot_write_takes_broadcasts_and_is_said_to_hav
         assert loop.holds_the_models_weights("e1")
         said = [record.message for record in caplog.records if "no snapshot fills it" in record.message]
         assert [each.split("]")[0] for each in said] == ["[engine e1"]
+
+    drive(work)
+
+
+def test_one_that_cannot_export_ahead_joins_too() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        engine = loop.engines["e1"]
+        loop.fleet.engines["e1"] = EngineMember(LocalEngine(engine), (2,))
+        with mock.patch.object(engine, "export", side_effect=EngineError("e1", "export", "not now")):
+            await loop.controller.adopt("e1")
+        loop.train()
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+        assert loop.holds_the_models_weights("e1")
 
     drive(work)
 

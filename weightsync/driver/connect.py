@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from weightsync.config import SyncConfig
 from weightsync.driver.conversions import (
@@ -311,9 +310,9 @@ async def _meet(
     engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
-    ahead: Mapping[str, DeviceMemory] = MappingProxyType({}),
+    ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None = None,
 ) -> Mapping[str, Sequence[Attached]]:
-    """Connect engines with their holders, which map `ahead` meanwhile.
+    """Connect engines with their holders, which map what is exported `ahead` meanwhile.
 
     A holder's own error is raised before an engine's deadline.
     """
@@ -331,15 +330,20 @@ async def _meet(
             raise
 
     calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
-    calls |= {name: _accept(holder, timeout_s, ahead.get(name)) for name, holder in holders.items()}
+    calls |= {name: _accept(name, holder, timeout_s, ahead) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
     answers = met.require()
     return {name: answers[name] for name in engines}
 
 
-async def _accept(holder: HolderPeer, timeout_s: float, engine: DeviceMemory | None) -> Sequence[Attached]:
-    await holder.accept(timeout_s, engine)
+async def _accept(
+    name: str,
+    holder: HolderPeer,
+    timeout_s: float,
+    ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None,
+) -> Sequence[Attached]:
+    await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
     return ()
 
 
@@ -352,14 +356,27 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
     ConfigError for a draft that is neither trained nor frozen, or has other bytes than the same one before.
     """
+    ahead = asyncio.ensure_future(_export(connection, fleet.engines[name], config.timeout_s))
+    try:
+        await _adopt(fleet, connection, name, config, ahead)
+    finally:
+        await asyncio.gather(ahead, return_exceptions=True)  # it may not run any more when all connect again
+
+
+async def _adopt(
+    fleet: Fleet,
+    connection: Connection,
+    name: str,
+    config: SyncConfig,
+    ahead: asyncio.Future[Mapping[str, DeviceMemory]],
+) -> None:
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
-    asked, tickets, ahead = await asyncio.gather(
+    asked, tickets = await asyncio.gather(
         gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s),
         _take_tickets(connection, name, holders, config),
-        _export(connection, member, timeout_s),
-        return_exceptions=True,  # none may still run when all connect again
+        return_exceptions=True,  # neither may still run when all connect again
     )
     if isinstance(asked, BaseException):
         raise asked
@@ -371,8 +388,6 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     fleet.drafts.check({name: layouts}, config)
     if isinstance(tickets, BaseException):
         raise tickets
-    if isinstance(ahead, BaseException):
-        raise ahead
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
     attached = (await _meet(fleet, engines, holders, timeout_s, ahead))[named]
     _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
@@ -403,12 +418,17 @@ async def _take_tickets(
     return list((await gather_named(calls, "adopt", config.timeout_s)).require().values())
 
 
-async def _export(connection: Connection, member: EngineMember, timeout_s: float) -> dict[str, DeviceMemory]:
-    """Return what an engine that joins is about to export, by holder, if holders map such memory."""
+async def _export(
+    connection: Connection, member: EngineMember, timeout_s: float
+) -> Mapping[str, DeviceMemory]:
+    """Return what an engine that joins is about to export, by holder, if holders map such memory.
+
+    Its attach reports what is wrong with it.
+    """
     if not connection.flat_layouts:
         return {}
     asked = await gather_named({"engine": member.peer.export()}, "export", timeout_s)
-    pairs = zip(member.holders, *asked.require().values(), strict=False)
+    pairs = zip(member.holders, asked.answers.get("engine", ()), strict=False)
     return {f"holder {i}": memory for i, memory in pairs if memory}
 
 
