@@ -7,6 +7,7 @@ parallelism. Both are built from the same parts as real ones.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import tempfile
 import threading
@@ -169,6 +170,8 @@ class EngineRank(Destination):
         )
         if self.device.type == "cuda":  # when they have started, as the ranks of real engines do
             on_daemon(partial(load_digests, [2]), "weightsync-kernels")
+        gc.collect()
+        gc.freeze()  # as vLLM's workers do when they have started
 
     def placement(self) -> Placement:
         return Placement.here(self._slot)

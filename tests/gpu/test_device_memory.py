@@ -92,6 +92,12 @@ def test_views_in_the_middle_of_torchs_allocations(pipe: Connection) -> None:
     assert whole[1998:2002].tolist() == [0, 0, 2000, 2001]
 
 
+def test_memory_is_exported_alike_each_time() -> None:
+    tensors = {str(number): torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for number in range(30)}
+    assert export_tensors(tensors) == export_tensors(tensors)
+    assert export_tensors(tensors) != export_tensors({**tensors, "0": tensors["1"]})
+
+
 def test_an_empty_buffer(pipe: Connection) -> None:
     buffer = DeviceBuffer.create(0)
     assert ask(pipe, [buffer.handle], 1) == [b""]
