@@ -12,7 +12,7 @@ import torch
 
 from tests.contract.conftest import TIMEOUT_S, Rig
 from tests.models import greedy
-from weightsync.engines import ExportsMemory, Rollout, make_engine
+from weightsync.engines import ExportsAhead, ExportsMemory, Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
@@ -46,8 +46,10 @@ def test_layout_is_the_checkpoint(rig: Rig) -> None:
 def test_it_says_before_it_is_attached_whether_it_exports_its_memory(rig: Rig) -> None:
     assert isinstance(rig.engine, ExportsMemory)
     could = list(rig.engine.can_export())
+    ahead = rig.engine.export() if isinstance(rig.engine, ExportsAhead) else None
     rig.connect(rig.plan)
     assert could == rig.exported
+    assert ahead is None or [each is not None for each in ahead] == could
 
 
 def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:

@@ -81,6 +81,8 @@ def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(ado
     engine.sleep(1, "keep", patient(1))
     engine.can_export()
     assert llm.asked[-1] == ("can_export", (True,))
+    engine.export()
+    assert llm.asked[-1] == ("export", (True,))
 
 
 async def _at_once(*_: object) -> None: ...
