@@ -17,7 +17,7 @@ from weightsync.driver.conversions import (
     with_casts,
 )
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.driver.layouts import Layouts, are_alike, ask_layouts
 from weightsync.driver.linking import Exports, Served, exported, link_all, link_engine
 from weightsync.driver.pushing import find_pushing
@@ -356,11 +356,14 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
     ConfigError for a draft that is neither trained nor frozen, or has other bytes than the same one before.
     """
-    ahead = asyncio.ensure_future(_export(connection, fleet.engines[name], config.timeout_s))
+    member, timeout_s = fleet.engines[name], config.timeout_s
+    layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
+    asking = asyncio.ensure_future(layout)
+    ahead = asyncio.ensure_future(_export(connection, member, timeout_s))  # the layout's call may add a draft
     try:
-        await _adopt(fleet, connection, name, config, ahead)
-    finally:
-        await asyncio.gather(ahead, return_exceptions=True)  # it may not run any more when all connect again
+        await _adopt(fleet, connection, name, config, asking, ahead)
+    finally:  # neither may still run when all connect again
+        await asyncio.gather(asking, ahead, return_exceptions=True)
 
 
 async def _adopt(
@@ -368,16 +371,14 @@ async def _adopt(
     connection: Connection,
     name: str,
     config: SyncConfig,
+    asking: asyncio.Future[Outcome[Sequence[LayoutTable]]],
     ahead: asyncio.Future[Mapping[str, DeviceMemory]],
 ) -> None:
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
-    asked, tickets = await asyncio.gather(
-        gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s),
-        _take_tickets(connection, name, holders, config),
-        return_exceptions=True,  # neither may still run when all connect again
-    )
+    taking = _take_tickets(connection, name, holders, config)
+    asked, tickets = await asyncio.gather(asking, taking, return_exceptions=True)  # both end first
     if isinstance(asked, BaseException):
         raise asked
     names = {meta.name for meta in plan.tensors}

@@ -166,7 +166,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             return self._mapped(number)
 
     def _map_all(self) -> None:
-        with torch.cuda.device(self._device), suppress(TransportError):  # its users map it again, and get it
+        with torch.cuda.device(self._device), suppress(TransportError):  # users try again, and get it
             for number in range(len(self._handles)):
                 if not self._closing:
                     self._mapped(number)
