@@ -312,7 +312,7 @@ async def _meet(
     timeout_s: float,
     ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None = None,
 ) -> Mapping[str, Sequence[Attached]]:
-    """Connect engines with their holders, which map what is exported `ahead` meanwhile.
+    """Connect engines with their holders, which map what an engine exported `ahead` as they wait.
 
     A holder's own error is raised before an engine's deadline.
     """

@@ -162,7 +162,7 @@ class ExportsMemory(Protocol):
 
 @runtime_checkable
 class ExportsAhead(Protocol):
-    """An engine whose memory holders map while it attaches, so that one that joins is filled sooner."""
+    """An engine that knows what it will export, so that holders map it while the engine attaches."""
 
     def export(self) -> Sequence[DeviceMemory | None]:
         """Return for each rank what ``attach`` would export now.

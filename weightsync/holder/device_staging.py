@@ -170,8 +170,8 @@ class DeviceStaging:
     def link(self, engine: Export | LiveExport | None) -> None:
         """Take the engine rank's memory for the previous one's, which is unmapped.
 
-        It is mapped at once if buckets are written to it, else when it is used. Raises TransportError if that
-        fails.
+        A mapping of the same memory by `map_ahead` is used. Else it is mapped at once if buckets are written
+        to it, or when it is used. Raises TransportError if that fails.
         """
         ahead, self._ahead = self._ahead, None
         self._let_go_of_engine()

@@ -238,7 +238,7 @@ class Holder:
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float, engine: DeviceMemory | None = None) -> None:
-        """Wait for the hello of the engine rank, and of a trainer rank that pushes. Maps `engine` meanwhile.
+        """Start to map `engine`; wait for the hello of the engine rank, and of a trainer rank that pushes.
 
         Raises DeadlineError, WireError, PeerError, EngineError or TransportError.
         """

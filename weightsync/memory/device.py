@@ -148,7 +148,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return {name: starts[number] + offset for name, (number, offset) in self._places.items()}
 
     def map_ahead(self) -> None:
-        """Start to map all of it on another thread. Whoever uses it waits for that, or gets its error."""
+        """Start to map all of it on another thread. Each use waits for that, and raises what went wrong."""
         self._ahead = on_daemon(self._map_all, "weightsync-mapping")
 
     def close(self) -> None:
