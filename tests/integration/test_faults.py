@@ -322,7 +322,7 @@ def test_memory_that_is_mapped_ahead_is_linked_and_other_memory_let_go_of(mapped
     assert mapped == []
 
 
-def test_what_uses_memory_that_is_mapped_ahead_waits_for_all_of_it_and_close_ends_that(
+def test_what_uses_or_closes_memory_that_is_mapped_ahead_waits_for_the_mapping(
     monkeypatch: pytest.MonkeyPatch, mapped: list[str]
 ) -> None:
     open_handle, begun, go_on = cuda.open_handle, threading.Event(), threading.Event()

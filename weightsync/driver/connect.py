@@ -359,7 +359,8 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member, timeout_s = fleet.engines[name], config.timeout_s
     layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
     asking = asyncio.ensure_future(layout)
-    ahead = asyncio.ensure_future(_export(connection, member, timeout_s))  # the layout's call may add a draft
+    # After the layout's call, which may add a draft to what is exported.
+    ahead = asyncio.ensure_future(_export(connection, member, timeout_s))
     try:
         await _adopt(fleet, connection, name, config, asking, ahead)
     finally:  # neither may still run when all connect again
@@ -378,7 +379,7 @@ async def _adopt(
     named = f"engine {name}"
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
     taking = _take_tickets(connection, name, holders, config)
-    asked, tickets = await asyncio.gather(asking, taking, return_exceptions=True)  # both end first
+    asked, tickets = await asyncio.gather(asking, taking, return_exceptions=True)  # both are to end
     if isinstance(asked, BaseException):
         raise asked
     names = {meta.name for meta in plan.tensors}

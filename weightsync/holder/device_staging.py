@@ -377,7 +377,7 @@ class DeviceStaging:
     def unmap_forgotten(self) -> None:
         """Start to unmap what was forgotten, on another thread: it can take tenths of a second.
 
-        What this process maps meanwhile waits for the same lock.
+        Mapping in this process waits for the same lock.
         """
         if forgotten := self._forgotten:
             self._forgotten = []

@@ -86,7 +86,7 @@ class Holder:
         """
         Args:
             host: this host's address as other holders reach it.
-            device: the GPU of the buckets, ``cuda:<UUID>``, the first that this process sees; or "" (host).
+            device: ``cuda:<UUID>`` of the buckets' GPU, the first that this process sees; "" for host memory.
             make_staging: makes the bucket slots in host memory.
             ports: the range of the ports on which it listens; any free ones without it.
         """

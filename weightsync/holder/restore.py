@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightsync.holder.second_copy import SecondCopy
 
 _STEP_NBYTES = 256 << 20  # between two steps it can be stopped
-_NUM_AHEAD = 2  # more take as long: the steps wait for memory to be mapped
+_NUM_AHEAD = 2  # enough to keep the link busy
 
 
 class Restore:

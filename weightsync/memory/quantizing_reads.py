@@ -109,7 +109,7 @@ class QuantizingReads:
     def result(self) -> HolderDigests:
         """Return what was made, after all launches ended.
 
-        A tensor that changed meanwhile has a wrong digest.
+        A tensor that changed during the launches has a wrong digest.
         """
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
         for table, tensors in self._shared:

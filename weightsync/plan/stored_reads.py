@@ -97,7 +97,7 @@ def stored_reads(
 
     Raises:
         PlanError: names a tensor that has to come whole: the rank keeps a part of a block, or not all
-            matrices that share a scale, or what is stored lies in several places or among others.
+            matrices that share a scale, or what is stored of it is not one piece of memory of its own.
     """
     shapes = {meta.name: meta.shape for meta in tensors}
     places = _Places(stored, dtypes)
