@@ -37,6 +37,7 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
+from weightsync.driver.linking import unlink_engine
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.protocol.adapters import AdapterSpec
@@ -179,10 +180,7 @@ class Membership:
         end_s = PATIENCE_S * (1 + len(placements))
         await await_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
         self._controller.engine_group.enter([name], EngineState.DEAD)
-        # The dead engine's GPU memory is not freed while a holder maps it.
-        at = self._fleet.engines[name].holders
-        calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
-        await gather_named(calls, "unlink", self._config.timeout_s)
+        await unlink_engine(self._fleet, name, self._config.timeout_s)
         handle = await await_daemon(
             lambda: respawner(name),
             f"respawn() of engine {name}",
@@ -222,8 +220,9 @@ class Membership:
         asked = {process: self._placements_of(engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
         placements = started.require()[process]
-        others = {f"engine {other}": its for other, its in self._placements.items() if other != name}
+        others = {f"engine {live}": self._placements[live] for live in self._fleet.live() if live != name}
         check_versions(others | {process: placements})
+        place_ranks({}, others | {process: placements})
         async with self._controller.shared(name):
             left = self._placements.get(name, [])
             holders = tuple(

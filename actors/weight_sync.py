@@ -359,8 +359,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             serves from the next update on.
 
         Raises:
-            ConfigError: a living engine has this name, or the actor is registered already or is not an
-                engine.
+            ConfigError: a living engine has this name or one of its GPUs, or the actor is registered already
+                or is not an engine.
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}

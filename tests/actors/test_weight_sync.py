@@ -290,6 +290,8 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
     assert all(torch.equal(published[name], found[name]) for name in published)
     with pytest.raises(ConfigError, match="choose a name"):
         sync.add_engine("late", sync.engines()["late"])
+    with pytest.raises(ConfigError, match=r"engine more: 'slot:x9'.*engine late has it: give each a device"):
+        sync.add_engine("more", spawn(Engine, WIDTH, "more", "x9"))
     num_holders = len(sync.holders())
     sync.remove_engine("e0")
     assert sync.update_weights(5).engines == {"late": 5}

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,16 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
-from weightsync.errors import DeadlineError, PeerLostError, RankLostError, SlowError, StateError, Where
+from weightsync.errors import (
+    DeadlineError,
+    PeerLostError,
+    RankLostError,
+    SlowError,
+    StateError,
+    WeightSyncError,
+    Where,
+)
+from weightsync.holder.holder import Holder
 from weightsync.testing import LocalEngine
 
 CONFIG = SyncConfig(
@@ -47,8 +57,9 @@ def _healer(
     respawn: Callable[[str], Awaitable[bool]],
     can_respawn: bool = True,
     rejoin: Callable[[str], Awaitable[None]] | None = None,
+    config: SyncConfig = CONFIG,
 ) -> Healer:
-    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: can_respawn, rejoin or respawn)
+    return Healer(config, loop.fleet, loop.controller, respawn, lambda _: can_respawn, rejoin or respawn)
 
 
 async def _healed(healer: Healer) -> None:
@@ -190,6 +201,32 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
         assert not loop.engines["e1"].serving
 
     drive(work, CONFIG)
+
+
+@pytest.mark.parametrize("heal_attempts", [0, 2])
+@pytest.mark.parametrize("error", [GONE, SlowError("reading", ("engine e1",), 2.0)], ids=["dead", "slow"])
+def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
+    error: WeightSyncError, heal_attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its memory stays taken, which the next engine on its GPU needs."""
+
+    async def work(loop: Loop) -> None:
+        config = replace(CONFIG, heal_attempts=heal_attempts)
+        healer = _healer(loop, Respawned(loop), can_respawn=False, config=config)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        links: list[tuple[str, object]] = []
+        monkeypatch.setattr(Holder, "link", lambda holder, engine: links.append((holder.name, engine)))
+        monkeypatch.setattr(loop.controller, "can_refill", lambda _: False)
+        if error is GONE:
+            loop.controller.engine_group.lost("e1", error)
+        else:
+            loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+            healer.engine_failed("e1", error)
+        await _healed(healer)
+        assert links == ([("holder 2", None)] if error is GONE else [])
+
+    drive(work)
 
 
 def test_one_that_answers_again_is_taken_in_without_being_started_anew() -> None:

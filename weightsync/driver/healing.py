@@ -12,6 +12,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack, EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing_policy import Action, Decision, decide
+from weightsync.driver.linking import unlink_engine
 from weightsync.driver.refill import GaveWayError
 from weightsync.errors import EngineError, PlanError, TransportError, WeightSyncError
 from weightsync.plan.explain import count_text
@@ -61,6 +62,8 @@ class Healer:
             self._missed[name] = failure
         elif self._config.heal_attempts:
             self._start_task(name, self._heal(name, failure))
+        else:
+            self._start_task(name, self._let_go(name))
 
     def engine_back(self, name: str) -> None:
         """Take engine `name` in again, which was DEAD since it was silent. A running task has its way."""
@@ -127,6 +130,7 @@ class Healer:
                 outlook = "waits for the next update" if alive else "is given up"
                 attempts = count_text(attempt - 1, "attempt")
                 logger.error("[engine %s] %s after %s: %s", name, outlook, attempts, failure)
+                await self._let_go(name)
                 return
             logger.warning("[engine %s] %s, attempt %d: %s", name, decision.action.value, attempt, failure)
             try:
@@ -144,6 +148,11 @@ class Healer:
                 continue
             self._healed(self._describe(name, cause, clock, respawned_at, report))
             return
+
+    async def _let_go(self, name: str) -> None:
+        """Have holders unmap the memory of an engine that is dead: the next one on its GPUs needs it."""
+        if self._is_dead(name):
+            await unlink_engine(self._fleet, name, self._config.timeout_s)
 
     def _healed(self, heal: HealReport) -> None:
         self.heals.append(heal)

@@ -71,6 +71,16 @@ async def link_engine(
     (await gather_named(links, "link", timeout_s)).require()
 
 
+async def unlink_engine(fleet: Fleet, name: str, timeout_s: float) -> None:
+    """Have holders unmap what a dead engine exported: its GPU memory is not free while they map it.
+
+    Holders that do not answer are skipped.
+    """
+    holders = fleet.engines[name].holders
+    calls = {f"holder {holder}": fleet.holders[holder].link(None) for holder in holders}
+    await gather_named(calls, "unlink", timeout_s)
+
+
 class _SharedLayouts:
     """Shares layouts with holders, each once: ranks of one mesh have the same."""
 
