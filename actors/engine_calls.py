@@ -88,10 +88,13 @@ class EngineCalls(Claimable):
             return [False]
         return await asyncio.to_thread(self._engine.can_export)
 
-    async def sync_export(self) -> Sequence[DeviceMemory | None]:
+    async def sync_export(
+        self, components: Components = MappingProxyType({})
+    ) -> Sequence[DeviceMemory | None]:
         """Return what each rank would export now, see `ExportsAhead`; nothing if the engine does not say."""
         if not isinstance(self._engine, ExportsAhead):
             return ()
+        await self._ask_layouts(components)  # a draft adds to what is exported
         async with self._asking:  # `attach` comes afterwards
             return await asyncio.to_thread(self._engine.export)
 

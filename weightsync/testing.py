@@ -202,7 +202,7 @@ class LocalEngine(LocalPeer):
             self._engine.use_components(components)
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
 
-    async def export(self) -> Sequence[DeviceMemory | None]:
+    async def export(self, components: Components) -> Sequence[DeviceMemory | None]:
         return await asyncio.to_thread(self._engine.export) if isinstance(self._engine, ExportsAhead) else ()
 
     async def attach(

@@ -99,7 +99,9 @@ def test_an_engine_that_does_not_say_whether_it_exports_is_taken_not_to() -> Non
     assert asyncio.run(Calls(Adapter()).sync_can_export()) == [False]
     assert asyncio.run(Calls(Exporting()).sync_can_export()) == [True, False]
     assert asyncio.run(Calls(Adapter()).sync_export()) == ()
-    assert asyncio.run(Calls(Exporting()).sync_export()) == [DeviceMemory.of({}), None]
+    exporting = Exporting()
+    exporting.both_have_asked.set()
+    assert asyncio.run(Calls(exporting).sync_export()) == [DeviceMemory.of({}), None]
 
 
 class Speculating(Adapter):
@@ -124,6 +126,26 @@ def test_a_layout_is_asked_for_again_only_if_components_are_treated_otherwise() 
             await calls.sync_outline({"draft": "frozen"})
         await calls.sync_placements()
         assert (adapter.num_asked, adapter.used) == (2, [{"draft": "frozen"}])
+
+    asyncio.run(ask())
+
+
+class Drafting(Speculating):
+    """Exports its draft, too, once it trains it."""
+
+    def export(self) -> list[DeviceMemory | None]:
+        self.used.append("exported")
+        return [None, None]
+
+
+def test_components_are_treated_as_asked_before_an_engine_exports() -> None:
+    adapter = Drafting()
+    calls = Calls(adapter)
+
+    async def ask() -> None:
+        trained = {"draft": "trained"}
+        await asyncio.gather(calls.sync_export(trained), calls.sync_layout(trained))
+        assert (adapter.num_asked, adapter.used) == (1, [trained, "exported"])
 
     asyncio.run(ask())
 

@@ -359,8 +359,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member, timeout_s = fleet.engines[name], config.timeout_s
     layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
     asking = asyncio.ensure_future(layout)
-    # After the layout's call, which may add a draft to what is exported.
-    ahead = asyncio.ensure_future(_export(connection, member, timeout_s))
+    ahead = asyncio.ensure_future(_export(connection, member, config))
     try:
         await _adopt(fleet, connection, name, config, asking, ahead)
     finally:  # neither may still run when all connect again
@@ -421,7 +420,7 @@ async def _take_tickets(
 
 
 async def _export(
-    connection: Connection, member: EngineMember, timeout_s: float
+    connection: Connection, member: EngineMember, config: SyncConfig
 ) -> Mapping[str, DeviceMemory]:
     """Return what an engine that joins is about to export, by holder, if holders map such memory.
 
@@ -429,7 +428,7 @@ async def _export(
     """
     if not connection.flat_layouts:
         return {}
-    asked = await gather_named({"engine": member.peer.export()}, "export", timeout_s)
+    asked = await gather_named({"engine": member.peer.export(config.components)}, "export", config.timeout_s)
     pairs = zip(member.holders, asked.answers.get("engine", ()), strict=False)
     return {f"holder {i}": memory for i, memory in pairs if memory}
 
