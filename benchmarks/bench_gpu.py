@@ -15,8 +15,8 @@ Clocks: ``total`` is the wall clock of `update_weights`, from the call until eve
 version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
 Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
 clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
-need to load. With `--join` another engine, which has started, is added after the last round, and filled
-from copies on the host, which holders then keep, while the first one serves. ``join s`` is the wall clock of
+need to load. With `--join` the engine is killed after the last round. Another one, which has started, takes
+its place, and is filled from copies on the host, which holders then keep. ``join s`` is the wall clock of
 `add_engine`. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the same
 processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
@@ -59,7 +59,8 @@ from benchmarks.updates import (
     update_row,
 )
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import WeightSyncError
+from weightsync.driver.engine_state import EngineState
+from weightsync.errors import DeadlineError, WeightSyncError
 
 __all__ = ["main", "shown"]
 
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--empty", action="store_true", help="also a model of a few kilobytes")
     parser.add_argument("--long", type=int, default=0, help="also this many updates, memory watched")
     parser.add_argument("--head-start", type=float, default=0.0, help="seconds before connecting")
-    parser.add_argument("--join", action="store_true", help="at last, add another engine on the same GPUs")
+    parser.add_argument("--join", action="store_true", help="at last, kill the engine and add another")
     parser.add_argument("--no-bare", action="store_true", help="without the collectives called bare")
     parser.add_argument("--cpu", action="store_true", help="slots of this host instead of GPUs: a smoke test")
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each part")
@@ -238,26 +239,34 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
         if not spec["cpu"]:
             extra |= floor(sync.links(), rounds)
         if spec["join"]:
-            stage("another engine starts")
-            extra["join s"] = _join(sync, spec)
+            extra["join s"] = _join(sync, fleet, spec)
         stage("leaving")
     return update_row(rounds) | extra
 
 
-def _join(sync: WeightSync, spec: Mapping[str, Any]) -> float:
-    """Add another engine. Returns the seconds until it serves the version of the others, verified."""
+def _join(sync: WeightSync, fleet: Fleet, spec: Mapping[str, Any]) -> float:
+    """Kill the engine, and add another. Returns the seconds until it serves the same version, verified."""
+    sync.settle(60)  # holders have copied the version
+    stage("the engine is killed")
+    fleet.kill_engine()
+    deadline = time.monotonic() + 60
+    while sync.engine_states()["engine"] is not EngineState.DEAD:
+        if time.monotonic() > deadline:
+            raise DeadlineError("noticing its end", ("engine",), 60)
+        time.sleep(0.1)
+    sync.settle(60)  # holders have let go of its memory
+    stage("another engine starts")
     joining = start_engine(_model(spec), (), _placements(spec, gpu_uuids())[1])
     joining.wrong(sync.version)  # its processes stand, and have loaded what the checks need
-    sync.settle(60)  # holders have copied the version
     ray.get([rank.poison.remote() for rank in joining.ranks])
     stage("another engine joins")
     started = time.perf_counter()
-    report = sync.add_engine("joining", joining.front)
+    report = sync.add_engine("engine", joining.front)
     seconds = time.perf_counter() - started
     if report is None or not report.verified:
         raise WrongWeightsError(f"the engine that joined was not filled: {report}")
     check(joining.wrong(sync.version), "the engine that joined", sync.version)
-    joining.close()
+    joining.kill_engine()
     return seconds
 
 

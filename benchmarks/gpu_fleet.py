@@ -295,8 +295,13 @@ class Fleet:
         """Return the bytes in use on each GPU."""
         return dict(ray.get([actor.used.remote() for actor in (*self.trainers, *self.ranks)]))
 
+    def kill_engine(self) -> None:
+        """Kill the engine and its ranks."""
+        kill([self.front, *self.ranks])
+
     def close(self) -> None:
-        kill([*self.trainers, self.front, *self.ranks])
+        kill(self.trainers)
+        self.kill_engine()
 
 
 def start_fleet(
