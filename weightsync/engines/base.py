@@ -167,8 +167,8 @@ class ExportsAhead(Protocol):
     def export(self) -> Sequence[DeviceMemory | None]:
         """Return for each rank what ``attach`` would export now.
 
-        The driver calls it beside ``layout`` when the engine joins a fleet. If ``attach`` then exports other
-        memory, holders map that.
+        It is called after ``layout`` when the engine joins a fleet. If ``attach`` then exports other memory,
+        holders map that.
         """
 
 
