@@ -17,15 +17,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
-from weightsync.errors import (
-    DeadlineError,
-    PeerLostError,
-    RankLostError,
-    SlowError,
-    StateError,
-    WeightSyncError,
-    Where,
-)
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError, SlowError, StateError, Where
 from weightsync.holder.holder import Holder
 from weightsync.testing import LocalEngine
 
@@ -204,9 +196,9 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
 
 
 @pytest.mark.parametrize("heal_attempts", [0, 2])
-@pytest.mark.parametrize("error", [GONE, SlowError("reading", ("engine e1",), 2.0)], ids=["dead", "slow"])
+@pytest.mark.parametrize("case", ["dead", "slow", "replaced"])
 def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
-    error: WeightSyncError, heal_attempts: int, monkeypatch: pytest.MonkeyPatch
+    case: str, heal_attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its memory stays taken, which the next engine on its GPU needs."""
 
@@ -218,13 +210,15 @@ def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
         links: list[tuple[str, object]] = []
         monkeypatch.setattr(Holder, "link", lambda holder, engine: links.append((holder.name, engine)))
         monkeypatch.setattr(loop.controller, "can_refill", lambda _: False)
-        if error is GONE:
-            loop.controller.engine_group.lost("e1", error)
-        else:
+        if case == "replaced":
+            loop.fleet.engines["e2"] = EngineMember(LocalEngine(loop.engines["e1"]), (2,))
+        if case == "slow":
             loop.controller.engine_group.enter(["e1"], EngineState.STALE)
-            healer.engine_failed("e1", error)
+            healer.engine_failed("e1", SlowError("reading", ("engine e1",), 2.0))
+        else:
+            loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
-        assert links == ([("holder 2", None)] if error is GONE else [])
+        assert links == ([("holder 2", None)] if case == "dead" else [])
 
     drive(work)
 

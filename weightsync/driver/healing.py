@@ -11,6 +11,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack, EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import GRACE_S
 from weightsync.driver.healing_policy import Action, Decision, decide
 from weightsync.driver.linking import unlink_engine
 from weightsync.driver.refill import GaveWayError
@@ -152,7 +153,7 @@ class Healer:
     async def _let_go(self, name: str) -> None:
         """Have holders unmap the memory of an engine that is dead: the next one on its GPUs needs it."""
         if self._is_dead(name):
-            await unlink_engine(self._fleet, name, self._config.timeout_s)
+            await unlink_engine(self._fleet, name, GRACE_S)
 
     def _healed(self, heal: HealReport) -> None:
         self.heals.append(heal)

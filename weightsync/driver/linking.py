@@ -74,10 +74,11 @@ async def link_engine(
 async def unlink_engine(fleet: Fleet, name: str, timeout_s: float) -> None:
     """Have holders unmap what a dead engine exported: its GPU memory is not free while they map it.
 
-    Holders that do not answer are skipped.
+    Holders that serve another engine by now, or do not answer, are skipped.
     """
-    holders = fleet.engines[name].holders
-    calls = {f"holder {holder}": fleet.holders[holder].link(None) for holder in holders}
+    taken = {holder for other, its in fleet.live().items() if other != name for holder in its.holders}
+    left = [holder for holder in fleet.engines[name].holders if holder not in taken]
+    calls = {f"holder {holder}": fleet.holders[holder].link(None) for holder in left}
     await gather_named(calls, "unlink", timeout_s)
 
 
