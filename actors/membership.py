@@ -403,7 +403,8 @@ class Membership:
     async def check_free(self, name: str) -> None:
         """Check that no living engine is called `name`. Raises ConfigError."""
         if name in self.engines and await self.is_alive(name):
-            raise ConfigError("engine", name, f"choose a name other than {', '.join(self.engines)}")
+            known = self._fleet.live() or self.engines
+            raise ConfigError("engine", name, f"choose a name other than {', '.join(known)}")
 
     async def join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         """Connect a new engine, and refill it if there is a snapshot that it can take.

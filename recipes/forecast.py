@@ -323,7 +323,9 @@ def _direct(sides: _Sides) -> list[str]:
     floor = reads_floor(sides.source, sides.engines, sides.members, names, scene.cluster)
     lines = [*str(floor).splitlines(), *lines]
     if any(scene.quantizations):
-        lines.append("quantised engines do so from the second update on: the first one shows where bytes go")
+        lines.append(
+            "quantised engines read directly from the second update on: the first one shows where bytes go"
+        )
     return lines
 
 

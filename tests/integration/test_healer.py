@@ -198,7 +198,7 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
 @pytest.mark.parametrize("heal_attempts", [0, 2])
 @pytest.mark.parametrize("case", ["dead", "slow", "replaced"])
 def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
-    case: str, heal_attempts: int, monkeypatch: pytest.MonkeyPatch
+    case: str, heal_attempts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else its memory stays taken, which the next engine on its GPU needs."""
 
@@ -219,6 +219,9 @@ def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
             loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         assert links == ([("holder 2", None)] if case == "dead" else [])
+        assert ("killed; bring another with add_engine()" in caplog.text) == (
+            case != "slow" and heal_attempts > 0
+        )
 
     drive(work)
 

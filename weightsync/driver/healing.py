@@ -25,6 +25,8 @@ logger = logging.getLogger("weightsync.driver.healing")
 _WHOLE = (EngineState.SERVING, EngineState.READY)
 """States of an engine that holds a verified version."""
 
+_REMEDY = "; bring another with add_engine(), or give register_engines(respawn=)"
+
 
 class Healer:
     """Runs a task per failed engine until it serves again or is given up.
@@ -130,7 +132,8 @@ class Healer:
                 alive = self._fleet.engines[name].record.state is not EngineState.DEAD
                 outlook = "waits for the next update" if alive else "is given up"
                 attempts = count_text(attempt - 1, "attempt")
-                logger.error("[engine %s] %s after %s: %s", name, outlook, attempts, failure)
+                remedy = "" if alive or self._can_respawn(name) else _REMEDY
+                logger.error("[engine %s] %s after %s: %s%s", name, outlook, attempts, failure, remedy)
                 await self._let_go(name)
                 return
             logger.warning("[engine %s] %s, attempt %d: %s", name, decision.action.value, attempt, failure)

@@ -466,7 +466,7 @@ def test_a_plan_says_whether_ranks_of_a_quantised_engine_read_just_what_they_kee
         assert f"none: a quantised engine takes whole tensors, since {says}" in direct
         assert "  each engine rank gets whole tensors by broadcast" in quantised
         return
-    last = "  quantised engines do so from the second update on: the first one shows where bytes go"
+    last = "  quantised engines read directly from the second update on: the first one shows where bytes go"
     plain = RUNNER.invoke(cli.app, command).output
     assert direct == plain.split("\ndirect\n")[1].rstrip("\n") + f"\n{last}"
     assert "  each engine rank's holder reads what the rank keeps" in quantised
