@@ -65,8 +65,9 @@ class Scene:
         """Return the members, with one holder for each GPU."""
         num_trainers = self.trainers.num_ranks
         start, engines = num_trainers if self.apart else 0, []
-        for number, engine in enumerate(self.engines):
-            engines.append((f"engine-{number}", tuple(range(start, start + engine.num_ranks))))
+        names = self.names or [f"engine-{number}" for number in range(len(self.engines))]
+        for name, engine in zip(names, self.engines, strict=True):
+            engines.append((name, tuple(range(start, start + engine.num_ranks))))
             start += engine.num_ranks
         return Members(max(num_trainers, start), tuple(range(num_trainers)), tuple(engines))
 
@@ -281,9 +282,11 @@ def _served(sides: _Sides) -> list[Covered]:
                 (part, metas, route, conversion_of(source, metas, engine, converts))
                 for part, metas in parts.items()
             ]
-    keys = zip(sides.engines.values(), sides.quantizations, strict=True)
-    names = scene.names or tuple(sides.engines)
-    return [Covered.of(name, *row) for name, key in zip(names, keys, strict=True) for row in known[key]]
+    return [
+        Covered.of(name, *row)
+        for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True)
+        for row in known[engine, quantization]
+    ]
 
 
 def _explain(sides: _Sides) -> Explanation:

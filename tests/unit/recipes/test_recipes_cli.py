@@ -409,9 +409,9 @@ def test_engines_of_different_ranks_are_planned_each_for_itself() -> None:
     """1.2 MiB: about a half to each rank of the first engine (norms are whole), all to the second."""
     direct = direct_section("disaggregated")
     assert "  3 engine ranks read 2.4 MiB in 75 copies" in direct
-    assert "  engine-0 rank 1: own GPU 0 B, own host 611.0 KiB, other hosts 0 B; 25 copies" in direct
+    assert "  wide-0 rank 1: own GPU 0 B, own host 611.0 KiB, other hosts 0 B; 25 copies" in direct
     assert (
-        "  engine-1 rank 0, the slowest: own GPU 0 B, own host 1.2 MiB, other hosts 0 B; 25 copies" in direct
+        "  narrow-0 rank 0, the slowest: own GPU 0 B, own host 1.2 MiB, other hosts 0 B; 25 copies" in direct
     )
 
 
