@@ -98,7 +98,7 @@ def run(
             folder.write("report.json", report.write)
             screen.step(row, loop.steps)
         if chaos is not None or recipe.events:
-            with screen.stage("heal"):
+            with screen.stage("waiting for heals"):
                 elastic.wait_healed(recipe.engine_specs)
             report.engines |= elastic.infos
             report.coverage = sync.coverage()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol
 
+from weightsync.plan.explain import time_text
 from weightsync.protocol.timing import Span
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
@@ -275,7 +276,7 @@ class HealReport:
         how = f"{read}, {self.gb_per_s:.3g} GB/s, verified" if read else "an update"
         return (
             f"engine {self.engine} serves version {self.version} again after"
-            f" {self.serving_at - self.died_at:.1f} s{new}; {how}; it had failed: {self.cause}"
+            f" {time_text(self.serving_at - self.died_at)}{new}; {how}; it had failed: {self.cause}"
         )
 
 
