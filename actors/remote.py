@@ -171,8 +171,7 @@ class _Trainer(Remote):
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
             self.call("publish", count, ticket, bool(ticket))
         )
-        # If nobody waits for Ray's answer, its error is not asked for, which asyncio would log.
-        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+        asked.add_done_callback(_no_log)
         try:
             await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -188,7 +187,7 @@ class _Trainer(Remote):
         called = self.channel.call("publish_in_place", (count, ticket)) if self.channel else None
         if called is None:
             return None
-        called.add_done_callback(lambda done: done.cancelled() or done.exception())  # as below
+        called.add_done_callback(_no_log)
         done, _ = await asyncio.wait([called], timeout=_LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
@@ -208,6 +207,12 @@ class _Expected:
         return cls(readable, told, notices.expect(readable, told) if notices else 0)
 
 
+def _no_log(ended: asyncio.Future[Any]) -> None:
+    """Ask for its error: asyncio logs one that nobody asks for, as when every wait was cancelled."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
     """Resolve `readable` if the trainer said so. What it raised, `publish` raises, too."""
     if not early.cancelled() and not early.exception() and early.result() and not readable.done():
@@ -220,6 +225,8 @@ class _Holder(Remote):
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
         self._becoming = becoming
+        if becoming:
+            becoming.add_done_callback(_no_log)
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         return self._call_later(method, *args) if self._becoming else super().call(method, *args)
