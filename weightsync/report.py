@@ -225,10 +225,20 @@ class SyncReport:
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         named = f"version {self.version}" + (f" ({self.checkpoint})" if self.checkpoint else "")
         engines = "1 engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
+        moved = f" (moved at {self.gb_per_s:.3g} GB/s)" if self.gb_per_s else ""
         return (
             f"{named}: {bytes_text(self.nbytes)} to {serving} of {engines}"
-            f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
+            f" in {self.seconds:.3g} s{moved}, {proof}{self._left_out()}{failed}"
         )
+
+    def _left_out(self) -> str:
+        """Engines that do not serve the version and did not fail in this update, by what they are."""
+        left: dict[str, list[str]] = {}
+        for engine, version in sorted(self.engines.items()):
+            if version != self.version and engine not in self.failures:
+                held = f" with version {version}" if version else ""
+                left.setdefault(self.states[engine] + held, []).append(engine)
+        return "".join(f"; {state}: {_names(engines)}" for state, engines in sorted(left.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

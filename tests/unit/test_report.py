@@ -34,11 +34,22 @@ def test_speed_is_payload_over_the_move_phase() -> None:
 
 def test_one_line_says_what_happened() -> None:
     assert str(REPORT) == (
-        "version 7: 16.4 GB to 2 of 3 engines in 0.5 s (82 GB/s), verified;"
+        "version 7: 16.4 GB to 2 of 3 engines in 0.5 s (moved at 82 GB/s), verified;"
         " e2 failed: engine e2 failed in move: out of memory"
     )
     assert str(replace(REPORT, nbytes=999, phases={}, verified=False, failures={})).endswith(
-        "999 B to 2 of 3 engines in 0.5 s (0 GB/s), not verified"
+        "999 B to 2 of 3 engines in 0.5 s, not verified; STALE with version 6: e2"
+    )
+
+
+def test_engines_that_were_left_out_are_named_by_state() -> None:
+    dead = {f"d{i}": "DEAD" for i in range(5)}
+    states = {"e0": "SERVING", **dead, "e1": "SERVING"}
+    engines = {"e0": 7, **dict.fromkeys(dead, 0), "e1": 6}
+    text = str(replace(REPORT, engines=engines, states=states, failures={"d4": "engine d4 is gone"}))
+    assert text.endswith(
+        "to 1 of 7 engines in 0.5 s (moved at 82 GB/s), verified"
+        "; DEAD: d0, d1 and 2 more; SERVING with version 6: e1; d4 failed: engine d4 is gone"
     )
 
 
