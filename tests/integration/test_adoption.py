@@ -13,7 +13,7 @@ import pytest
 from tests.hosts_fleet import Engine, Hosts, Staging, drive
 from tests.live_fleet import CONFIG, commit
 from tests.patience import patient
-from weightsync.errors import PlanError
+from weightsync.errors import DeadlineError, PlanError
 from weightsync.holder.holder import Holder
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.messages import Attached, FeedTicket
@@ -96,3 +96,27 @@ def test_no_holder_still_prepares_when_an_engine_of_another_layout_has_all_conne
         assert await loop.update(2) == {"e0": "direct", "e1": "direct"}
 
     drive(work, "a", NEAR, CONFIG)
+
+
+def test_an_engine_that_hangs_as_it_exports_is_named_alone() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        hung = threading.Event()
+
+        def hang(*_: object) -> Sequence[object]:
+            assert hung.wait(patient(30))
+            return ()
+
+        with (
+            mock.patch.object(Engine, "export", hang, create=True),
+            mock.patch.object(Engine, "attach", hang),
+        ):
+            loop.respawn("e1")
+            try:
+                with pytest.raises(DeadlineError) as raised:
+                    await loop.controller.adopt("e1")
+            finally:
+                hung.set()
+        assert raised.value.missing == ("engine e1",)
+
+    drive(work, "a", NEAR, replace(CONFIG, timeout_s=patient(0.5)))

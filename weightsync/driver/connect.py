@@ -23,7 +23,7 @@ from weightsync.driver.linking import Exports, Served, exported, link_all, link_
 from weightsync.driver.pushing import find_pushing
 from weightsync.driver.routing import Router
 from weightsync.driver.trial import Trial, run_trial
-from weightsync.errors import PlanError, TransportError, WeightSyncError
+from weightsync.errors import DeadlineError, PlanError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.direct_plan import make_direct_plan
 from weightsync.plan.layout_table import LayoutTable
@@ -359,7 +359,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member, timeout_s = fleet.engines[name], config.timeout_s
     layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
     asking = asyncio.ensure_future(layout)
-    ahead = asyncio.ensure_future(_export(connection, member, config))
+    ahead = asyncio.ensure_future(_export(connection, name, member, config))
     try:
         await _adopt(fleet, connection, name, config, asking, ahead)
     finally:  # neither may still run when all connect again
@@ -420,16 +420,20 @@ async def _take_tickets(
 
 
 async def _export(
-    connection: Connection, member: EngineMember, config: SyncConfig
+    connection: Connection, name: str, member: EngineMember, config: SyncConfig
 ) -> Mapping[str, DeviceMemory]:
     """Return what an engine that joins is about to export, by holder, if holders map such memory.
 
-    Its attach reports what is wrong with it.
+    Raises DeadlineError if it does not answer: its holders wait for this, and are not to be named as well.
+    Its attach reports what else is wrong with it.
     """
     if not connection.flat_layouts:
         return {}
-    asked = await gather_named({"engine": member.peer.export(config.components)}, "export", config.timeout_s)
-    pairs = zip(member.holders, asked.answers.get("engine", ()), strict=False)
+    named = f"engine {name}"
+    asked = await gather_named({named: member.peer.export(config.components)}, "export", config.timeout_s)
+    if isinstance(error := asked.failures.get(named), DeadlineError):
+        raise error
+    pairs = zip(member.holders, asked.answers.get(named, ()), strict=False)
     return {f"holder {i}": memory for i, memory in pairs if memory}
 
 
