@@ -386,6 +386,8 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
             except WeightSyncError as error:
                 code = BAD_INPUT if isinstance(error, ConfigError) else FAILED
                 return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", code)
+            except KeyboardInterrupt:  # said before Ray ends: `ray job stop` kills a job after seconds
+                return _complain("interrupted", INTERRUPTED)
     except ConfigError as error:
         return _complain(error, BAD_INPUT)
     except KeyboardInterrupt:
