@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from tests.hosts.outside import ask, say
-from tests.hosts_fleet import Hosts
+from tests.hosts_fleet import Engine, Hosts, MappingHolder, Source
 from tests.patience import patient
 from weightsync import SyncConfig
 from weightsync.driver.controller import Controller
@@ -103,14 +103,17 @@ class Site:
         self._fleet.close()
 
 
+KINDS: Mapping[str, type] = {"sources": Source, "engines": Engine, "holders": MappingHolder}
+
+
 class Far:
-    """A member of the fleet, in its host's process."""
+    """A member of the fleet, in its host's process. It has the methods of its kind, and no others."""
 
     def __init__(self, site: Any, kind: str, key: Any) -> None:
         self._site, self._kind, self._key = site, kind, key
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call, method)
+        for method in dir(KINDS[kind]):
+            if not method.startswith("_"):
+                setattr(self, method, partial(self._call, method))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         call = self._site.call.remote(self._kind, self._key, method, arguments)
