@@ -51,8 +51,11 @@ class EngineCalls(Claimable):
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
 
-    async def sync_placements(self) -> list[Placement]:
-        """Return the placement of each rank: the device that its layout names."""
+    async def sync_placements(self, _: object = None) -> list[Placement]:
+        """Return the placement of each rank: the device that its layout names.
+
+        The argument is an object of Ray's store. Ray calls this once the host has it.
+        """
         layouts = await self._ask_layouts()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 

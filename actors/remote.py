@@ -131,6 +131,19 @@ class Remote:
         return partial(self.handle.sync_adapter.remote, self._adapter, method)
 
 
+class _Engine(Remote):
+    """An engine's actor."""
+
+    async def placements(self) -> list[Placement]:
+        """Ask it for its placements, with an object of Ray's store, as plans are.
+
+        After a lost link, a host may get no objects for minutes while its actors answer
+        (https://github.com/ray-project/ray/pull/59807). Only asking for one shows that.
+        """
+        found: list[Placement] = await self.call("placements", share(None))
+        return found
+
+
 class _Trainer(Remote):
     """A trainer's actor, which says during `publish` that its weights may be read."""
 
@@ -305,7 +318,7 @@ def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | N
 
 def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteEngine:
     """Return an engine's actor, or its part for an adapter, as a peer called `name`."""
-    return cast("RemoteEngine", Remote(name, handle, "sync_", adapter))
+    return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter))
 
 
 def remote_holder(

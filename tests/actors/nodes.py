@@ -1,11 +1,13 @@
-"""Several hosts, on one: python -m tests.actors.nodes idle|phases|checkpoint. Fails if what it tests does."""
+"""Several hosts, on one: python -m tests.actors.nodes WHEN. Fails if what it tests does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -31,13 +33,16 @@ SOON = {
     "health_check_period_ms": 200,
     "health_check_failure_threshold": 3,
 }
+LATE = {"health_check_failure_threshold": 1000}
+"""Does not declare a node dead whose process is stopped."""
 Weights = Mapping[str, torch.Tensor]
 
 
 def main(when: str) -> None:
+    settings = LATE if when == "deaf" else SOON
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 1, "resources": {"head": 1}, "_system_config": SOON},
+        head_node_args={"num_cpus": 1, "resources": {"head": 1}, "_system_config": settings},
     )
     hosts = {name: cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("east", "west")}
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
@@ -45,6 +50,7 @@ def main(when: str) -> None:
     config = SyncConfig(
         bucket_bytes=4096,
         timeout_s=patient(5),
+        connect_timeout_s=patient(15),
         heartbeat_s=patient(2),
         heal_backoff_s=0.1,
         mirrors=1,
@@ -63,6 +69,8 @@ def main(when: str) -> None:
                 idle(sync, lose)
             elif when == "checkpoint":
                 checkpoint(sync, [host.node_id for host in hosts.values()])
+            elif when == "deaf":
+                deaf(sync, hosts["east"].all_processes["raylet"][0].process.pid)
             else:
                 phases(sync, gain, lose)
     finally:
@@ -94,6 +102,29 @@ def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
 
     trainer = put("head", Trainer, "t")
     sync.register_trainers([trainer])
+    update(sync, trainer, 3)
+
+
+def deaf(sync: WeightSync, raylet: int) -> None:
+    """A host's Ray fetches no objects, while its actors answer: the others go on until it does again."""
+    trainer = put("head", Trainer, "t")
+    sync.register_trainers([trainer])
+    sync.register_engines({"near": put("head", Engine, "near", "a"), "far": put("east", Engine, "far", "b")})
+    sync.connect()
+    update(sync, trainer, 1)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        ray.get(sync.engines()["far"].counts.remote())
+        sync.connect()
+        ray.get(trainer.train.remote(2))
+        assert sync.update_weights(2).engines == {"near": 2, "far": 0}
+        assert [*sync.serving()] == ["near"]
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+    deadline = time.monotonic() + patient(60)
+    while len(sync.serving()) < 2:
+        assert time.monotonic() < deadline, sync.engine_states()
+        time.sleep(0.05)
     update(sync, trainer, 3)
 
 

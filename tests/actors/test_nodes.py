@@ -13,7 +13,7 @@ from tests.patience import patient
 
 @pytest.mark.faults
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("when", ["idle", "phases", "checkpoint"])
+@pytest.mark.parametrize("when", ["idle", "phases", "checkpoint", "deaf"])
 def test_lost_hosts_are_survived_and_several_read_a_checkpoint(when: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.actors.nodes", when],

@@ -30,11 +30,16 @@ KERNELS_PORTS = 40000, 40999
 _HEAD = ["--head", "--port=6379"]
 JOBS_PORT = 8265
 """Where the head takes jobs, if it has a dashboard."""
-PATIENT = '{"health_check_failure_threshold": 1000, "object_manager_pull_timeout_ms": 200}'
+PATIENT = (
+    '{"health_check_failure_threshold": 1000, "object_manager_pull_timeout_ms": 200,'
+    ' "grpc_client_keepalive_time_ms": 4000, "grpc_client_keepalive_timeout_ms": 16000}'
+)
 """Ray's settings with which it waits for a host. By default it declares one dead after half a minute.
 
 A host fetches an object from any host that has it. If it gets no connection, it tries another one after the
-second value, by default 10 s, then after twice that time, and so on.
+second value, by default 10 s, then after twice that time, and so on. It learns from the driver where objects
+are. One end of that connection may end while the link is down. The other end notices after the sum of the
+last two values, by default 7 minutes, and finds no new object until then.
 """
 DEFAULT = "{}"
 """Ray's own settings."""
