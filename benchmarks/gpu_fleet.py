@@ -270,7 +270,7 @@ class EngineFront(EngineCalls):
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks, self._engine = ranks, RankActors(ranks)
 
-    async def sync_placements(self) -> list[Placement]:
+    async def sync_placements(self, _: object = None) -> list[Placement]:
         return [*await asyncio.gather(*(rank.placement.remote() for rank in self._ranks))]
 
 
