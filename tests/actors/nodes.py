@@ -34,7 +34,7 @@ SOON = {
     "health_check_failure_threshold": 3,
 }
 LATE = {"health_check_failure_threshold": 1000}
-"""Does not declare a node dead whose process is stopped."""
+"""With these settings, Ray does not declare a node dead while its process is stopped."""
 Weights = Mapping[str, torch.Tensor]
 
 
