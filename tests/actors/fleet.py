@@ -97,6 +97,17 @@ class Restless(Trainer):
         self._stepping.join()
 
 
+class Uncounted(Restless):
+    """Gives all weights one value, and the next one in each step, in a way that torch does not count."""
+
+    def _step(self) -> None:
+        value = 0
+        while not self._stopped.is_set():
+            value += 1
+            for parameter in self.model.parameters():
+                parameter.data.fill_(value)
+
+
 class Modelless(TrainerShard):
     """Forgot to set self.model."""
 

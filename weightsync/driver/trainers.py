@@ -13,7 +13,7 @@ from typing import Any
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
-from weightsync.errors import MovedError, NonfiniteError, WeightSyncError
+from weightsync.errors import MovedError, NonfiniteError, SourceChangedError, WeightSyncError
 from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, combine
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
@@ -110,8 +110,8 @@ class Trainers:
     async def publish(self, version: int) -> Publication:
         """Have all ranks publish `version`.
 
-        Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, or a rank's error: MovedError only
-        if there is no other.
+        Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError, or a rank's
+        error: MovedError only if there is no other.
         """
         return await self.begin(version).publication()
 
@@ -129,6 +129,8 @@ class Trainers:
         outcome = await self._ask(count, readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         answers = Outcome(outcome.answers, others or outcome.failures).require()
+        if written := [(name, each.written) for name, each in answers.items() if each.written]:
+            raise SourceChangedError(version, written)
         nonfinite = self._counted(version, answers) if count else {}
         reports = answers.values()
         return Publication(

@@ -42,7 +42,8 @@ def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerpr
 def publish_report(published: Published, frozen: Sequence[int], spans: Sequence[Span]) -> PublishReport:
     """Return what the driver gets of a version. `frozen` are the numbers of the plan's frozen tensors."""
     digests = published.digests
-    return PublishReport(fingerprint(digests), fingerprint(digests, frozen), published.nonfinite, spans)
+    found = fingerprint(digests), fingerprint(digests, frozen)
+    return PublishReport(*found, published.nonfinite, spans, published.written)
 
 
 @functools.lru_cache(maxsize=4)

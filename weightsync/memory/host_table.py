@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ _Int64 = npt.NDArray[np.int64]
 _PART_COST = 64
 """The fixed cost of a part, in bytes that take as long."""
 _RANGE_COST = 8 << 20
+_TARGET = 1
+"""The column of a row that has the address to copy to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,13 @@ class HostTable:
             return
         with ThreadPoolExecutor(num_threads(16)) as threads:
             list(threads.map(self.run, *zip(*self.ranges, strict=True)))
+
+    def without_copies(self) -> HostTable:
+        """Return a table that digests the same parts, and copies none."""
+        table = copy.copy(self)
+        table._rows, table._shares = self._rows.copy(), self._shares.copy()
+        table._rows[:, _TARGET] = 0
+        return table
 
     def digests(self) -> Digests:
         """Return each tensor's sum over its parts' last `run`: uint64[num_tensors]."""

@@ -262,10 +262,12 @@ class Published:
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
         nonfinite: number of elements that are NaN or Inf, by tensor name, for tensors that have any.
+        written: names of tensors that somebody wrote while they were published.
     """
 
     digests: Digests
     nonfinite: Mapping[str, int]
+    written: tuple[str, ...] = ()
 
 
 class PublishReport(msgspec.Struct, frozen=True):
@@ -274,7 +276,7 @@ class PublishReport(msgspec.Struct, frozen=True):
     Attributes:
         fingerprint: that of its digests.
         frozen: the same of frozen tensors alone.
-        nonfinite: as in `Published`.
+        nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
     """
 
@@ -282,16 +284,19 @@ class PublishReport(msgspec.Struct, frozen=True):
     frozen: Fingerprint
     nonfinite: Mapping[str, int]
     spans: Sequence[Span]
+    written: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
         words = np.stack([self.fingerprint, self.frozen]).tobytes()
-        return _publish_report, (words, self.nonfinite, self.spans)
+        return _publish_report, (words, self.nonfinite, self.spans, self.written)
 
 
-def _publish_report(words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span]) -> PublishReport:
+def _publish_report(
+    words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span], written: tuple[str, ...]
+) -> PublishReport:
     fingerprint, frozen = np.frombuffer(words, np.uint64).reshape(2, -1)
-    return PublishReport(fingerprint, frozen, nonfinite, spans)
+    return PublishReport(fingerprint, frozen, nonfinite, spans, written)
 
 
 @dataclass(frozen=True, slots=True)

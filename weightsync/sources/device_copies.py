@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.plan import Piece, Plan
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Digests, Published
 from weightsync.sources.in_place import InPlace
 
 
@@ -35,3 +35,7 @@ class DeviceCopies:
                 place.copy_(held, non_blocking=True)
             torch.cuda.current_stream().synchronize()
         return self._digests.result(count)
+
+    def digest_again(self) -> Digests:
+        """Digest the weights as they are now."""
+        return self._digests.digest_again()

@@ -14,7 +14,7 @@ from weightsync.memory.kernels import DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, Plan
-from weightsync.protocol.messages import Published, combine
+from weightsync.protocol.messages import Digests, Published, combine
 
 _SCRATCH_NBYTES = 64 << 20
 _ALIGN = 16
@@ -88,6 +88,11 @@ class InPlace:
             digests = combine([table.result() for table in tables])
             flagged = {tensor for table in tables for tensor in table.flagged()} if count else set()
             return Published(digests, self._count(flagged) if flagged else {})
+
+    def digest_again(self) -> Digests:
+        """Digest the weights as they are now."""
+        self.begin()
+        return self.result(count=False).digests
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._held))

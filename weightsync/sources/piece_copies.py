@@ -96,6 +96,7 @@ class PieceCopies:
                     by_table.append(copy)
                     parts.append(part)
         self._table, self._kept_table = HostTable(parts, len(metas)), HostTable(kept_parts, len(metas))
+        self._again = self._table.without_copies()
         self._by_table, self._others = by_table, others
         self._device_copies = tuple(
             DeviceCopies(
@@ -124,33 +125,58 @@ class PieceCopies:
             find: returns the tensors now, by buffer. Called if some are strays, or need a cast.
             count: count NaN and Inf, too.
         """
-        live = find() if self._others else {}
-        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
-        nonfinite: Counter[str] = Counter()
+        live = self._find(find)
+        counted: list[tuple[str, int]] = []
 
-        def publish(copy: PieceCopy) -> tuple[int, int]:
-            target = self.place(copy)
-            with torch.no_grad():
-                cut = segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(target.dtype)
-                _copy(cut, target)
+        def publish(copy: PieceCopy) -> int:
+            cut, target = self._cut(copy, live), self.place(copy)
+            _copy(cut, target)
+            if count:
+                counted.append((self._name(copy), count_nonfinite(target)))
             # Digest the weights, not the copy, so that a wrong copy is found.
-            share = tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
-            return share, count_nonfinite(target) if count else 0
+            return self._share(copy, cut)
 
-        with ThreadPoolExecutor(num_threads(16)) as threads:
-            published = threads.map(publish, self._others)
-            digests = _run(self._table, threads, count)
-            for copy, (share, found) in zip(self._others, published, strict=True):
-                # Add to a slice: arrays wrap around, scalars would warn.
-                digests[copy.tensor : copy.tensor + 1] += np.uint64(share)
-                nonfinite[self._name(copy)] += found
+        digests = self._digest(self._table, publish, count)
         sent = [copies.run(count) for copies in self._device_copies]
+        nonfinite: Counter[str] = Counter()
+        for name, found in counted:
+            nonfinite[name] += found
         if count:
             nonfinite.update(self._found(self._table, self._by_table))
         for each in sent:
             nonfinite.update(each.nonfinite)
         return Published(combine([digests, *(each.digests for each in sent)]), dict(+nonfinite))
+
+    def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
+        """Digest what `run` copied from where it is, as it is now. `find` as in `run`."""
+        live = self._find(find)
+        digests = self._digest(self._again, lambda copy: self._share(copy, self._cut(copy, live)), False)
+        return combine([digests, *(copies.digest_again() for copies in self._device_copies)])
+
+    def _find(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+        live = find() if self._others else {}
+        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
+        return live
+
+    @torch.no_grad()
+    def _cut(self, copy: PieceCopy, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a part as it is now, in the dtype that travels."""
+        dtype: torch.dtype = getattr(torch, self._plan.tensors[copy.tensor].dtype)
+        return segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(dtype)
+
+    def _share(self, copy: PieceCopy, cut: torch.Tensor) -> int:
+        return tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
+
+    def _digest(self, table: HostTable, share: Callable[[PieceCopy], int], count: bool) -> Digests:
+        """Run all of `table`, and add the shares of other parts on the host to its digests."""
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            shares = threads.map(share, self._others)
+            digests = _run(table, threads, count)
+            for copy, found in zip(self._others, shares, strict=True):
+                # Add to a slice: arrays wrap around, scalars would warn.
+                digests[copy.tensor : copy.tensor + 1] += np.uint64(found)
+        return digests
 
     def digest_kept(self, count: bool) -> Published:
         """Digest what is read where it lies, and count NaN and Inf there if `count` is set."""

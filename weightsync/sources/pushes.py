@@ -21,7 +21,7 @@ from weightsync.memory.page_locks import PageLocks
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Piece, Plan, Segment
 from weightsync.protocol.handles import PushTicket
-from weightsync.protocol.messages import Published, combine
+from weightsync.protocol.messages import Digests, Published, combine
 from weightsync.sources.piece_copies import PieceCopies
 
 logger = logging.getLogger("weightsync.sources.pushes")
@@ -92,6 +92,12 @@ class Pushes:
         # A tensor may be pushed in part, and copied in part.
         nonfinite = Counter(kept.nonfinite) + Counter(self._copied.nonfinite)
         return Published(combine([kept.digests, self._copied.digests]), dict(nonfinite))
+
+    def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
+        """Digest all weights from where they are, as they are now. `find` as in `PieceCopies.run`."""
+        assert self._copies
+        kept = self._copies.digest_kept(count=False)
+        return combine([kept.digests, self._copies.digest_again(find)])
 
     def close(self) -> None:
         """Disconnect, and release all memory."""

@@ -6,10 +6,11 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from weightsync.errors import MovedError, StateError, TransportError
@@ -26,7 +27,7 @@ from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import Attached, Published
+from weightsync.protocol.messages import Attached, Digests, Published
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
@@ -262,13 +263,13 @@ class TensorSource(ABC):
             self.ready()
         self._is_ready = False
         if self._pushes:
-            return self._pushes.digest(count)
+            return self._confirmed(self._pushes.digest(count), partial(self._pushes.digest_again, self._live))
         assert self._in_place
         self._in_place.begin()
         if self._follow():
             self._finish()
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
-        return self._in_place.result(count)
+        return self._confirmed(self._in_place.result(count), self._in_place.digest_again)
 
     def offload(self) -> None:
         """Copy all tensors to the send buffer, and release their memory.
@@ -340,7 +341,20 @@ class TensorSource(ABC):
         if self._copies is None:  # an `offload` that failed gave them up
             self._make_copies()
         assert self._copies
-        return self._copies.run(self._live, count)
+        published = self._copies.run(self._live, count)
+        return self._confirmed(published, partial(self._copies.digest_again, self._live))
+
+    def _confirmed(self, published: Published, digest_again: Callable[[], Digests]) -> Published:
+        """Digest the weights once more, and name the tensors that were written meanwhile.
+
+        If both passes find the same, everything was published as it was between them. Torch's counters of
+        writes would not say that: they miss those to DTensors, through ``.data`` and by other libraries.
+        """
+        assert self._plan is not None
+        self._finish()
+        written = np.flatnonzero(digest_again() != published.digests)
+        names = tuple(self._plan.tensors[number].name for number in written)
+        return dataclasses.replace(published, written=names) if names else published
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
