@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,7 @@ from weightsync.errors import ConfigError, MovedError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import named_tensors
+from weightsync.protocol.messages import Digests, Published
 from weightsync.sources import piece_copies
 from weightsync.sources import tensors as tensor_source
 from weightsync.sources.module import ModuleSource
@@ -254,20 +256,24 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
         def begin(self) -> None:
             Stand.num_begun += 1
 
-        def result(self, count: bool) -> str:
-            return "digests"
+        def result(self, count: bool) -> Published:
+            return published
 
+        def digest_again(self) -> Digests:
+            return published.digests
+
+    published = Published(np.zeros(len(rig.plan.tensors), np.uint64), {})
     monkeypatch.setattr(tensor_source, "InPlace", Stand)
     rig.source.attach(rig.plan, 0, None)
-    assert rig.source.publish(True) == "digests"
+    assert rig.source.publish(True) is published
     assert rig.source.ready()
-    assert rig.source.publish(True) == "digests"
+    assert rig.source.publish(True) is published
     assert Stand.num_begun == 2, "once for each version"
     SAME["what is left out"](rig)
-    assert rig.source.publish(True) == "digests"
+    assert rig.source.publish(True) is published
     assert Stand.num_begun == 4, "again, since the weights were described again"
     Stand.is_there = False
-    assert rig.source.publish(True) == "digests"
+    assert rig.source.publish(True) is published
     assert Stand.num_begun == 5, "once the model was looked through"
     SAME["other strides"](rig)
     moved = r"trainer 0: body\.0\.weight is in other memory"
