@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+from weightsync.errors import ConfigError
+
+MAX_PATH_NBYTES = 107
+"""The kernel's limit for the path of a socket."""
+_PREFIX = "weightsync-"
+_MAX_FOLDER_NBYTES = MAX_PATH_NBYTES - len(f"/{_PREFIX}01234567/replies")
+_SHORT = "/tmp", "/dev/shm"
+
 
 class PrivateDirectory:
-    """A directory of mode 0700, removed when this process ends, even by SIGKILL."""
+    """A directory of mode 0700, removed when this process ends, even by SIGKILL.
+
+    It is in TMPDIR. If a socket's path would be too long there, it is in another folder.
+    """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))
+        """Raises ConfigError if TMPDIR is too long, and no other folder can be written."""
+        self.path = _make()
         # The shell removes the directory once its standard input ends, which happens when this process does.
         # It is detached, since Ray may kill the children of a worker with it.
         script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
@@ -26,3 +39,22 @@ class PrivateDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
         assert self._janitor.stdin is not None
         self._janitor.stdin.close()
+
+
+def _make() -> Path:
+    given = tempfile.gettempdir()
+    if (nbytes := len(os.fsencode(given))) <= _MAX_FOLDER_NBYTES:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=given))
+    tried = []
+    for folder in (*_SHORT, os.environ.get("XDG_RUNTIME_DIR", "")):
+        if folder and len(os.fsencode(folder)) <= _MAX_FOLDER_NBYTES:
+            try:
+                return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+            except OSError as error:
+                tried.append(f"{folder}: {error.strerror}")
+    raise ConfigError(
+        "TMPDIR",
+        given,
+        f"it has {nbytes} bytes: give a folder of at most {_MAX_FOLDER_NBYTES}, since a socket's path has "
+        f"at most {MAX_PATH_NBYTES} ({'; '.join(tried)})",
+    )
