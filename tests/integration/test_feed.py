@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 
+from tests.foreign import NASTY
 from tests.forked import said_by
 from tests.patience import patient
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
@@ -139,7 +140,7 @@ def test_a_stray_clients_bytes_are_refused_and_logged_and_hurt_nothing(
     context = zmq.Context()
     strays = []
     wrong = encode(Hello(secret=b"guess", engine="e0", plan_digest=plan.digest()))
-    for data in (b"\x80\x04garbage", b"", b"x" * 60_000, b"y" * 200_000, wrong):
+    for data in (*NASTY.values(), b"\x80\x04garbage", b"x" * 60_000, b"y" * 200_000, wrong):
         stray = context.socket(zmq.DEALER)
         stray.connect(holder.ticket.endpoint)
         stray.send(data)

@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from weightsync.channel.wire import SentError
-from weightsync.errors import SlowError, WeightSyncError, WireError
+from weightsync.errors import SlowError, WeightSyncError
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.messages import (
     LoadReport,
     Moved,
@@ -145,16 +146,12 @@ Reply: TypeAlias = Hello | Answer | Raised | Readable | Published
 """What a process sends to the driver."""
 
 _asks = msgspec.msgpack.Decoder(Ask)
-_replies = msgspec.msgpack.Decoder(Reply)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_reply(data: bytes) -> Reply:
     """Decode what a process sends to the driver. Raises WireError for anything else."""
-    try:
-        reply: Reply = _replies.decode(data)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of ours: {error}") from error
-    return reply
+    return decoded(_replies.decode, data)
 
 
 def pack(value: object) -> msgspec.Raw:
@@ -169,10 +166,7 @@ def fits(value: object) -> bool:
 
 def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance of `kind`
     """Decode a value of type `kind`. Raises WireError for anything else."""
-    try:
-        return _decoder(kind).decode(data)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a value of ours: {error}") from error
+    return decoded(_decoder(kind).decode, data, "a value of ours")
 
 
 class Turns:
@@ -196,7 +190,7 @@ def answer_calls(
     """Answer the driver's calls of `methods`, one at a time, until the connection is lost.
 
     Also ends when the driver hangs up, and once the channel is not the newest, see `Turns`: what the driver
-    asked by it, it has given up.
+    asked by it, it has given up. Raises WireError for what is no call.
     """
     try:
         with closing(Stream(offer.endpoint, offer.secret, MAX_FRAME_NBYTES, _SEND_S)) as stream:
@@ -205,7 +199,7 @@ def answer_calls(
                 message = stream.receive(_LOOK_S)
                 if message is None or not is_newest():
                     continue
-                ask = _asks.decode(message)
+                ask = decoded(_asks.decode, message)
                 if not ask.method:
                     return
                 stream.send(msgspec.msgpack.encode(_reply(ask, methods)))

@@ -57,6 +57,7 @@ from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket, HolderDigests
 from weightsync.protocol.timing import PhaseClock, Span
@@ -424,5 +425,9 @@ class EngineFeed:
 def _digests(written: Written) -> HolderDigests | None:
     if not written.wholes:
         return None
-    wholes, stored = (np.frombuffer(each, np.uint64) for each in (written.wholes, written.stored))
+    wholes, stored = (decoded(_words, each, "digests") for each in (written.wholes, written.stored))
     return HolderDigests(wholes, stored, written.are_parts)
+
+
+def _words(data: bytes) -> Digests:
+    return np.frombuffer(data, np.uint64)

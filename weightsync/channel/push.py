@@ -10,17 +10,24 @@ as the rank is connected. A process that ends closes its end, so that the other 
 
 from __future__ import annotations
 
+import hmac
+import logging
+import secrets
 import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WireError
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Handle, PushTicket
+
+logger = logging.getLogger("weightsync.channel.push")
 
 _MAX_NBYTES = 64 << 10
 _POLL_S = 0.05
@@ -29,6 +36,7 @@ _POLL_S = 0.05
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Trainer rank → holder, first: its plan, and the buffers that it copies into, in turn."""
 
+    secret: bytes
     plan_digest: str
     ring: tuple[Handle, ...]
 
@@ -48,7 +56,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
     cause: str = ""
 
 
-_to_holder = msgspec.msgpack.Decoder(Hello | Pushed)
+_to_holder: msgspec.msgpack.Decoder[Hello | Pushed] = msgspec.msgpack.Decoder(Hello | Pushed)
 _to_trainer = msgspec.msgpack.Decoder(Push)
 
 
@@ -63,11 +71,11 @@ class PushFeed:
         """
         self._directory = PrivateDirectory()
         endpoint = str(self._directory.path / "push")
-        self.ticket = PushTicket(endpoint, device, num_buffers, nbytes)
+        self.ticket = PushTicket(endpoint, device, num_buffers, nbytes, secrets.token_bytes(32))
         self._trainer = trainer
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(endpoint)
-        self._listener.listen(1)
+        self._listener.listen()
         self._connection: socket.socket | None = None
         self._last = 0
         self._open: dict[int, str | None] = {}
@@ -80,13 +88,17 @@ class PushFeed:
         Raises DeadlineError when it does not come, WireError when the rank has another plan.
         """
         deadline = time.monotonic() + timeout_s
-        self._wait(self._listener, deadline, "hello", timeout_s)
-        self._connection, _ = self._listener.accept()
+        callers: list[socket.socket] = []
+        try:
+            while not (hello := self._hello(callers, deadline, timeout_s)):
+                pass
+        finally:
+            for each in callers:
+                each.close()
         self._listener.close()
         self._directory.remove()
-        hello = self._receive(deadline, "hello", timeout_s)
-        if not isinstance(hello, Hello) or hello.plan_digest != plan_digest:
-            raise WireError(f"{self._trainer} does not hold plan {plan_digest}: {hello}")
+        if hello.plan_digest != plan_digest:
+            raise WireError(f"{self._trainer} does not hold plan {plan_digest}: it has {hello.plan_digest}")
         return hello.ring
 
     def ask(self, bucket: int, buffer: int) -> int:
@@ -143,27 +155,44 @@ class PushFeed:
 
     def _receive(self, deadline: float, phase: str, timeout_s: float) -> Hello | Pushed:
         assert self._connection
-        self._wait(self._connection, deadline, phase, timeout_s)
+        self._wait([self._connection], deadline, phase, timeout_s)
         try:
             data = self._connection.recv(_MAX_NBYTES)
         except OSError as error:
             raise self._lost(error) from error
         if not data:
             raise self._lost("its process ended, or is being connected again")
-        try:
-            message: Hello | Pushed = _to_holder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise WireError(f"not a message of ours: {error}") from error
-        return message
+        return decoded(_to_holder.decode, data)
 
-    def _wait(self, one: socket.socket, deadline: float, phase: str, timeout_s: float) -> None:
+    def _hello(self, callers: list[socket.socket], deadline: float, timeout_s: float) -> Hello | None:
+        """Take one connection, or one message of `callers`. Returns the rank's hello, and refuses others."""
+        caller = self._wait([self._listener, *callers], deadline, "hello", timeout_s)
+        if caller is self._listener:
+            callers.append(self._listener.accept()[0])
+            return None
+        callers.remove(caller)
+        try:
+            hello = decoded(_to_holder.decode, caller.recv(_MAX_NBYTES))
+            if isinstance(hello, Hello) and hmac.compare_digest(hello.secret, self.ticket.secret):
+                self._connection = caller
+                return hello
+            logger.warning("[%s] refused a process without the run's secret", self._trainer)
+        except (OSError, WireError) as error:
+            logger.warning("[%s] refused a process: %s", self._trainer, error)
+        caller.close()
+        return None
+
+    def _wait(
+        self, sockets: Sequence[socket.socket], deadline: float, phase: str, timeout_s: float
+    ) -> socket.socket:
+        """Return the first of `sockets` with a message. Raises as `wait`."""
         while True:
             if self._aborted.is_set():
                 raise TransportError(self._cause)
             left = deadline - time.monotonic()
             # Look once more after the deadline: perhaps this process was stopped, not the trainer.
-            if _has_message(one, max(0.0, min(left, _POLL_S))):
-                return
+            if ready := _first(sockets, max(0.0, min(left, _POLL_S))):
+                return ready
             if left <= 0:
                 raise DeadlineError(phase, (self._trainer,), timeout_s)
 
@@ -179,22 +208,29 @@ class PushEnd:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(ticket.endpoint)
-            self._socket.send(msgspec.msgpack.encode(Hello(plan_digest, ring)))
+            self._socket.send(msgspec.msgpack.encode(Hello(ticket.secret, plan_digest, ring)))
         except OSError as error:
             self._socket.close()
             raise PeerLostError("its holder", f"{ticket.endpoint}: {error}") from error
 
     def has_ask(self) -> bool:
         """Whether `receive` would not wait."""
-        return _has_message(self._socket, 0)
+        return _first([self._socket], 0) is not None
 
     def receive(self) -> Push | None:
-        """Return what is asked next, or None if the connection was closed by either end."""
+        """Return what is asked next, or None if the connection was closed by either end.
+
+        It is closed if anything else comes.
+        """
         try:
             data = self._socket.recv(_MAX_NBYTES)
+            return decoded(_to_trainer.decode, data) if data else None
         except OSError:
             return None
-        return _to_trainer.decode(data) if data else None
+        except WireError as error:
+            logger.warning("the connection to its holder ends: %s", error)
+            self.hang_up()
+            return None
 
     def answer(self, ticket: int, cause: str = "") -> None:
         """Say that something was pushed, or why not. The holder may have ended meanwhile."""
@@ -211,8 +247,10 @@ class PushEnd:
         self._socket.close()
 
 
-def _has_message(one: socket.socket, timeout_s: float) -> bool:
-    """Whether a message, a connection or the end of one comes within `timeout_s`."""
+def _first(sockets: Sequence[socket.socket], timeout_s: float) -> socket.socket | None:
+    """Return the first to get a message, a connection or the end of one within `timeout_s`."""
     poll = select.poll()
-    poll.register(one, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    ready = dict(poll.poll(timeout_s * 1000))
+    return next((each for each in sockets if each.fileno() in ready), None)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from weightsync.errors import KINDS, WeightSyncError, Where, WireError
+from weightsync.protocol.decoding import decoded
 
 MAX_MESSAGE_NBYTES = 16 << 20
 """`Written` has digests of all tensors, of which there may be hundreds of thousands."""
@@ -102,19 +103,12 @@ class SentError(msgspec.Struct, frozen=True):
 
     def rebuild(self) -> WeightSyncError:
         """Return the error. Raises WireError when it is not one of ours."""
-        try:
-            error = KINDS[self.kind](*self.args)
-            str(error)  # raises if fields have another type
-        except (KeyError, TypeError, ValueError) as cause:
-            raise WireError(f"not an error of ours: {self.kind!r} of {len(self.args)} values") from cause
-        if self.where is not None:
-            error.where = self.where
-        return error
+        return decoded(_rebuilt, self, f"an error of ours, {self.kind!r} of {len(self.args)} values")
 
 
 Message = Hello | Welcome | Ready | GoingOn | Written | Writable | Done | Failed | Cancel
 
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -131,11 +125,15 @@ def decode(data: bytes) -> Message:
     """Decode a message. Raises WireError for anything else."""
     if len(data) > MAX_MESSAGE_NBYTES:
         raise WireError(f"a message of {len(data)} bytes, more than {MAX_MESSAGE_NBYTES}")
-    try:
-        message: Message = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of ours: {error}") from error
-    return message
+    return decoded(_decoder.decode, data)
+
+
+def _rebuilt(sent: SentError) -> WeightSyncError:
+    error = KINDS[sent.kind](*sent.args)
+    str(error)  # raises if fields have another type
+    if sent.where is not None:
+        error.where = sent.where
+    return error
 
 
 def _sendable(value: object) -> object:

@@ -28,6 +28,7 @@ from weightsync.memory.digest_tiles import DigestPart
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.kernels import DigestTable
 from weightsync.plan import Box
+from weightsync.protocol.decoding import decoded
 from weightsync.transports.base import Broadcast, Pending, Transport
 
 _ALIGN = 16
@@ -56,6 +57,9 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     is_last: bool
     chunks: list[_Chunk]
     digests: list[int]
+
+
+_heads = msgspec.msgpack.Decoder(_Head)
 
 
 class TensorStream:
@@ -219,7 +223,7 @@ class _Incoming:
 
     def _read(self, at: int) -> tuple[_Head, torch.Tensor]:
         head_nbytes, nbytes = np.frombuffer(self._receive(self._new(_SIZES_NBYTES)), np.int64).tolist()
-        head = msgspec.msgpack.decode(self._receive(self._new(head_nbytes)), type=_Head)
+        head = decoded(_heads.decode, self._receive(self._new(head_nbytes)))
         if len(self._slots[at]) < nbytes:
             self._slots[at] = self._new(nbytes)
         data = self._slots[at][:nbytes]

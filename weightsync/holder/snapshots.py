@@ -23,6 +23,7 @@ from weightsync.errors import ReadError, TransportError
 from weightsync.memory import cuda
 from weightsync.memory.device import MappedTensors
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
@@ -92,6 +93,7 @@ HEADER_NBYTES = 4096
 _STEP_NBYTES = 64 << 20
 """Bytes of one read from another holder: each has a deadline, and between two the copy can be ended."""
 
+_headers = msgspec.json.Decoder(SnapshotHeader)
 _Served: TypeAlias = tuple[SharedBuffer, Server]
 
 
@@ -405,7 +407,7 @@ def encode_header(header: SnapshotHeader | None) -> bytes:
 
 def _header(memory: torch.Tensor) -> SnapshotHeader | None:
     data = memory.numpy().tobytes().rstrip(b"\0")
-    return msgspec.json.decode(data, type=SnapshotHeader) if data else None
+    return decoded(_headers.decode, data, "a header") if data else None
 
 
 def _write_header(buffer: SharedBuffer, header: SnapshotHeader | None) -> None:

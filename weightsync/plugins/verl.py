@@ -25,6 +25,7 @@ from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.config import Ports, parse_ports
 from weightsync.errors import StateError
 from weightsync.plugins.sender import device_of
+from weightsync.protocol.decoding import decoded
 from weightsync.transports import Transport, transport_class
 from weightsync.transports.store import NetworkStore, StoreServer
 
@@ -126,7 +127,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
                 rendezvous = self._transport.offer(_own_address(), self._ports)
                 store.set(epoch, rendezvous)
             else:
-                rendezvous = store.get(epoch).decode()
+                rendezvous = decoded(bytes.decode, store.get(epoch), "a rendezvous")
         finally:
             store.close()
         self._transport.open(rendezvous, rank, num_ranks, self._timeout_s)

@@ -67,12 +67,14 @@ class PushTicket:
         endpoint: the path of the holder's socket.
         device: where the rank makes the buffers: ``cuda:<UUID>``, or empty for host memory.
         num_buffers, nbytes: how many, and the bytes of each.
+        secret: shown in the rank's hello.
     """
 
     endpoint: str
     device: str
     num_buffers: int
     nbytes: int
+    secret: bytes = field(repr=False)
 
 
 ProtocolName = Literal["zeromq", "tcp", "rdma"]

@@ -11,22 +11,18 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from weightsync.config import Ports
-from weightsync.errors import WireError
 from weightsync.protocol.ports import listen
 from weightsync.protocol.routes import joined
 
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
     Socket = zmq.Socket[bytes]
-
-T = TypeVar("T")
 
 HANDSHAKE_MS = 5000
 """A peer that has not shown the secret after this time is disconnected, which frees its descriptor."""
@@ -146,16 +142,6 @@ def hang_up(socket: Socket, monitor: Socket) -> None:
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close()
-
-
-def decode_one(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryview]) -> T:
-    """Decode a message of one frame. Raises WireError for anything else."""
-    if len(frames) != 1:
-        raise WireError(f"{len(frames)} frames, where a message of ours is 1")
-    try:
-        return decoder.decode(frames[0])
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of ours: {error}") from error
 
 
 def _keep_alive(socket: zmq.Socket[Any]) -> None:

@@ -13,14 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from weightsync.config import Ports
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, WireError
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import ProtocolName
 
 logger = logging.getLogger("weightsync.readers")
 
 START_S = 30.0
+_answers = msgspec.json.Decoder(dict[str, Any])
 _CHILD = "weightsync.readers.mooncake_child"
 _FORCE = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 _RANGE = ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT")
@@ -79,7 +83,7 @@ class MooncakeProcess:
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """Receive the answer; None until its line is complete. An ended process gives an error."""
+        """Receive the answer; None until its line is complete. Another line, or none, gives an error."""
         data = os.read(self.answers, 1 << 16)
         if not data:
             return {"error": f"Mooncake's process ended, status {self._process.wait()}"}
@@ -87,8 +91,10 @@ class MooncakeProcess:
         if not self._heard.endswith(b"\n"):
             return None
         line, self._heard = self._heard, b""
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        try:
+            return decoded(_answers.decode, line, "an answer of Mooncake's process")
+        except WireError as error:
+            return {"error": str(error)}
 
     def kill(self) -> None:
         """Send SIGKILL: an orderly end may take seconds, or wait for ever."""

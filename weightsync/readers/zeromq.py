@@ -17,8 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.handshake import decode_one, dial, hang_up
+from weightsync.protocol.handshake import dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, answers
@@ -108,7 +109,7 @@ class _Peer:
         """Copy one answer into its target, and request the next chunk."""
         head, *data = self.socket.recv_multipart(copy=False)
         try:
-            answer = decode_one(answers, [head.buffer])
+            answer = decoded_one(answers.decode, [head.buffer])
         except WireError as error:
             raise ReadError(self.name, str(error)) from error
         if answer.refusal:

@@ -14,8 +14,9 @@ import msgspec
 from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.handshake import Server, decode_one
+from weightsync.protocol.handshake import Server
 from weightsync.readers.base import Readable
 
 MAX_FRAME_NBYTES = 256
@@ -81,7 +82,7 @@ class ZeroMqServer(Server):
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
         """Return the bytes that a request asks for, or a refusal."""
         try:
-            request = decode_one(requests, frames)
+            request = decoded_one(requests.decode, frames)
         except WireError as error:
             return [msgspec.msgpack.encode(Answer(0, str(error)))]
         start, nbytes = request.offset, request.nbytes

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
+from weightsync.errors import WireError
+from weightsync.protocol.decoding import decoded
 from weightsync.protocol.routes import host_of, joined
 
 TRY_S = 1.0
@@ -24,6 +26,9 @@ class Unreached(msgspec.Struct, frozen=True):
     rank: int
     address: str
     cause: str
+
+
+_noted = msgspec.json.Decoder(list[Unreached])
 
 
 class Reach:
@@ -52,7 +57,7 @@ class Reach:
         """Try every other rank that is not connected, and note in the store which this one does not reach."""
         others = [rank for rank in self.unconnected() if rank != self._rank]
         there = [rank for rank in others if self._store.check([_listens(rank)])]
-        endpoints = {rank: self._store.get(_listens(rank)).decode() for rank in there}
+        endpoints = {rank: self._store.get(_listens(rank)).decode(errors="replace") for rank in there}
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
             causes = dict(zip(endpoints, threads.map(_try, endpoints.values()), strict=True))
         still = self.unconnected()  # one that is connected by now no longer listens
@@ -68,8 +73,8 @@ class Reach:
         said = []
         for rank in range(self._num_ranks):
             if self._store.check([_unreached(rank)]):
-                noted = msgspec.json.decode(self._store.get(_unreached(rank)), type=list[Unreached])
-                said += _lines(rank, noted)
+                with contextlib.suppress(WireError):  # it can say nothing, the others can
+                    said += _lines(rank, decoded(_noted.decode, self._store.get(_unreached(rank))))
         return "; ".join(said)
 
     def close(self) -> None:
@@ -86,12 +91,12 @@ def _lines(rank: int, noted: Iterable[Unreached]) -> list[str]:
 
 def _try(endpoint: str) -> str:
     """Return why no connection to `endpoint` is made; empty if one is."""
-    address = host_of(endpoint), int(endpoint.rpartition(":")[2])
     try:
+        address = host_of(endpoint), int(endpoint.rpartition(":")[2])
         with contextlib.closing(socket.create_connection(address, TRY_S)):
             return ""
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, OverflowError, ValueError) as error:  # a port may be none
+        return getattr(error, "strerror", "") or str(error)
 
 
 def _listens(rank: int) -> str:

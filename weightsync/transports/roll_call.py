@@ -15,7 +15,8 @@ from typing import TypeVar
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, WireError
+from weightsync.protocol.decoding import decoded
 
 ANSWER_S = 1.0
 """Time to wait for answers. Every rank looks for a roll call several times a second."""
@@ -171,8 +172,8 @@ class RollCall:
             return None
         value = self._store.get(key)
         try:
-            return msgspec.json.decode(value, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return decoded(msgspec.json.Decoder(kind).decode, value)
+        except WireError as error:
             logger.warning("[rank %d] ignores %d bytes at %s: %s", self._rank, len(value), key, error)
             return None
 

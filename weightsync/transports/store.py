@@ -19,7 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.config import Ports
 from weightsync.errors import WireError
-from weightsync.protocol.handshake import Server, decode_one, dial, hang_up
+from weightsync.protocol.decoding import decoded, decoded_one
+from weightsync.protocol.handshake import Server, dial, hang_up
 
 MAX_MESSAGE_NBYTES = 1 << 20
 _POLL_MS = 50
@@ -61,7 +62,7 @@ class StoreServer(Server):
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:
         """Return the answer to one request."""
         try:
-            request = decode_one(_requests, frames)
+            request = decoded_one(_requests.decode, frames)
             answer = _Answer(request.ticket, self._do(request))
         except WireError as error:
             answer = _Answer(0, None, str(error))
@@ -77,7 +78,10 @@ class StoreServer(Server):
         if request.do == "set":
             self._values[key] = request.value
         elif request.do == "add":
-            self._values[key] = b"%d" % (_number(value) + request.amount)
+            # A number may have more digits than Python reads or writes.
+            self._values[key] = decoded(
+                lambda old: b"%d" % (int(old or 0) + request.amount), value, "a number"
+            )
         elif request.do == "compare_set" and (value or b"") == request.expected:
             self._values[key] = request.value
         return self._values.get(key)
@@ -168,7 +172,7 @@ class NetworkStore(Store):
         while time.monotonic() < deadline:
             ready = dict(self._poller.poll(_POLL_MS))
             if self._socket in ready:
-                answer = decode_one(_answers, self._socket.recv_multipart())
+                answer = decoded_one(_answers.decode, self._socket.recv_multipart())
                 if answer.refusal:
                     raise WireError(answer.refusal)
                 if answer.ticket == self._ticket:  # otherwise of a call that was given up
@@ -188,11 +192,3 @@ class NetworkStore(Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _number(value: bytes | None) -> int:
-    """Return the number in `value`, 0 for None. Raises WireError for other bytes."""
-    try:
-        return int(value or 0)
-    except ValueError as error:
-        raise WireError(f"not a number: {value!r}") from error

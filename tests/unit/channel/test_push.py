@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.foreign import NASTY
 from tests.patience import patient
-from weightsync.channel.push import PushEnd, PushFeed
+from weightsync.channel.push import Hello, PushEnd, PushFeed
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WireError
 from weightsync.protocol.handles import BufferHandle, PushTicket
 
@@ -103,6 +109,40 @@ def test_a_rank_that_does_not_come_or_has_another_plan_is_named(feed: PushFeed) 
         feed.accept("a plan", patient(10))
     end.hang_up()
     end.close()
+
+
+def test_a_process_that_is_not_the_rank_does_not_take_its_place(feed: PushFeed) -> None:
+    without_secret = msgspec.msgpack.encode(Hello(b"guess", "a plan", RING))
+    with ExitStack() as strangers:
+        for data in (None, *NASTY.values(), without_secret):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            strangers.enter_context(stranger).connect(feed.ticket.endpoint)
+            if data is not None:  # else it is silent
+                stranger.send(data[: 32 << 10])
+        end = PushEnd(feed.ticket, "a plan", RING)
+        assert feed.accept("a plan", patient(10)) == RING
+    threading.Thread(target=lambda: (ask := end.receive()) and end.answer(ask.ticket)).start()
+    feed.wait(feed.ask(3, 0), 3, patient(10))
+    end.close()
+
+
+def test_a_rank_that_is_asked_in_no_words_of_ours_hangs_up(feed: PushFeed) -> None:
+    feed.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        path = feed.ticket.endpoint
+        Path(path).parent.mkdir(mode=0o700)
+        listener.bind(path)
+        listener.listen()
+        for data in NASTY.values():
+            end = PushEnd(feed.ticket, "a plan", RING)
+            with listener.accept()[0] as holder:
+                assert holder.recv(1 << 16)
+                holder.send(data[: 32 << 10])
+                assert end.receive() is None
+                if data:  # else the holder seems to have hung up
+                    assert holder.recv(1 << 16) == b""
+            end.close()
+    shutil.rmtree(Path(path).parent)
 
 
 def test_a_holder_that_is_gone_is_noticed(feed: PushFeed) -> None:

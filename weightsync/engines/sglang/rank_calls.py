@@ -25,6 +25,7 @@ from weightsync.channel.wire import SentError
 from weightsync.engines.adapter_rank import AdapterRank
 from weightsync.engines.rank import Rank
 from weightsync.errors import EngineError, WeightSyncError, WireError
+from weightsync.protocol.decoding import decoded, decoded_one
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
@@ -122,12 +123,7 @@ class Replies:
 
     def _read(self, frames: Sequence[bytes]) -> _Reply:
         """Decode a rank's answer. Raises WireError if `frames` are anything else."""
-        if len(frames) != 1:
-            raise WireError(f"{len(frames)} frames, where an answer is 1")
-        try:
-            reply = _decoder.decode(frames[0])
-        except msgspec.MsgspecError as error:
-            raise WireError(f"not an answer of a rank: {error}") from error
+        reply = decoded_one(_decoder.decode, frames, "an answer of a rank")
         if not hmac.compare_digest(reply.secret, self._secret):
             raise WireError("its secret is wrong")
         if not 0 <= reply.rank < self._num_ranks:
@@ -138,10 +134,8 @@ class Replies:
 def _outcome(reply: _Reply, method: str, part: str) -> Any:  # noqa: ANN401 - as the method is annotated
     if reply.error is not None:
         return reply.error.rebuild()
-    try:
-        return msgspec.msgpack.decode(reply.result, type=_returned(method, part), dec_hook=_array)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not what rank {reply.rank} returns from {method}: {error}") from error
+    decoder = msgspec.msgpack.Decoder(_returned(method, part), dec_hook=_array)
+    return decoded(decoder.decode, reply.result, f"what rank {reply.rank} returns from {method}")
 
 
 @functools.cache
