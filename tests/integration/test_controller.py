@@ -26,7 +26,6 @@ from weightsync.errors import (
     PlanError,
     ReadError,
     StateError,
-    VerifyError,
 )
 from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
 from weightsync.holder.staging import HostStaging
@@ -439,7 +438,7 @@ def test_an_image_that_is_replaced_while_it_is_read_refills_nobody() -> None:
         flat_layouts = [holder.staging.mapped and holder.staging.mapped.flat for holder in loop.holders]
         newer = msgspec.structs.replace(share.header, version=2)
         flat_layouts[2].load = lambda *_: snapshots(loop, 1).snapshot(newer, share.expected, flat_layouts[1])
-        loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+        loop.controller.engine_group.enter(["e0", "e1"], EngineState.STALE)
         with pytest.raises(ReadError, match=f"holder 1.*not {re.escape(str(share.header))}"):
             await loop.controller.refill("e1")
         assert loop.fleet.engines["e1"].record.state is EngineState.STALE
@@ -459,8 +458,8 @@ def test_an_image_that_changed_after_it_was_kept_refills_nobody() -> None:
         assert held is not None
         held.bytes[-1] ^= 1
         loop.writes("e0")
-        loop.controller.engine_group.enter(["e0"], EngineState.STALE)
-        with pytest.raises(VerifyError):
+        loop.controller.engine_group.enter(["e0", "e1"], EngineState.STALE)
+        with pytest.raises(ReadError, match=r"holder 1 .* wrong bytes"):
             await loop.controller.refill("e0")
         assert loop.fleet.engines["e0"].record.state is EngineState.STALE
 

@@ -24,16 +24,12 @@ class HostCopies:
     """Has holders copy parts from other hosts before several ranks of their host read them.
 
     The copies stay until the next version commits.
-
-    Attributes:
-        parts: what was copied to each holder, by the name that offers have.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self._making: dict[str, asyncio.Task[None]] = {}
         self._made: list[tuple[HolderPeer, SnapshotHeader]] = []
-        self.parts: defaultdict[str, set[int]] = defaultdict(set)
 
     def start(
         self, homes: Sequence[int], wanted: Wanted, add: Callable[[int, Offer, str], None]
@@ -56,7 +52,6 @@ class HostCopies:
     async def free(self) -> None:
         """Have holders free what was copied of the version before."""
         made, self._made = self._made, []
-        self.parts.clear()
         calls = {f"copy {i}": peer.release(header) for i, (peer, header) in enumerate(made)}
         outcome = await gather_named(calls, "release", GRACE_S)
         for error in outcome.failures.values():
@@ -83,7 +78,6 @@ class HostCopies:
             for part, others in shares[home]:  # one by one: each takes a thread of the holder
                 offer = await holder.replicate(part, self._config.timeout_s, others)
                 add(part.header.part, offer, host)
-                self.parts[offer.holder].add(part.header.part)
 
         calls = {f"holder {home}": copy(home) for home in shares}
         outcome = await gather_named(calls, "replicate", self._config.connect_timeout_s)

@@ -19,7 +19,7 @@ from weightsync.driver.late_reads import LateReads
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
-from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineError, ReadError, StateError, WeightSyncError
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
@@ -27,6 +27,10 @@ from weightsync.protocol.timing import PhaseClock
 
 class GaveWayError(StateError):
     """An update interrupted the work. The engine takes part in it if it is attached."""
+
+
+class _DamagedCopyError(ReadError):
+    """A copy was damaged, and is no source any more. The engine that read it is not at fault."""
 
 
 class Refiller:
@@ -84,12 +88,32 @@ class Refiller:
     ) -> Refilled:
         """Bring one engine to the version `committed()`. Returns what its ranks read, added up.
 
+        If a copy turns out to be damaged, it is dropped, and the engine is filled from others.
+
         Raises:
             StateError: no holder has a snapshot of that version and no engine alike serves it, or the engine
                 is not attached.
             GaveWayError: an update stopped it, or brought the engine that version.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
+        blamed = set[str]()
+        while True:
+            try:
+                return await self._refill(connected, committed, name, clock)
+            except _DamagedCopyError as error:
+                # A holder whose next copy is damaged, too, may damage all.
+                can_fill = self._snapshot_index.can_fill(committed(), connected(), name)
+                if error.peer in blamed or not can_fill:
+                    raise ReadError(*error.args) from error
+                blamed.add(error.peer)
+
+    async def _refill(
+        self,
+        connected: Callable[[], Connection],
+        committed: Callable[[], int],
+        name: str,
+        clock: PhaseClock,
+    ) -> Refilled:
         async with (
             self.late_reads.after(connected, name),
             self._turn(connected(), committed, name) as waited,
@@ -111,7 +135,15 @@ class Refiller:
                         "no holder keeps the committed version, and no engine alike serves it: "
                         "call update_weights() with the next"
                     )
-                return await self._fill(name, connection, version, snapshot, clock)
+                try:
+                    refilled = await self._fill(name, connection, version, snapshot, clock)
+                except ReadError as error:
+                    if await self._snapshot_index.drop_headless([error.peer]):
+                        raise _DamagedCopyError(*error.args) from error
+                    raise
+                if refilled.left:
+                    await self._snapshot_index.drop_headless(refilled.left)
+                return refilled
 
     @asynccontextmanager
     async def _turn(
@@ -159,9 +191,12 @@ class Refiller:
         with clock.phase("verify"):
             assert self._snapshot_index.expected is not None
             wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
+            if wrong[name] and (
+                peer := await self._snapshot_index.drop_damaged(connection, name, refilled.bytes_from)
+            ):
+                self._engine_group.enter([name], EngineState.STALE)
+                raise _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
             verified = self._engine_group.judge(version, wrong, {})
-            if name not in verified:
-                self._snapshot_index.doubt(refilled.bytes_from)
         with clock.phase("commit"):
             await self._engine_group.resume(verified, version)
             if failure := self._engine_group.failures.get(name):
@@ -279,4 +314,5 @@ def _together(ranks: Sequence[Refilled]) -> Refilled:
     for rank in ranks:
         nbytes.update(rank.bytes_from)
         ways |= rank.ways
-    return Refilled(dict(nbytes), ways, max((rank.seconds for rank in ranks), default=0.0))
+    left = tuple({holder for rank in ranks for holder in rank.left})
+    return Refilled(dict(nbytes), ways, max((rank.seconds for rank in ranks), default=0.0), left)

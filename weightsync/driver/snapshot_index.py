@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
+from weightsync.driver.copy_checks import Copy, CopyChecks
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
@@ -40,17 +41,19 @@ _UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
 class _Version:
     """Offers of each part of a version, by layout and the part's number.
 
-    `hosts` has the host of each holder that made one.
+    `hosts` has the host of each holder that made one. `damaged` are copies that are offered no more.
     """
 
     number: int = 0
     offers: defaultdict[str, dict[int, list[Offer]]] = field(default_factory=lambda: defaultdict(dict))
     hosts: dict[str, str] = field(default_factory=dict)
+    damaged: set[Copy] = field(default_factory=set)
 
     def add(self, layout: str, part: int, offer: Offer, host: str) -> None:
         """Add an offer of a holder on `host`."""
         self.offers[layout].setdefault(part, []).append(offer)
         self.hosts[offer.holder] = host
+        self.damaged.discard((offer.holder, part))
 
 
 class SnapshotIndex:
@@ -70,7 +73,7 @@ class SnapshotIndex:
         self._config, self._fleet, self._events = config, fleet, events
         self.live_sources = LiveSources(config, fleet, engine_group)
         self.host_copies = HostCopies(config, fleet)
-        self._memory = SnapshotMemory(config, fleet, events)
+        self._memory, self._checks = SnapshotMemory(config, fleet, events), CopyChecks(config, fleet)
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now, self._begun = _Version(), 0
@@ -285,11 +288,41 @@ class SnapshotIndex:
                 if part in (number, None):
                     parts[number] = [offer for offer in offers if offer.holder != holder]
 
-    def doubt(self, holders: Iterable[str]) -> None:
-        """Forget what any of `holders` copied for its host: an engine that read it has other bytes."""
-        for holder in holders:
-            for part in self.host_copies.parts[holder]:
-                self.lost(holder, part)
+    async def drop_headless(self, holders: Collection[str]) -> bool:
+        """Forget copies of `holders` that have no valid header any more. Returns whether there were any."""
+        headers = {
+            (offer.holder, part): SnapshotHeader(self._now.number, layout, part)
+            for layout, parts in self._now.offers.items()
+            for part, offers in parts.items()
+            for offer in offers
+            if offer.holder in holders
+        }
+        headless = await self._checks.without_header(headers)
+        self._drop(headless)
+        return bool(headless)
+
+    async def drop_damaged(self, connection: Connection, engine: str, read: Collection[str]) -> str:
+        """Forget damaged copies, since `engine` holds wrong bytes. It was filled from the holders in `read`.
+
+        Returns a holder of these whose copy was damaged, "" if none was.
+        """
+        layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
+        version, copies = self._now.number, self._now.offers.get(layout, {})
+        if not connection.in_place:
+            assert self.expected is not None
+            self._drop(await self._checks.unlike_version(version, layout, copies, self.expected))
+        elif flat:
+            ranks = dict(enumerate(self._fleet.engines[engine].holders, start=flat.first))
+            self._drop(await self._checks.like_memory(version, layout, copies, ranks))
+        # Another engine may have read the same copy, and found it damaged, meanwhile.
+        return next((holder for holder, part in self._now.damaged if holder in read and part in copies), "")
+
+    def _drop(self, damaged: Sequence[Copy]) -> None:
+        for holder, part in damaged:
+            where = f"[{holder} · v{self._now.number}]"
+            logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
+            self.lost(holder, part)
+        self._now.damaged.update(damaged)
 
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False

@@ -15,6 +15,7 @@ from weightsync.config import Ports
 from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
+from weightsync.holder.copy_digests import copy_digests
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.live_source import LiveSource
 from weightsync.holder.pushed_share import PushedShare
@@ -256,8 +257,7 @@ class Holder:
     def warm_up(self, timeout_s: float) -> None:
         """Use every path once, so that no update pays for its first use.
 
-        Each communicator sends a byte from each rank. Then the first bucket is sent as in an update and
-        discarded. Raises TransportError or DeadlineError.
+        Communicators send a byte from each rank, then the first bucket, which is discarded. Raises as `move`.
         """
         plan, staging = self._plan, self.staging
         assert staging is not None
@@ -301,8 +301,7 @@ class Holder:
         """Run this holder's part of one update. If `feeding`, deliver the bytes to the engine rank.
 
         Raises TransportError when a transfer fails. On any error the communicators are aborted with it as
-        the cause, so that no other holder waits. An engine rank that fails or stops answering is left out and
-        does not delay the others: `Moved.slow` says so if it was too slow, else its own `load` raises.
+        the cause, so that no other holder waits. An engine rank that fails or stops answering is left out.
         """
         plan, staging = self._plan, self.staging
         if plan is None or staging is None:
@@ -335,10 +334,7 @@ class Holder:
         return consumer
 
     def digests(self) -> Digests:
-        """Digest again what its trainer rank published, in the send buffer or in place.
-
-        Returns digests as `Source.publish` does. Raises StateError when it serves no trainer rank.
-        """
+        """Digest again what its trainer rank published, as `Source.publish`. Raises StateError."""
         plan, staging, trainer = self._plan, self.staging, self._trainer
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
@@ -388,6 +384,11 @@ class Holder:
         """Return its complete snapshots, after pending writes finish."""
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
+    def copy_digests(self, header: SnapshotHeader | None) -> Digests | None:
+        """Digest a snapshot again, or the engine rank's memory, as `copy_digests`."""
+        with self._moving:
+            return copy_digests(self._plan, self.staging, self._store(), header)
+
     def reserve_staged(self, parts: Sequence[int], on_device: bool) -> StagingMemory:
         """Allocate memory to stage `parts` in and, if `on_device`, on the GPU, as `StagedParts`."""
         if self._plan is None or self.staging is None:
@@ -412,8 +413,7 @@ class Holder:
     ) -> Refilled:
         """Bring the engine rank to the version of `snapshot`, bucket by bucket.
 
-        `timeout_s` is for one bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the holder
-        that failed when no other holder has the same part; TransportError when it was stopped.
+        `timeout_s` is for one bucket, `limit_s` for all. Raises as `RefillRuns.run`.
         """
         plan, staging, feed = self._plan, self.staging, self._feed
         if plan is None or staging is None or feed is None:

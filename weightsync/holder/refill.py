@@ -45,6 +45,7 @@ class Refill:
         self._lock, self._stopped = threading.Lock(), ""
         self._nbytes: Counter[str] = Counter()
         self._ways: dict[str, str] = {}
+        self._left = set[str]()
 
     def run(self) -> Refilled:
         """Read all buckets in order. While one is loaded, the next is read.
@@ -57,9 +58,12 @@ class Refill:
             self._sink.wait_free(bucket)
             self._read_bucket(bucket, self._sink.portions(bucket), bucket % (len(self._targets) - 1))
             self._sink.land(bucket)
-        self._check(self._open())  # no snapshot may have been replaced during the reads
+        try:
+            self._check(self._open())  # no snapshot may have been replaced during the reads
+        except ReadError as error:
+            raise ReadError(_holder(error.peer), error.cause) from error
         self._sink.finish()
-        return Refilled(dict(self._nbytes), dict(self._ways), time.perf_counter() - begun)
+        return Refilled(dict(self._nbytes), dict(self._ways), time.perf_counter() - begun, (*self._left,))
 
     def stop(self, cause: str) -> None:
         """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
@@ -135,6 +139,7 @@ class Refill:
                 if isinstance(error, ReadError):
                     raise ReadError(_holder(peer), error.cause) from error
                 raise DeadlineError("refill", (_holder(peer),), self._patience) from error
+            self._left.add(_holder(peer))
             logger.warning("going on without %s: %s", peer, error)
         with self._lock:
             if self._reader:
@@ -278,6 +283,9 @@ class RefillRuns:
         timeout_s: float,
     ) -> Refilled:
         """Run the refill that `open_refill` returns for these. On an error the engine rank is told.
+
+        Raises ReadError or DeadlineError naming the holder that failed when no other holder has the same
+        part; TransportError when it was stopped.
 
         The memory of the rank before it is unmapped afterwards.
         """

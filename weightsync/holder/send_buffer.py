@@ -265,7 +265,7 @@ def published_parts(
         return parts_in_place(plan, trainer, *read)
     assert send_buffer is not None
     if isinstance(send_buffer, SharedBuffer):
-        return copied_parts(plan, trainer, send_buffer)
+        return copied_parts(plan, trainer, send_buffer.tensor)
     return send_buffer.held()
 
 

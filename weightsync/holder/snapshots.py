@@ -19,13 +19,22 @@ import numpy as np
 import torch
 
 from weightsync.config import Ports
-from weightsync.errors import ReadError, TransportError
+from weightsync.errors import ReadError, TransportError, WireError
 from weightsync.memory import cuda
 from weightsync.memory.device import MappedTensors
+from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.memory.host import SharedBuffer
+from weightsync.plan import Box
 from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import (
+    Digests,
+    Fingerprint,
+    LiveDigest,
+    Snapshot,
+    SnapshotHeader,
+    SnapshotPart,
+)
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 
@@ -51,6 +60,15 @@ class FlatSnapshot:
     @property
     def nbytes(self) -> int:
         return self._starts[-1]
+
+    def digests(self) -> Digests:
+        """Return the digest of the whole run of bytes: uint64[1]."""
+        starts = zip(self._names, self._starts, strict=False)
+        parts = [
+            BoxPart(0, (live := self._live[name]), (self.nbytes,), Box((start,), (len(live),)))
+            for name, start in starts
+        ]
+        return box_digests(parts, 1)
 
     def save(self, to: torch.Tensor) -> None:
         """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
@@ -248,9 +266,13 @@ class SnapshotStore:
 
     def held(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
+        mapped = self._mapped.get(header.part, ())
+        return self.own(header) or next((held for held in mapped if held.header == header), None)
+
+    def own(self, header: SnapshotHeader) -> Held | None:
+        """Return the part that `header` describes, if it is saved or staged in this holder's memory."""
         here = [taken[header.part] for taken in (self._shares, self._spares) if header.part in taken]
-        found = [Held(self.name, "own", buffer) for buffer, _ in here]
-        found += self._mapped.get(header.part, ())
+        found = (Held(self.name, "own", buffer) for buffer, _ in here)
         return next((held for held in found if held.header == header), None)
 
     def parts(self, snapshot: Snapshot) -> Mapping[int, Held] | None:
@@ -311,7 +333,7 @@ class SnapshotStore:
         return [_body(taken[part][0]) for taken in (self._shares, self._spares) if part in taken]
 
     def snapshots(self) -> list[SnapshotPart]:
-        """Return all complete parts, after pending writes finish. Staged ones are left out.
+        """Return all complete parts, after pending writes finish. Staged and damaged ones are left out.
 
         Memory that `reserve` allocates holds nothing, and is not waited for.
         """
@@ -319,7 +341,7 @@ class SnapshotStore:
             if part not in self._reserving:
                 with changing:
                     pass
-        return [*self._kept.values()]
+        return [part for part in [*self._kept.values()] if self.own(part.header)]
 
     def _copy(self, snapshot_part: SnapshotPart, buffer: SharedBuffer, timeout_s: float, turn: int) -> None:
         offer, wanted, nbytes = snapshot_part.offer, snapshot_part.header, len(_body(buffer))
@@ -406,8 +428,12 @@ def encode_header(header: SnapshotHeader | None) -> bytes:
 
 
 def _header(memory: torch.Tensor) -> SnapshotHeader | None:
+    """Return the header, None if there is none, or if it is damaged."""
     data = memory.numpy().tobytes().rstrip(b"\0")
-    return decoded(_headers.decode, data, "a header") if data else None
+    try:
+        return decoded(_headers.decode, data, "a header") if data else None
+    except WireError:
+        return None
 
 
 def _write_header(buffer: SharedBuffer, header: SnapshotHeader | None) -> None:

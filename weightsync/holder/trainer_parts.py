@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.host import SharedBuffer, num_threads
+from weightsync.memory.host import num_threads
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, RankLayout, share_in_place
 from weightsync.protocol.messages import Digests
@@ -23,10 +23,10 @@ _BATCH = 64
 """Parts digested at a time. Some are copies that exist only while they are in a batch."""
 
 
-def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterator[Part]:
-    """Yield the parts that `trainer` sends, as views of its send buffer."""
+def copied_parts(plan: Plan, trainer: int, send_buffer: torch.Tensor) -> Iterator[Part]:
+    """Yield the parts that `trainer` sends, as views of its send buffer, or of a copy: uint8[n]."""
     for piece in plan.trainer_pieces(trainer):
-        held = send_buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
+        held = send_buffer[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
         yield piece.tensor, piece.box, held.view(_dtype(plan, piece.tensor)).view(piece.box.extent)
 
 

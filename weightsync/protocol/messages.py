@@ -231,11 +231,16 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """A refill's bytes by holder, the way each was read, and seconds."""
+    """A refill's bytes by holder, the way each was read, and seconds.
+
+    Attributes:
+        left: holders that could not be read, so that others were.
+    """
 
     bytes_from: Mapping[str, int]
     ways: Mapping[str, str]
     seconds: float
+    left: tuple[str, ...] = ()
 
 
 Digests = npt.NDArray[np.uint64]
