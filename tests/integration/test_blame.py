@@ -200,6 +200,7 @@ def test_an_engine_is_not_respawned_for_what_its_holder_says_of_itself() -> None
         attempt=1,
         max_attempts=3,
         backoff_s=0.0,
+        is_dead=False,
         can_refill=True,
         can_respawn=True,
         num_live=1,

@@ -17,7 +17,17 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
-from weightsync.errors import DeadlineError, PeerLostError, RankLostError, SlowError, StateError, Where
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    PeerLostError,
+    RankLostError,
+    SlowError,
+    StateError,
+    TransportError,
+    WeightSyncError,
+    Where,
+)
 from weightsync.holder.holder import Holder
 from weightsync.testing import LocalEngine
 
@@ -118,6 +128,32 @@ def test_one_that_is_slow_and_then_found_dead_before_it_is_filled_gets_a_new_pro
         await _healed(healer)
         assert (respawn.times, state(loop), healer.given_up) == (1, EngineState.SERVING, {})
         assert loop.engines["e1"].generate([[1]], {}).version == 1
+
+    drive(work)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        TransportError("holder 2 gave up"),
+        DeadlineError("move", ("holder 2",), 2.0),
+        EngineError("e1", "move", "its feed is closed"),
+        StateError("engine e1 is closed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_one_that_stalls_and_wakes_while_the_update_still_runs_is_respawned(late: WeightSyncError) -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        async with loop.controller.exclusive():
+            loop.controller.engine_group.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
+            await asyncio.sleep(0)
+            loop.controller.engine_group.blame("move", {"e1": late})  # what it says once it wakes
+        await _healed(healer)
+        assert (respawn.times, state(loop), healer.given_up) == (1, EngineState.SERVING, {})
 
     drive(work)
 

@@ -15,10 +15,15 @@ which ReadError is one; PeerLostError
 and DeadlineError that name only
 holders and trainers;
 SourceChangedError)
+the engine is DEAD, whatever else       RESPAWN           RESPAWN             give up
+failed last
 it would fail in the same way again     give up           give up
 (ConfigError, PlanError), or it may
 yet return (DeadlineError of respawn)
 ======================================  ================  ==================  ====================
+
+An engine that is silent is DEAD, and may yet report how a load ended that it was in. That error says nothing
+of its death.
 
 "Give up" is DROP if enough other engines serve, else RAISE. It also follows after the last attempt. An
 engine is respawned even if it cannot be refilled: it serves from the next update on.
@@ -83,6 +88,7 @@ def decide(
     attempt: int,
     max_attempts: int,
     backoff_s: float,
+    is_dead: bool,
     can_refill: bool,
     can_respawn: bool,
     num_live: int,
@@ -96,27 +102,32 @@ def decide(
         max_attempts: how many attempts are allowed; 0 heals nothing.
         backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, at most 60; the first does not
             wait.
+        is_dead: the engine is DEAD: its process cannot be filled any more.
         can_refill: a snapshot of the committed version, or an engine that serves it, can fill the engine.
         can_respawn: the engine's process can be started again.
         num_live: number of engines that are neither DEAD nor STALE.
         min_engines: how many of these are enough.
     """
     assert attempt >= 1
-    possible = {Action.REFILL: can_refill, Action.RESPAWN: can_respawn}
-    wishes = _wishes(failure)[attempt > 1] if attempt <= max_attempts else ()
+    possible = {Action.REFILL: can_refill and not is_dead, Action.RESPAWN: can_respawn}
+    wishes = _wishes(failure, is_dead)[attempt > 1] if attempt <= max_attempts else ()
     for action in wishes:
         if possible[action]:
             return Decision(action, _delay(attempt, backoff_s))
     return Decision(Action.DROP if num_live >= min_engines else Action.RAISE, 0.0)
 
 
-def _wishes(failure: WeightSyncError) -> _Wishes:
+def _wishes(failure: WeightSyncError, is_dead: bool) -> _Wishes:
+    if isinstance(failure, (ConfigError, PlanError)):
+        return _HOPELESS
+    if isinstance(failure, DeadlineError) and failure.phase == "respawn":
+        return _HOPELESS  # a second engine would need resources that the first start still holds
+    if is_dead:
+        return _GONE
     if isinstance(failure, PeerLostError):
         return _PEER if _is_peer(failure.peer) else _GONE
     if isinstance(failure, RankLostError):
         return _GONE
-    if isinstance(failure, DeadlineError) and failure.phase == "respawn":
-        return _HOPELESS  # a second engine would need resources that the first start still holds
     if isinstance(failure, SlowError):
         return _BROKEN
     if isinstance(failure, DeadlineError):
@@ -125,8 +136,6 @@ def _wishes(failure: WeightSyncError) -> _Wishes:
         isinstance(failure, PeerError) and _is_peer(failure.peer)
     ):
         return _PEER
-    if isinstance(failure, (ConfigError, PlanError)):
-        return _HOPELESS
     return _BROKEN
 
 

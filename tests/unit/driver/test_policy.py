@@ -53,6 +53,7 @@ situations = st.fixed_dictionaries(
     {
         "max_attempts": st.integers(0, 6),
         "backoff_s": st.floats(0, 1e6),
+        "is_dead": st.booleans(),
         "can_refill": st.booleans(),
         "can_respawn": st.booleans(),
         "num_live": st.integers(0, 8),
@@ -65,6 +66,7 @@ def action(failure: WeightSyncError, attempt: int = 1, **changes: Any) -> Action
     situation: dict[str, Any] = {
         "max_attempts": 3,
         "backoff_s": 1.0,
+        "is_dead": False,
         "can_refill": True,
         "can_respawn": True,
         "num_live": 1,
@@ -110,6 +112,13 @@ def test_what_cannot_be_refilled_waits_for_the_next_update(
 
 
 @pytest.mark.parametrize("failure", ALL, ids=str)
+def test_a_dead_engine_is_respawned_whatever_failed_last(failure: WeightSyncError) -> None:
+    wanted = DROP if failure in HOPELESS else RESPAWN
+    assert [action(failure, attempt, is_dead=True) for attempt in (1, 2)] == [wanted, wanted]
+    assert action(failure, is_dead=True, can_respawn=False) is DROP
+
+
+@pytest.mark.parametrize("failure", ALL, ids=str)
 def test_to_give_up_is_to_drop_only_where_the_others_are_enough(failure: WeightSyncError) -> None:
     assert action(failure, attempt=4, num_live=2, min_engines=2) is DROP
     assert action(failure, attempt=4, num_live=1, min_engines=2) is RAISE
@@ -133,6 +142,7 @@ def test_nothing_is_done_that_cannot_be_done(
         assert situation["can_respawn"]
     if decision.action is REFILL:
         assert situation["can_refill"]
+        assert not situation["is_dead"]
         assert failure is not GONE
     if decision.action is DROP:
         assert situation["num_live"] >= situation["min_engines"]
@@ -150,6 +160,7 @@ def test_delays_never_shrink_and_never_pass_a_minute(failure: WeightSyncError, b
             attempt=attempt,
             max_attempts=5000,
             backoff_s=backoff_s,
+            is_dead=False,
             can_refill=True,
             can_respawn=True,
             num_live=1,
