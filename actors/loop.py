@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from weightsync.errors import StateError
 
+logger = logging.getLogger("weightsync.loop")
+
 T = TypeVar("T")
+
+
+class Submitted(Future[T]):
+    """Work of a LoopThread.
+
+    Attributes:
+        caller: the thread whose call waits for it; None once a user has the future.
+    """
+
+    caller: int | None = None
 
 
 class LoopThread:
@@ -19,7 +32,7 @@ class LoopThread:
     def __init__(self, owner: LoopThread | None = None) -> None:
         """With an `owner`, share its loop. It does not end that."""
         self._owner = owner
-        self._last: Future[Any] = Future()
+        self._last: Submitted[Any] = Submitted()
         self._last.set_result(None)
         self._closed = False
         self._lock: threading.Lock = owner._lock if owner else threading.Lock()
@@ -36,21 +49,25 @@ class LoopThread:
 
     def submit(
         self, work: Callable[[], Coroutine[object, object, T]], also: Sequence[LoopThread] = ()
-    ) -> Future[T]:
+    ) -> Submitted[T]:
         """Run `work`, one submission at a time, as if it were submitted to `also`, too.
 
-        Its future cannot be cancelled once it runs.
+        Its future cannot be cancelled once it runs. If an earlier call of this thread was interrupted, as by
+        Ctrl-C, wait for the end of that call's work first.
 
-        Raises StateError while earlier work runs, and after `close`.
+        Raises StateError while other work runs, and after `close`.
         """
+        for each in (self, *also):
+            each.end_interrupted()
         with self._lock:
             for each in (self, *also):
                 if each._closed:
                     raise StateError("this WeightSync is closed: make a new one")
                 if not each._last.done():
                     raise StateError("an update is running: wait for it to end")
-            future: Future[T] = Future()
+            future: Submitted[T] = Submitted()
             future.set_running_or_notify_cancel()
+            future.caller = threading.get_ident()
             for each in (self, *also):
                 each._last = future
 
@@ -62,6 +79,16 @@ class LoopThread:
 
         self.run_concurrently(run())
         return future
+
+    def end_interrupted(self) -> None:
+        """Wait for work whose call in this thread was interrupted. It has deadlines of its own."""
+        if self._last.caller != threading.get_ident() or self._last.done():
+            return
+        logger.warning("[driver] waiting for the end of a call that was interrupted")
+        wait([self._last])
+        logger.warning(
+            "[driver] that call ended: %s", self._last.exception() or "it did all that it was to do"
+        )
 
     def run_concurrently(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run `work` concurrently with submitted work."""

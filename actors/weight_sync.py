@@ -19,7 +19,7 @@ from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.detached import run_prefix
 from weightsync.actors.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.joint_update import Part, update_together
-from weightsync.actors.loop import LoopThread
+from weightsync.actors.loop import LoopThread, Submitted
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
 from weightsync.actors.models import MODEL, Model, Models
@@ -295,6 +295,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         Wait for your own calls of trainers first, with `ray.get`: their weights have to be final.
 
+        If the call is interrupted, as by Ctrl-C, the update goes on. The next call waits for its end.
+
         Args:
             version: a whole number greater than the last; by default the last plus 1.
             checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it
@@ -330,12 +332,14 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         report = self._begin_update(version, checkpoint, components, held)
         either: list[Future[Any]] = [held, report]
         wait(either, return_when=FIRST_COMPLETED)
+        report.caller = None  # from now on it is for the user to wait
         return report
 
     def _begin_update(
         self, version: int | None, checkpoint: str, components: Sequence[str], held: Future[None]
-    ) -> Future[SyncReport]:
+    ) -> Submitted[SyncReport]:
         try:
+            self._loop.end_interrupted()  # it may commit a version
             others = self._adapters.parts()
             others[MODEL] = partial(self._as_part, checkpoint)
             parts = self._models.parts(components or [MODEL], others)
@@ -343,7 +347,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             loops = self._models.loops(components)
             return self._loop.submit(lambda: self._update(number, parts, held), loops)
         except (ConfigError, StateError) as error:
-            refused: Future[SyncReport] = Future()
+            refused: Submitted[SyncReport] = Submitted()
             refused.set_exception(error)
             return refused
 

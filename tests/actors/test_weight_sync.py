@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -25,9 +26,11 @@ from weightsync.actors.control_channels import ControlChannel
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
 from weightsync.channel.control import ControlOffer
+from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.report import SyncReport
 
 WIDTH = 64
 Make = Callable[..., WeightSync]
@@ -138,6 +141,29 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     sync.close()
     with pytest.raises(StateError, match="closed"):
         sync.update_weights(2)
+
+
+def test_after_ctrl_c_the_next_update_waits_for_the_end_of_the_one_before(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = make()
+    sync.connect()
+    update, main = Controller.update, threading.main_thread().ident
+    assert main
+
+    async def interrupted(controller: Controller, *args: Any) -> SyncReport:
+        signal.pthread_kill(main, signal.SIGINT)
+        await asyncio.sleep(0.3)  # the next call comes meanwhile
+        return await update(controller, *args)
+
+    for version in (2, 4):
+        with monkeypatch.context() as patched:
+            patched.setattr(Controller, "update", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sync.update_weights()
+        assert sync.update_weights().engines == {"e0": version, "e1": version}
+        assert {*sync.engine_states().values()} == {EngineState.SERVING}
+        assert holds(sync, "e0")
 
 
 @pytest.mark.faults
