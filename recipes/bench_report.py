@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from weightsync import LinkRates, efficiency
-from weightsync.plan.explain import count_text, time_text
+from weightsync.plan.explain import count_text, size_text, time_text
 from weightsync.protocol.timing import seconds_of
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import packages_here, this_host
-from weightsync.report import Link, SyncReport, bytes_text
+from weightsync.report import Link, SyncReport
 
 _HEAD = ("process", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
@@ -56,7 +56,7 @@ class BenchRow:
             self.process,
             self.what,
             *map(time_text, (self.median, self.least, self.most)),
-            bytes_text(self.nbytes) if self.nbytes else "",
+            size_text(self.nbytes) if self.nbytes else "",
             f"{self.gb_per_s:.3g}" if self.nbytes else "",
             time_text(self.floor_s) if self.floor_s else "",
             f"{self.floor_s / self.median:.0%}" if self.floor_s and self.median else "",
@@ -125,7 +125,7 @@ class BenchReport:
         kinds = (
             f"{name}: {info['kind']}, {self.routes.get(name, '')}" for name, info in self.engines.items()
         )
-        what = f"{count_text(self.num_updates, 'update')} of {bytes_text(self.nbytes)}"
+        what = f"{count_text(self.num_updates, 'update')} of {size_text(self.nbytes)}"
         head = f"{self.name}: {what}, all verified, on {self.devices}"
         floors = [f"floors are those of {self.rates.name}"] if self.rates else []
         return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])

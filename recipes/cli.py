@@ -312,9 +312,10 @@ def doctor(
     refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
     from weightsync.recipes.probes import diagnose  # imports torch and looks for engines
 
+    planned = what is not None and not Path(what).is_dir()
     served = None if what is None else _served(what)
     rows = diagnose()
-    print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served))
+    print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served, planned=planned))
     raise typer.Exit(DONE if is_fit(rows) else FAILED)
 
 

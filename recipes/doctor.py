@@ -42,11 +42,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def diagnosis(rows: Sequence[Row], served: Sequence[Covered] | None) -> str:
-    """Return both tables. `served` is what engines serve, None if nobody asked."""
+def diagnosis(rows: Sequence[Row], served: Sequence[Covered] | None, *, planned: bool = False) -> str:
+    """Return both tables. `served` is what engines serve, None if nobody asked; see `coverage_table`."""
     if served is None:
         return table(rows)
-    return "\n".join([table(rows), "", coverage_table(served) if served else "no engine has been connected"])
+    shown = coverage_table(served, planned=planned) if served else "no engine has been connected"
+    return "\n".join([table(rows), "", shown])
 
 
 def diagnosis_json(rows: Sequence[Row], served: Sequence[Covered] | None) -> str:

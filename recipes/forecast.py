@@ -19,7 +19,7 @@ from weightsync.plan import (
 from weightsync.plan.broadcast_figures import explain_broadcast
 from weightsync.plan.conversion import IDENTITY, casts, conversion_of, dtypes
 from weightsync.plan.draft import DRAFT
-from weightsync.plan.explain import count_text, time_text
+from weightsync.plan.explain import count_text, size_text, time_text
 from weightsync.plan.formats import Quantization
 from weightsync.plan.match import match
 from weightsync.recipes.engine_reads import reads_floor
@@ -29,7 +29,7 @@ from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerP
 from weightsync.recipes.quantised import INT4, explain_formats, formats_text, why_whole
 from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
-from weightsync.report import DIRECT, Covered, bytes_text, coverage_table
+from weightsync.report import DIRECT, Covered, coverage_table
 
 _MOST_REASONS = 3
 
@@ -141,10 +141,10 @@ def forecast_adapter(recipe: Recipe) -> str:
     assert lora
     pairs = _adapter_tensors(lora.rank, tensors)
     engines = count_text(len(recipe.engine_specs), "engine")
-    nbytes = sum(meta.nbytes for meta in pairs)
+    moved = f"{count_text(len(pairs), 'tensor')}, {size_text(sum(meta.nbytes for meta in pairs))}"
     return "\n".join(
         [
-            f"{recipe.name}: an adapter of rank {lora.rank}, {len(pairs)} tensors, {bytes_text(nbytes)}",
+            f"{recipe.name}: an adapter of rank {lora.rank}, {moved}",
             f"{count_text(recipe.trainers.count, 'trainer')} to {engines}; read in place on GPUs of one host",
             f"its model, {_parameters(_shape(recipe.model), tensors)}, comes from a checkpoint, once",
             "",
@@ -187,7 +187,7 @@ def planned(recipe: Recipe) -> list[Covered]:
 
 def _serves_lines(rows: Sequence[Covered]) -> list[str]:
     return [
-        *coverage_table(rows).splitlines(),
+        *coverage_table(rows, planned=True).splitlines(),
         "routes are those of engines on GPUs; on CPUs all is broadcast",
     ]
 
@@ -372,6 +372,6 @@ def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
     out = max(sent[giver] for giver in range(num_hosts) if len(takers) > 1 or giver not in takers)
     seconds = max(into, out) / (host.gpus_per_host * host.nic.gb_per_s * 1e9)
     return [
-        f"between {num_hosts} hosts: floor {time_text(seconds)}; {into / 1e9:.2f} GB into one of them, "
-        f"{out / 1e9:.2f} GB out of one, through {host.gpus_per_host} NICs"
+        f"between {num_hosts} hosts: floor {time_text(seconds)}; {size_text(into)} into one of them, "
+        f"{size_text(out)} out of one, through {count_text(host.gpus_per_host, 'NIC')}"
     ]

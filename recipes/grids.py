@@ -10,6 +10,7 @@ import numpy as np
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
+from weightsync.plan.explain import count_text
 from weightsync.plan.layout import Bool
 from weightsync.recipes.cuts import BEHIND, Cut, Kind, RankPosition, lay_out, partition
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
@@ -43,7 +44,9 @@ def trainer_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: T
         return lay_out(tensors, lambda kind: _rows(kind, shards), positions, model.tied)
     _check(model, parallel.tp, parallel.tp if parallel.ep == 1 else 1, "--trainers tp")
     if parallel.pp > model.num_hidden_layers:
-        raise ConfigError("--trainers pp", parallel.pp, f"the model has {model.num_hidden_layers} layers")
+        raise ConfigError(
+            "--trainers pp", parallel.pp, f"the model has {count_text(model.num_hidden_layers, 'layer')}"
+        )
     if not model.mla and model.num_key_value_heads % parallel.tp:
         remedy = f"give a divisor of the {model.num_key_value_heads} key-value heads"
         raise ConfigError("--trainers tp", parallel.tp, remedy)
@@ -241,7 +244,7 @@ def _check_vocab(model: ModelShape, tp: int) -> None:
 def _num_experts(model: ModelShape, ep: int, field: str) -> int:
     num_experts = model.moe.num_experts if model.moe else 0
     if ep > max(num_experts, 1):
-        raise ConfigError(field, ep, f"the model has {num_experts} experts")
+        raise ConfigError(field, ep, f"the model has {count_text(num_experts, 'expert')}")
     return num_experts
 
 

@@ -14,14 +14,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from weightsync.errors import ConfigError
-from weightsync.plan.explain import count_text
+from weightsync.plan.explain import count_text, rate_text, size_text, size_unit
 from weightsync.protocol.timing import Span
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_folder import replace_text
 from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
 from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.recipes.time_shares import TimeShares, last_update
-from weightsync.report import COVERAGE_HEAD, bytes_text, coverage_cells, is_direct
+from weightsync.report import COVERAGE_HEAD, coverage_cells, is_direct
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "stage", "pause", "move", "load", "verify", "commit")
@@ -35,7 +35,6 @@ _MEANINGS = (
 )
 _SERVED = ("the version just committed", "an older one")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 
@@ -68,7 +67,7 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": bytes_text, "ms": _milliseconds, "clock": _clock}
+    environment.filters |= {"bytes": size_text, "ms": _milliseconds, "clock": _clock}
     ranks, shares = _slowest(report.spans), last_update(report, cluster)
     return environment.get_template("report.html.j2").render(
         run=report,
@@ -128,7 +127,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
             _milliseconds(statistics.median(seconds)),
             f"{_milliseconds(max(seconds))} the longest",
         ),
-        ("Bytes of an update", bytes_text(rows[-1].bytes), f"{rows[-1].gb_per_s:.3g} GB/s while moving"),
+        ("Bytes of an update", size_text(rows[-1].bytes), f"{rate_text(rows[-1].gb_per_s)} while moving"),
         ("Failures", f"{num_failures}", count_text(len(report.heals), "heal")),
     ]
 
@@ -235,12 +234,12 @@ def _links(report: RunReport) -> _Chart:
     taken: Counter[str] = Counter()
     for link in report.links:
         taken[link.target] += link.nbytes
-    unit, scale = next(each for each in _UNITS if max(taken.values()) >= each[1] or each[0] == "B")
+    scale, unit = size_unit(max(taken.values()))
     order = sorted(report.links, key=lambda link: _DISTANCES.index(link.distance))
     for name in dict.fromkeys(link.target for link in report.links):
         at = 0.0
         for link in (each for each in order if each.target == name):
-            text = f"{link.source} to {name}, {link.distance}: {bytes_text(link.nbytes)}"
+            text = f"{link.source} to {name}, {link.distance}: {size_text(link.nbytes)}"
             rows.setdefault(name, []).append(
                 Bar(_DISTANCES.index(link.distance), at, link.nbytes / scale, text)
             )

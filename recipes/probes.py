@@ -22,6 +22,7 @@ from weightsync.config import SyncConfig
 from weightsync.engines import ENGINES, choose_engine
 from weightsync.engines.checks import installed, untested
 from weightsync.errors import ConfigError, TransportError
+from weightsync.plan.explain import count_text, size_text
 from weightsync.readers import choose_protocol, rdma_devices
 from weightsync.recipes.cluster import existing_cluster
 from weightsync.recipes.doctor import Row
@@ -117,9 +118,9 @@ def shared_memory() -> Row:
     if not path.is_dir():
         return Row("shared memory", "no /dev/shm", "missing", "mount a tmpfs there")
     stat = os.statvfs(path)
-    found = f"{_gib(stat.f_bavail * stat.f_frsize)} of {_gib(stat.f_blocks * stat.f_frsize)} free"
+    found = f"{size_text(stat.f_bavail * stat.f_frsize)} of {size_text(stat.f_blocks * stat.f_frsize)} free"
     if stat.f_bavail * stat.f_frsize < wanted:
-        remedy = f"{_gib(wanted)} may be staged: docker run --shm-size, or lower sync.max_staging_bytes"
+        remedy = f"{size_text(wanted)} may be staged: docker run --shm-size, or lower sync.max_staging_bytes"
         return Row("shared memory", found, "warn", remedy)
     return Row("shared memory", found)
 
@@ -131,8 +132,8 @@ def locked_memory() -> Row:
         return Row("locked memory", "unlimited")
     if rdma_devices():
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers what is kept"
-        return Row("locked memory", f"at most {_gib(soft)}", "warn", remedy)
-    return Row("locked memory", f"at most {_gib(soft)}; enough without RDMA")
+        return Row("locked memory", f"at most {size_text(soft)}", "warn", remedy)
+    return Row("locked memory", f"at most {size_text(soft)}; enough without RDMA")
 
 
 def rdma() -> Row:
@@ -178,8 +179,8 @@ def ray_cluster() -> Row:
         )
         return Row("ray cluster", f"{address} does not answer", "missing", remedy)
     num_nodes, resources = json.loads(done.stdout.splitlines()[-1])
-    counts = ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-    return Row("ray cluster", f"{address}: {num_nodes} nodes, {counts}")
+    counts = [count_text(int(resources.get(kind, 0)), kind) for kind in ("CPU", "GPU")]
+    return Row("ray cluster", f"{address}: {', '.join([count_text(num_nodes, 'node'), *counts])}")
 
 
 def engines() -> Iterator[Row]:
@@ -248,7 +249,3 @@ def load_torch() -> Any:  # noqa: ANN401 (a module)
 
 def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"

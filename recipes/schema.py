@@ -22,7 +22,7 @@ _SIZE: Schema = {
     "title": "size",
     "anyOf": [
         {"type": "integer", "minimum": 0},
-        {"type": "string", "pattern": r"^\d+(\.\d+)? ?([KMGT]i?B|B)?$"},
+        {"type": "string", "pattern": r"^\d+(\.\d+)? ?([KMGT]i?B|kB|B)?$"},
     ],
 }
 _PORTS: Schema = {

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from weightsync.plan.explain import size_text
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.recipes.time_shares import last_update
-from weightsync.report import bytes_text, coverage_table
+from weightsync.report import coverage_table
 
 _BAR_WIDTH = 40
 
@@ -48,7 +49,7 @@ class Screen:
         proof = row.proof if row.verified else row.proof.upper()
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}{accepted}"
-            f"  version {row.version:{width}}  {bytes_text(row.bytes)}"
+            f"  version {row.version:{width}}  {size_text(row.bytes)}"
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
 
@@ -87,4 +88,4 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
     verified = f"{report.num_verified} of {len(steps)}"
     yield "updates verified", "; ".join(filter(None, (verified, report.on_all)))
     yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"
-    yield "bytes of one update", bytes_text(steps[-1].bytes)
+    yield "bytes of one update", size_text(steps[-1].bytes)

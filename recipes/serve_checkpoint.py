@@ -22,10 +22,9 @@ from weightsync.actors.detached import NAMESPACE, actor_name, end, names, run_pr
 from weightsync.actors.engine import EngineActor
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.plan.explain import count_text
+from weightsync.plan.explain import count_text, size_text
 from weightsync.recipes.calls import collect
 from weightsync.recipes.screen import Screen
-from weightsync.report import bytes_text
 from weightsync.sources.checkpoint_store import Reading
 
 _PATIENCE_S = 1800.0
@@ -142,7 +141,7 @@ def _obey(sync: WeightSync, registered: set[str], lines: Iterable[str], screen: 
 
 def _say_read(name: str, reading: Future[Reading], screen: Screen) -> None:
     done = reading.result()
-    what = f"{bytes_text(done.nbytes)} read, {bytes_text(done.mapped_nbytes)} mapped"
+    what = f"{size_text(done.nbytes)} read, {size_text(done.mapped_nbytes)} mapped"
     screen.line(f"read {name}: {done.seconds:.1f} s ({what})")
 
 

@@ -11,7 +11,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from weightsync import SyncReport, WeightSync, WeightSyncError
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
-from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
 from weightsync.recipes.events import present_at_start
 from weightsync.recipes.grpo import Group
@@ -23,7 +22,7 @@ from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_folder import RunFolder, replace_text
 from weightsync.recipes.run_report import RunReport
 from weightsync.recipes.screen import Screen
-from weightsync.recipes.survival import take_trainers
+from weightsync.recipes.survival import begun, take_trainers
 from weightsync.recipes.trace import write_trace
 
 
@@ -45,8 +44,7 @@ def start(
         if recipe.draft and launcher.draft:
             build_checkpoint(launcher.draft, recipe.draft.form(recipe.model), seed=recipe.loop.seed)
     names = present_at_start(recipe.engine_specs, recipe.events)
-    started = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
-    with screen.stage(f"start {started} on {launcher}"):
+    with screen.stage(f"{begun(recipe, names, left)} on {launcher}"):
         engines = {name: left.get(f"engine {name}") or launcher.engine(name) for name in names}
         trainers = take_trainers(left, recipe) or launcher.trainers()
         calls = {name: engine.info.remote() for name, engine in engines.items()}

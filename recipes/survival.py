@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.detached import actor_name, detached, find
 from weightsync.errors import StateError
+from weightsync.plan.explain import count_text
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_report import RunReport, read_report
 
@@ -27,6 +28,19 @@ def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
     """Return the living actors of an earlier driver, such as ``engine main-0``, by name."""
     outlast = [process for process in recipe.members if recipe.resume and not process.startswith("holder ")]
     return {process: actor for process in outlast if (actor := find(actor_name(recipe.name, process)))}
+
+
+def begun(recipe: Recipe, engines: Collection[str], left: Collection[str]) -> str:
+    """Say how many trainers and `engines` are started, and how many of them are `left` and taken over."""
+    num_left = sum(f"engine {name}" in left for name in engines)
+    trainers, new = (
+        count_text(recipe.trainers.count, "trainer"),
+        count_text(len(engines) - num_left, "engine"),
+    )
+    if not left:
+        return f"start {trainers} and {new}"
+    taken = f"take over {trainers} and {count_text(num_left, 'engine')}"
+    return taken if num_left == len(engines) else f"{taken}, start {new}"
 
 
 def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[str, ActorHandle[Any]]:

@@ -1,6 +1,6 @@
 """Settings: frozen dataclasses that check themselves, and a strict loader for them.
 
-    SyncConfig(bucket_bytes=parse_size("64MiB"), timeout_s=30)          # from Python
+    SyncConfig(bucket_bytes="64MiB", timeout_s=30)                      # from Python
     SyncConfig.from_dict({"bucket_bytes": "64MiB", "timeout_s": 30})    # from YAML
 
 A mistake in either raises a :class:`~weightsync.errors.ConfigError` that names the field, the value and a
@@ -44,7 +44,7 @@ _Remedies = Mapping[object, str]
 """The remedy for a value of the wrong type, by the right type."""
 
 Size = Annotated[int, "bytes"]
-"""A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
+"""A number of bytes, also given as a text such as ``256MiB``, see :func:`parse_size`."""
 
 Ports = Annotated[tuple[int, int], "ports"]
 """The first and the last port of a range, also as ``"29600-29699"``, see :func:`parse_ports`."""
@@ -71,11 +71,13 @@ BucketSize = Annotated[Size, Limit((4096).__le__, "give at least 4KiB")]
 StagingSize = Annotated[Size, Limit((1).__le__, "give at least one byte")]
 OneOrTwo = Annotated[int, Limit((1, 2).__contains__, "give 1 or 2")]
 
-_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+_UNITS: dict[str, int] = {"": 1, "B": 1, "kB": 1000} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
+_NEAR_UNITS = {unit.lower().removesuffix(end): unit for end in ("b", "") for unit in _UNITS}
+"""What is meant by ``mib``, ``m`` and the like."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 _SIZE_REMEDY = "give whole bytes, as a number or a text such as 256MiB or 2GB"
 
@@ -88,25 +90,30 @@ def parse_size(value: object, *, field: str = "size") -> int:
 
     Args:
         value: ``4096``, ``"4096"``, ``"256MiB"`` or ``"1.5 GB"``. KiB, MiB, GiB and TiB are powers of 1024,
-            KB, MB, GB and TB of 1000. Other spellings, such as ``256M``, are refused.
+            KB (or kB), MB, GB and TB of 1000. Other spellings, such as ``256M``, are refused.
         field: the name that an error gives to the value.
 
     Returns:
         The number of bytes.
 
     Raises:
-        ConfigError: the value is not a size, is negative, or is not a whole number of bytes.
+        ConfigError: the value is not a size, is negative, or is not a whole number of bytes. It names the
+            nearest size, if there is one.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2] not in _UNITS:
+    if match is None:
         raise ConfigError(field, value, _SIZE_REMEDY)
+    if match[2] not in _UNITS:
+        unit = _NEAR_UNITS.get(match[2].lower())
+        hint = f"; did you mean {match[1]}{unit}?" if unit else ""
+        raise ConfigError(field, value, _SIZE_REMEDY + hint)
     whole, _, fraction = match[1].partition(".")
     scale: int = 10 ** len(fraction)
     nbytes, rest = divmod(int(whole + fraction) * _UNITS[match[2]], scale)
     if rest:
-        raise ConfigError(field, value, _SIZE_REMEDY)
+        raise ConfigError(field, value, f"{_SIZE_REMEDY}; did you mean {nbytes}?")
     return nbytes
 
 
@@ -162,15 +169,15 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 def check_fields(instance: DataclassInstance, *, field: str) -> None:
     """Check that a dataclass built in Python has the types and limits that :func:`load_dataclass` requires.
 
+    It converts values as that does: a text becomes a :data:`Size` or :data:`Ports`.
+
     Raises:
         ConfigError: names the first field whose value has another type, or is beyond a limit.
     """
     hints = get_type_hints(type(instance), include_extras=True)
     for spec in fields(instance):
         value, name = getattr(instance, spec.name), _join(field, spec.name)
-        if is_size(hints[spec.name]) and isinstance(value, str):
-            raise ConfigError(name, value, f'give bytes as an int, such as parse_size("{value}")')
-        _convert(hints[spec.name], value, name, _PYTHON)
+        object.__setattr__(instance, spec.name, _convert(hints[spec.name], value, name, _PYTHON))
 
 
 def _convert(hint: object, value: object, field: str, remedies: _Remedies) -> object:
@@ -302,6 +309,8 @@ def _names_checked(cls: type[T]) -> type[T]:
 class SyncConfig:
     """How weights are moved. The defaults are a good start.
 
+    Sizes are bytes, or texts such as ``"256MiB"``; see `parse_size`.
+
     Attributes:
         mode: ``broadcast`` sends whole tensors to every engine. ``direct`` has each engine's GPU read only
             its part from the trainers' GPU memory, or receive it from other hosts, and fails if one cannot.
@@ -388,8 +397,6 @@ class SyncConfig:
             raise ConfigError("sync.keep_versions", self.keep_versions, "give 2, or sync.stage none")
         if self.stage in ("host", "device") and self.mode == "direct":
             raise ConfigError("sync.stage", self.stage, "give none, or sync.mode auto or broadcast")
-        if self.ports is not None:  # a text or a list becomes a pair
-            object.__setattr__(self, "ports", parse_ports(self.ports, field="sync.ports"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:

@@ -64,7 +64,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where an engine failed: engine, rank if known, version to take, and phase."""
+    """Where an engine failed: engine, rank if known, version to take if known (else 0), and phase."""
 
     engine: str
     rank: int | None
@@ -73,7 +73,8 @@ class Where:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return f"engine {self.engine}{rank}, version {self.version}, {self.phase}"
+        version = f", version {self.version}" if self.version else ""
+        return f"engine {self.engine}{rank}{version}, {self.phase}"
 
 
 class WeightSyncError(Exception):

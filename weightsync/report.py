@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol
 
-from weightsync.plan.explain import time_text
+from weightsync.plan.explain import count_text, rate_text, size_text, time_text
 from weightsync.protocol.timing import Span
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
@@ -105,7 +105,7 @@ class Covered:
             self.engine,
             self.component,
             f"{self.num_tensors}" + (f", {self.num_frozen} frozen" if self.num_frozen and is_moved else ""),
-            bytes_text(self.nbytes),
+            size_text(self.nbytes),
             way if is_moved else "frozen",
             self.conversion or "none",
             f"{self.version}" if self.version else "none",
@@ -119,7 +119,7 @@ class Covered:
         changed = "" if self.conversion in ("", "identity", "load") else f"; {self.conversion}"
         return (
             f"{self.engine}, {self.component}: {told}; "
-            f"{self.num_tensors} tensors{frozen}, {bytes_text(self.nbytes)}{changed}"
+            f"{count_text(self.num_tensors, 'tensor')}{frozen}, {size_text(self.nbytes)}{changed}"
         )
 
 
@@ -134,9 +134,14 @@ def coverage_cells(rows: Sequence[Covered]) -> list[tuple[str, ...]]:
     return [(_names(names), *cells) for cells, names in engines.items()]
 
 
-def coverage_table(rows: Sequence[Covered]) -> str:
-    """Return a table of what engines serve, and what is known of it, with `COVERAGE_HEAD` above."""
+def coverage_table(rows: Sequence[Covered], *, planned: bool = False) -> str:
+    """Return a table of what engines serve, with `COVERAGE_HEAD` above.
+
+    If it is only `planned`, no version is served yet, and the table says nothing of one.
+    """
     lines = [COVERAGE_HEAD, *coverage_cells(rows)]
+    if planned:
+        lines = [line[: COVERAGE_HEAD.index("version")] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (zip(line, widths, strict=True) for line in lines)
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in line).rstrip() for line in padded)
@@ -224,10 +229,10 @@ class SyncReport:
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         named = f"version {self.version}" + (f" ({self.checkpoint})" if self.checkpoint else "")
-        engines = "1 engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
-        moved = f" (moved at {self.gb_per_s:.3g} GB/s)" if self.gb_per_s else ""
+        engines = count_text(len(self.engines), "engine")
+        moved = f" (moved at {rate_text(self.gb_per_s)})" if self.gb_per_s else ""
         return (
-            f"{named}: {bytes_text(self.nbytes)} to {serving} of {engines}"
+            f"{named}: {size_text(self.nbytes)} to {serving} of {engines}"
             f" in {self.seconds:.3g} s{moved}, {proof}{self._left_out()}{failed}"
         )
 
@@ -280,10 +285,10 @@ class HealReport:
         if self.serving_at is None:
             return f"engine {self.engine} is ready for the next version{new}; it had failed: {self.cause}"
         read = ", ".join(
-            f"{bytes_text(nbytes)} from {holder} ({self.ways.get(holder, '')})"
+            f"{size_text(nbytes)} from {holder} ({self.ways.get(holder, '')})"
             for holder, nbytes in self.bytes_from.items()
         )
-        how = f"{read}, {self.gb_per_s:.3g} GB/s, verified" if read else "an update"
+        how = f"{read}, {rate_text(self.gb_per_s)}, verified" if read else "an update"
         return (
             f"engine {self.engine} serves version {self.version} again after"
             f" {time_text(self.serving_at - self.died_at)}{new}; {how}; it had failed: {self.cause}"
@@ -293,11 +298,3 @@ class HealReport:
 def _plain(report: SyncReport | HealReport) -> dict[str, object]:
     values = {spec.name: getattr(report, spec.name) for spec in fields(report)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-
-
-def bytes_text(nbytes: int) -> str:
-    """Format bytes with three digits, in units of 1000: ``1.25 MB``."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes} B"

@@ -43,7 +43,7 @@ def test_the_loop_of_the_readme_and_what_the_other_pages_do_with_it(
         shown = capsys.readouterr().out
         assert "engine e1 rank 0 load" in shown
         assert "on 4xh200: floor" in shown
-        assert re.search(r"engine e1 rank 0: 1\.2 MiB, floor \d+ µs, took", shown)
+        assert re.search(r"engine e1 rank 0: 1\.25 MB, floor \d+ µs, took", shown)
 
         names["start_engine"] = lambda name: ray.remote(EngineActor).remote("auto", str(path), name)
         register, inject = blocks("docs/faults.md")

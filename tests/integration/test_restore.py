@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ class Left(Loop):
         return controller
 
 
+CONTROLLER = "weightsync.driver.controller"
 Work = Callable[[Left], Coroutine[object, object, None]]
 
 
@@ -40,14 +42,20 @@ def drive_left(work: Work) -> None:
     drive(work, cls=Left)  # type: ignore[arg-type]
 
 
-def test_what_serves_the_committed_version_is_left_alone() -> None:
+def test_what_serves_the_committed_version_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, CONTROLLER)
+
     async def work(loop: Left) -> None:
         await loop.until_version_2()
         writes: list[str] = []
         for engine in loop.engines.values():
             engine.on_write = writes.append
+        caplog.clear()
         controller = await loop.next_controller()
         assert await controller.restore() == []
+        connected, took_over = (record.getMessage() for record in caplog.records if record.name == CONTROLLER)
+        assert connected.startswith("[driver] connected: "), "engines do not serve version 0"
+        assert took_over.startswith("[driver · v2] took over")
         assert controller.version == 2
         assert controller.can_refill("e1")
         assert [member.record.state for member in loop.fleet.engines.values()] == [EngineState.SERVING] * 2

@@ -54,6 +54,7 @@ BIKE = {"name": "b", "wheels": {"front": {"spokes": 3}}}
         ("2 GiB", 2 << 30),
         ("3TiB", 3 << 40),
         ("8KB", 8000),
+        ("8kB", 8000),
         ("1.5MB", 1_500_000),
         ("0.5KiB", 512),
     ],
@@ -88,6 +89,21 @@ def test_what_is_no_size_is_refused_by_name(value: object) -> None:
     ) as caught:
         parse_size(value, field="sync.bucket_bytes")
     assert caught.value.value == value
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("256Mb", "256MB"),
+        ("256mib", "256MiB"),
+        ("1.5 g", "1.5GB"),
+        ("4ki", "4KiB"),
+        ("1.0001KiB", "1024"),
+    ],
+)
+def test_the_nearest_size_is_named(given: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {near}\?$"):
+        parse_size(given)
 
 
 @given(
@@ -270,9 +286,11 @@ def test_healing_may_be_turned_off_and_need_not_wait() -> None:
     assert (config.heal_attempts, config.heal_backoff_s, config.mirrors) == (0, 0, 0)
 
 
-def test_a_text_as_a_size_in_python_is_told_what_to_write() -> None:
-    with pytest.raises(ConfigError, match=r'parse_size\("64MiB"\)'):
-        SyncConfig(bucket_bytes="64MiB")
+@pytest.mark.parametrize(("given", "nbytes"), [("256MB", 256 * 10**6), ("256MiB", 256 << 20), ("8kB", 8000)])
+def test_a_size_is_a_number_however_it_is_given(given: Any, nbytes: int) -> None:
+    for config in (SyncConfig(bucket_bytes=given), SyncConfig.from_dict({"bucket_bytes": given})):
+        assert config == SyncConfig(bucket_bytes=nbytes)
+        assert dataclasses.replace(config, max_staging_bytes=given).max_staging_bytes == nbytes
 
 
 def test_sync_config_is_frozen_and_keyword_only() -> None:

@@ -77,6 +77,7 @@ def test_where_an_engine_failed_survives_pickling() -> None:
     rebuilt = pickle.loads(pickle.dumps(error))
     assert rebuilt.where == error.where
     assert str(rebuilt.where) == "engine e0, rank 1, version 8, move"
+    assert str(Where("e0", None, 0, "layout")) == "engine e0, layout", "no version is known yet"
 
 
 def test_the_examples_cover_every_error() -> None:

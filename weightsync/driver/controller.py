@@ -111,8 +111,8 @@ class Controller:
         else:
             self.snapshot_index.reserve(made)
         self.connected = True
-        found = self.version, self._epoch, made.plan.num_buckets, made.seconds
-        logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)
+        serves = f" · v{self.version}" if self.version else ""  # an earlier driver's is not known yet
+        logger.info("[driver%s] connected: buckets %d, %s", serves, made.plan.num_buckets, made.seconds)
 
     async def restore(self) -> list[str]:
         """Take over from a previous driver, see `take_over`. Must hold the exclusive lock.

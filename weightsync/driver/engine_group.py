@@ -309,7 +309,8 @@ class EngineGroup:
             if hung := self._num_slow[name] > 1:
                 what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
                 error = DeadlineError(what, error.missing, error.timeout_s)
-        error.where = Where(name, _rank(error), self._version.get(name, 0), phase)
+        version = self._version.get(name, self._fleet.engines[name].record.version)
+        error.where = Where(name, _rank(error), version, phase)
         logger.warning("[%s] %s", error.where, error)
         self.failures[name] = error
         member, gone = self._fleet.engines[name], isinstance(error, _GONE)

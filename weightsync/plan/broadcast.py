@@ -10,6 +10,7 @@ from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.balance import choose
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
 from weightsync.plan.coverage import check_live
+from weightsync.plan.explain import count_text
 from weightsync.plan.layout import Bool, Int32, Int64, Layout, take
 from weightsync.plan.match import Match, Shards, match
 from weightsync.plan.members import Members
@@ -117,14 +118,18 @@ def _frozen_last(pieces: Pieces, is_frozen: Bool, capacity: int) -> tuple[Pieces
 def check_members(num_trainers: int, engines: Mapping[str, Layout], members: Members) -> None:
     """Check that members are those of `num_trainers` ranks and `engines`. Raises ConfigError."""
     if len(members.trainers) != num_trainers:
-        raise ConfigError("members.trainers", members.trainers, f"the layout has {num_trainers} ranks")
+        raise ConfigError(
+            "members.trainers", members.trainers, f"the layout has {count_text(num_trainers, 'rank')}"
+        )
     known = dict(members.engines)
     if known.keys() != engines.keys():
         raise ConfigError("members.engines", tuple(known), f"the layouts are of {tuple(engines)}")
     for name, layout in engines.items():
         if len(known[name]) != layout.num_ranks:
             raise ConfigError(
-                f"members.engines[{name}]", known[name], f"the layout has {layout.num_ranks} ranks"
+                f"members.engines[{name}]",
+                known[name],
+                f"the layout has {count_text(layout.num_ranks, 'rank')}",
             )
 
 
@@ -161,7 +166,8 @@ def check_staging(slots: int, bucket_nbytes: int, max_staging_bytes: int) -> Non
         raise ConfigError(
             "sync.max_staging_bytes",
             max_staging_bytes,
-            f"{slots} buckets of {bucket_nbytes} bytes need {needed}; raise it, or lower sync.bucket_bytes",
+            f"{count_text(slots, 'bucket')} of {bucket_nbytes} bytes need {needed}; "
+            "raise it, or lower sync.bucket_bytes",
         )
 
 

@@ -35,6 +35,6 @@ def test_a_line_says_what_was_taken_and_how_near_it_came() -> None:
     ]
     lines = [*map(str, efficiency(links, of(engine_e0_rank_0=[Span("load", 0.0, 3e-3)]), RATES))]
     assert lines == [
-        "engine e0 rank 0: 1.0 GiB, floor 2.7 ms, took 3.0 ms, 89% of what is possible",
-        "other: 16.0 MiB, floor 42 µs, took no part",
+        "engine e0 rank 0: 1.07 GB, floor 2.7 ms, took 3.0 ms, 89% of what is possible",
+        "other: 16.8 MB, floor 42 µs, took no part",
     ]

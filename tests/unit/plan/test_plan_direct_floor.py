@@ -66,9 +66,9 @@ def test_without_rates_there_are_no_times() -> None:
     floor = direct_floor([receiver(1, {0: 1536})], [0], 2)
     assert (floor.seconds, floor.cluster) == (None, None)
     assert str(floor).splitlines() == [
-        "1 engine rank reads 1.5 KiB in 1 copy",
-        "all: own GPU 0 B, own host 1.5 KiB, other hosts 0 B",
-        "e0 rank 1: own GPU 0 B, own host 1.5 KiB, other hosts 0 B; 1 copy",
+        "1 engine rank reads 1.54 kB in 1 copy",
+        "all: own GPU 0 B, own host 1.54 kB, other hosts 0 B",
+        "e0 rank 1: own GPU 0 B, own host 1.54 kB, other hosts 0 B; 1 copy",
     ]
 
 

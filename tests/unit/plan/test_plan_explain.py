@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.bench_plan import engine_layout, growth_exponent, members, plan, tensors, trainer_layout
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.plan import Box, Cluster, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.explain import count_text
+from weightsync.plan.explain import count_text, rate_text, size_text
 
 
 def rows_plan(
@@ -78,7 +78,7 @@ def test_a_colocated_holder_does_not_receive_what_it_sends() -> None:
     assert shown.received == {0: 1 << 19, 1: 1 << 19}
     assert set(shown.edges) == {(0, 1), (1, 0)}
     assert shown.floor_seconds is None
-    assert "1.0 MiB" in str(shown)
+    assert "1.05 MB" in str(shown)
 
 
 @given(worlds(), st.sampled_from([256, 2048]))
@@ -122,11 +122,31 @@ def test_a_large_model_is_planned_in_seconds_and_travels_light() -> None:
     assert (np.diff(made.bucket_step) > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (1_254_000, "1.25 MB"),
+        (61_064_245_248, "61.1 GB"),
+        (1_311_980_000_000, "1.31 TB"),
+        (5 << 60, "5.76 EB"),
+        (10**22, "1e+04 EB"),
+    ],
+)
+def test_sizes_have_three_digits_and_one_family_of_units(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+    assert rate_text(nbytes / 1e9) == f"{text}/s"
+
+
 def test_counts_are_said_in_words() -> None:
     assert [count_text(n, "copy") for n in (0, 1, 2)] == ["0 copies", "1 copy", "2 copies"]
     assert [count_text(n, "engine") for n in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
     assert str(rows_plan((64, 64), 1, 1 << 16, (0,)).explain()).splitlines()[:3] == [
-        "1 tensor, 4.0 KiB, in 1 piece, 1 bucket, 1 broadcast",
-        "1 root sends up to 4.0 KiB each (imbalance 1.00)",
+        "1 tensor, 4.1 kB, in 1 piece, 1 bucket, 1 broadcast",
+        "1 root sends up to 4.1 kB each (imbalance 1.00)",
         "1 holder receives up to 0 B",
     ]

@@ -112,7 +112,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "Updates verified 15 of 16 11 on all engines; version 17 is the newest",
         "verified on 1 of 2 engines",
         "Update, median 28.5 ms 36 ms the longest",
-        "Bytes of an update 1.25 MB 0.125 GB/s while moving",
+        "Bytes of an update 1.25 MB 125 MB/s while moving",
         "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
         "Failures 2 1 heal ",
         "engine component tensors bytes route conversion version verified main-0 model 24 1.25 MB direct "

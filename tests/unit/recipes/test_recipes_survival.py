@@ -12,7 +12,7 @@ from weightsync.errors import StateError
 from weightsync.recipes.inputs import SHIPPED
 from weightsync.recipes.recipe import load_recipe
 from weightsync.recipes.run_report import RunReport, StepRow
-from weightsync.recipes.survival import actor_options, read_back, take_trainers
+from weightsync.recipes.survival import actor_options, begun, read_back, take_trainers
 from weightsync.report import HealReport
 
 HEAL = HealReport(
@@ -45,6 +45,18 @@ def test_trainers_are_all_there_in_order_or_the_missing_one_is_named() -> None:
     del left["trainer 1"]
     with pytest.raises(StateError, match=r"^trainer 1 of run quickstart is gone, and with it the state"):
         take_trainers(left, RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ([], "start 2 trainers and 2 engines"),
+        (["trainer 0", "trainer 1", "engine e0", "engine e1"], "take over 2 trainers and 2 engines"),
+        (["trainer 0", "trainer 1", "engine e1"], "take over 2 trainers and 1 engine, start 1 engine"),
+    ],
+)
+def test_what_is_taken_over_is_not_said_to_start(left: list[str], says: str) -> None:
+    assert begun(RECIPE, ["e0", "e1"], left) == says
 
 
 def test_a_report_goes_on_from_the_earlier_drivers(tmp_path: Path) -> None:
