@@ -57,6 +57,7 @@ class Adapter:
             stage="none",
             host_weights="copy",
             bucket_bytes=min(config.bucket_bytes, _BUCKET_NBYTES),
+            nonfinite="refuse" if config.nonfinite == "auto" else config.nonfinite,
         )
         self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self._config, self._fleet)

@@ -355,7 +355,8 @@ class SyncConfig:
         refill: how holders read each other's copies: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``. ``auto``
             maps memory of the same host, and takes the first of the others that works.
         nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
-            while engines keep serving, ``ignore`` does not look.
+            while engines keep serving, ``ignore`` does not look. ``auto`` warns of them in a model, and
+            refuses them in an adapter: engines may give an adapter's NaN to requests without that adapter.
         rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
         components: what else engines serve than the model, and what updates do with it. With ``{"draft":
             "frozen"}`` engines speculate with a draft model, which updates leave as it is, and compare. With
@@ -386,7 +387,7 @@ class SyncConfig:
     respawn_timeout_s: Seconds = 600.0
     heartbeat_s: Seconds = 10.0
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
-    nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
+    nonfinite: Literal["auto", "warn", "refuse", "ignore"] = "auto"
     rdma_device: str = ""
     components: Components = field(default_factory=dict, hash=False)
     ports: Ports | None = None

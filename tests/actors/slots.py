@@ -19,6 +19,11 @@ class AdapterTrainer(ComponentTrainer):
     def __init__(self, slot: str) -> None:
         super().__init__(slot, "adapter", ())
 
+    @torch.no_grad()
+    def diverge(self) -> None:
+        """Put a NaN into the adapter's A."""
+        self.model.pairs["up.lora_A"][0, 0] = float("nan")
+
 
 class SlotEngine(DictEngine):
     """Has as many slots as are asked for."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from tests.actors.fleet import Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import WeightSyncError
+from weightsync.errors import NonfiniteError, WeightSyncError
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 16
@@ -105,8 +106,13 @@ def used(pid: int) -> tuple[int, int, int]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with WeightSync(CONFIG) as sync:
+def config() -> SyncConfig:
+    return CONFIG
+
+
+@pytest.fixture
+def rig(config: SyncConfig) -> Iterator[Rig]:
+    with WeightSync(config) as sync:
         rig = Rig(sync)
         yield rig
     assert until(lambda: not processes(), patient(10)), "close() ends them"
@@ -138,6 +144,25 @@ def test_adapters_share_a_process_at_each_place(rig: Rig) -> None:
     rig.register("math")
     rig.update("math")
     assert rig.serves("math")
+
+
+def test_an_adapter_with_nan_is_refused(rig: Rig) -> None:
+    rig.register("math")
+    rig.update("math")
+    ray.get(rig.trainer.diverge.remote())
+    with pytest.raises(NonfiniteError, match=r"version 2: NaN or Inf in up.lora_A.weight \(1\)"):
+        rig.sync.update_adapter("math")
+    assert rig.serves("math"), "engines serve the version before it"
+    rig.update("math")
+    assert rig.serves("math")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("config", [replace(CONFIG, nonfinite="warn")])
+def test_an_adapter_with_nan_is_served_if_that_is_set(rig: Rig) -> None:
+    rig.register("math")
+    ray.get(rig.trainer.diverge.remote())
+    assert rig.sync.update_adapter("math").nonfinite == {"up.lora_A.weight": 1}
 
 
 @pytest.mark.faults
