@@ -32,7 +32,7 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import Attached, Digests, PublishReport
+from weightsync.protocol.messages import Attached, Digests, PublishReport, PublishTask
 from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint_store import Reading
 
@@ -246,7 +246,7 @@ class CheckpointRank:
     def ask_readable(self, readable: asyncio.Future[None]) -> None:
         """Return None: it is in host memory."""
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         """Make the published checkpoint the holder's source. It is in host memory, so never `readable`.
 
         The first rank of a host returns fingerprints and counts for all of its ranks.
@@ -268,6 +268,10 @@ class CheckpointRank:
         if self._place[0] == 0:
             table = await self._call(self._checkpoints.published, "digests")
         return table
+
+    async def replica_digests(self) -> Digests:
+        """Return none: no two ranks hold the same box."""
+        return np.zeros(0, np.uint64)
 
     async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of every checkpoint's actor on this host."""

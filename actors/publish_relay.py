@@ -14,7 +14,7 @@ from weightsync.channel.control import ControlOffer
 from weightsync.channel.wire import SentError
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerError, WeightSyncError
-from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.messages import PublishReport, PublishTask
 
 _Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
 """Reports and errors, by rank."""
@@ -47,14 +47,14 @@ class PublishRelay:
         await self._holder.relay(offer, self._actors)
 
     async def publish(
-        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+        self, task: PublishTask, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]:
         """Have all ranks publish. See `weightsync.protocol.peers.RelayPeer`."""
         if self.channel and self.channel.stuck:
             await self.channel.channels.replace(self)
         pairs = zip(self._trainers.values(), readable, strict=True)
         tickets = tuple(t.notices.expect(each) if t.notices else 0 for t, each in pairs)
-        called = self.channel.call("publish_all", (count, tickets, timeout_s)) if self.channel else None
+        called = self.channel.call("publish_all", (task, tickets, timeout_s)) if self.channel else None
         if called is None:
             raise PeerError(self.name, "there is no connection to it")
         told: _Told = await called
@@ -63,7 +63,7 @@ class PublishRelay:
 
 
 def publish_all(
-    actors: Mapping[int, ActorHandle[Any]], count: bool, tickets: Sequence[int], timeout_s: float
+    actors: Mapping[int, ActorHandle[Any]], task: PublishTask, tickets: Sequence[int], timeout_s: float
 ) -> _Told:
     """Have trainers publish, from another process than the driver's. Returns reports and errors, by rank.
 
@@ -72,7 +72,7 @@ def publish_all(
 
     async def work() -> _Told:
         calls = {
-            f"trainer {rank}": answer(f"trainer {rank}", actor.sync_publish.remote(count, ticket))
+            f"trainer {rank}": answer(f"trainer {rank}", actor.sync_publish.remote(task, ticket))
             for (rank, actor), ticket in zip(actors.items(), tickets, strict=True)
         }
         outcome = await gather_named(calls, "publish", timeout_s)

@@ -35,7 +35,7 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 from weightsync.faults import Fault
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import Attached, PublishReport
+from weightsync.protocol.messages import Attached, PublishReport, PublishTask
 from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
 
 _LONG_S = 0.01
@@ -171,18 +171,18 @@ class _Trainer(Remote):
             early.add_done_callback(partial(_note, readable))
         return early
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         """Have it publish. What it says on its socket comes before Ray's answer."""
         expected, self._expected = self._expected, None
         if expected is None or expected.readable is not readable:
             expected = _Expected.of(self.notices, readable)
         elif readable.done():
-            report = await self._publish_in_place(count, expected.ticket)
+            report = await self._publish_in_place(task, expected.ticket)
             if report is not None:
                 return report
         told, ticket = expected.told, expected.ticket
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
-            self.call("publish", count, ticket, bool(ticket))
+            self.call("publish", task, ticket, bool(ticket))
         )
         asked.add_done_callback(_no_log)
         try:
@@ -192,12 +192,12 @@ class _Trainer(Remote):
             raise
         return told.result() if told.done() else asked.result()
 
-    async def _publish_in_place(self, count: bool, ticket: int) -> PublishReport | None:
+    async def _publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport | None:
         """Have a trainer that may be read publish by its control channel. None if it takes long, or cannot.
 
         Ray is called then, which knows whether the process lives, and gets the same report.
         """
-        called = self.channel.call("publish_in_place", (count, ticket)) if self.channel else None
+        called = self.channel.call("publish_in_place", (task, ticket)) if self.channel else None
         if called is None:
             return None
         called.add_done_callback(_no_log)

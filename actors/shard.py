@@ -21,9 +21,9 @@ from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import Attached, Digests, PublishReport
+from weightsync.protocol.messages import Attached, Compared, Digests, PublishReport, PublishTask
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
+from weightsync.sources import ExportsWeights, PushesWeights, Source, attach, compare
 
 
 class Shard(Claimable):
@@ -34,6 +34,7 @@ class Shard(Claimable):
     _described: LayoutTable | None = None
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
+    _compared: Compared | None = None
     _notices: Notices | None = None
     _readiness: Readiness | None = None
     _gpu: int | None = None
@@ -104,9 +105,9 @@ class Shard(Claimable):
             with self._on_its_gpu():
                 return readiness.early(ticket)
 
-        def publish_in_place(count: bool, ticket: int) -> PublishReport | None:
+        def publish_in_place(task: PublishTask, ticket: int) -> PublishReport | None:
             with self._on_its_gpu():
-                report = readiness.once(ticket, partial(self._publish, count, ticket))
+                report = readiness.once(ticket, partial(self._publish, task, ticket))
             return report if fits(report) else None
 
         answer_calls(asks, {"readable": readable, "publish_in_place": publish_in_place}, is_newest)
@@ -118,19 +119,19 @@ class Shard(Claimable):
     def _turns(self) -> Turns:
         return Turns()
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
 
         In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
         If it `tells`, the driver gets the report on the socket of notices, too.
         """
-        publish = partial(self._publish, count, ticket)
+        publish = partial(self._publish, task, ticket)
         report = self._readiness.once(ticket, publish) if self._readiness else publish()
         if tells and self._notices:
             self._notices.published(ticket, report)
         return report
 
-    def _publish(self, count: bool, ticket: int) -> PublishReport:
+    def _publish(self, task: PublishTask, ticket: int) -> PublishReport:
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
@@ -138,10 +139,11 @@ class Shard(Claimable):
             if not is_known and self._ready() and ticket and self._notices:
                 self._notices.readable(ticket)
             inject("publish")
-            published = source.publish(count)
+            published = source.publish(task.count)
+            self._compared = compare(source, task.rounds)
         assert self._attached_plan is not None
         self._digests = published.digests
-        return publish_report(published, self._attached_plan.frozen, clock.spans)
+        return publish_report(published, self._attached_plan.frozen, clock.spans, self._compared)
 
     def _ready(self) -> bool:
         source = self._attached_source()
@@ -152,6 +154,12 @@ class Shard(Claimable):
         if self._digests is None:
             raise StateError("nothing was published yet")
         return self._digests
+
+    def sync_replica_digests(self) -> Digests:
+        """Return the digests of boxes that other ranks hold, too, as last compared: see `Compared`."""
+        if self._compared is None:
+            raise StateError("nothing was compared yet")
+        return self._compared.digests
 
     def _attached_source(self) -> Source:
         source = self._current_source()

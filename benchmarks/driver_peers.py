@@ -38,6 +38,7 @@ from weightsync.protocol.messages import (
     Moved,
     Prepared,
     PublishReport,
+    PublishTask,
     SnapshotHeader,
     SnapshotPart,
     UpdateTask,
@@ -61,9 +62,9 @@ class TrainerWire(Wire):
     def ask_readable(self, readable: asyncio.Future[None]) -> None:
         """Return None, so that `publish` says it."""
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         readable.set_result(None)
-        report: PublishReport = await self.__getattr__("publish")(count)
+        report: PublishReport = await self.__getattr__("publish")(task)
         return report
 
 
@@ -75,12 +76,12 @@ class RelayWire(Wire):
         self.name, self.ranks = f"trainers on {host}", ranks
 
     async def publish(
-        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+        self, task: PublishTask, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]:
         for each in readable:
             each.set_result(None)
         tickets = [1] * len(readable)
-        reports, _ = await self.__getattr__("publish_all")(count, tickets, timeout_s)
+        reports, _ = await self.__getattr__("publish_all")(task, tickets, timeout_s)
         return [reports[rank] for rank in self.ranks]
 
 
@@ -220,7 +221,7 @@ class TrainerRank:
         memory = self._model.trainer_memory(self._rank, self._num_ranks)
         return Attached(self._model.plan_digest(plan), memory)
 
-    def publish(self, count: bool) -> Message:
+    def publish(self, task: PublishTask) -> Message:
         return self._model.published
 
     def digests(self) -> Digests:
@@ -234,7 +235,7 @@ class Relay:
         self._model, self._ranks = model, ranks
 
     def publish_all(
-        self, count: bool, tickets: Sequence[int], timeout_s: float
+        self, task: PublishTask, tickets: Sequence[int], timeout_s: float
     ) -> tuple[Mapping[int, PublishReport], Mapping[int, object]]:
         return dict.fromkeys(self._ranks, self._model.report), {}
 

@@ -23,7 +23,7 @@ from weightsync.actors.weight_holder import spawn_holder
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.trainers import Trainers
-from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.messages import PublishReport, PublishTask
 from weightsync.protocol.timing import Span
 
 __all__ = ["measure_publishing"]
@@ -35,7 +35,7 @@ class IdleTrainer:
     def sync_placement(self) -> Placement:
         return Placement.here()
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         nothing = np.zeros(3, np.uint64)
         return PublishReport(nothing, nothing, {}, [Span("publish", 1.8e9, 0.01)])
 

@@ -16,7 +16,8 @@
     │   └── RankLostError     a rank's own process ended or is stopped: names the rank
     ├── NonfiniteError        weights that hold NaN or Inf: names the tensors
     ├── VerifyError           what arrived is not what was sent: names the tensors
-    └── SourceChangedError    what was sent changed while it was read: names the trainers and the tensors
+    ├── SourceChangedError    what was sent changed while it was read: names the trainers and the tensors
+    └── ReplicasDifferError   trainers that hold the same part of a tensor hold other bytes: names both
 
 Catch broadly, recover narrowly::
 
@@ -50,6 +51,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "ReadError",
+    "ReplicasDifferError",
     "SlowError",
     "SourceChangedError",
     "StateError",
@@ -282,6 +284,33 @@ class SourceChangedError(WeightSyncError):
         )
         remedy = "leave weights as they are until the call that moves them returns"
         return f"version {self.version}: {wrote}; {remedy}"
+
+
+class ReplicasDifferError(WeightSyncError):
+    """Trainer ranks that hold the same part of a tensor hold different bytes of it.
+
+    Attributes:
+        version: the version that was being published.
+        differing: pairs of a trainer's name and the names of the tensors of which it holds other bytes than
+            more than half of the ranks that hold the same part. Without such a majority, as between two
+            ranks, every one of them is named. Empty if the processes that know the digests do not answer.
+    """
+
+    def __init__(self, version: int, differing: Iterable[tuple[str, Iterable[str]]]) -> None:
+        self.version = version
+        self.differing = tuple((name, tuple(tensors)) for name, tensors in differing)
+        super().__init__(version, self.differing)
+
+    def __str__(self) -> str:
+        trainers: dict[tuple[str, ...], list[str]] = {}
+        for name, tensors in self.differing:
+            trainers.setdefault(tensors, []).append(name)
+        which = "; ".join(f"{_shown(tuple(names))} in {_shown(each)}" for each, names in trainers.items())
+        return (
+            f"version {self.version}: trainers that hold the same part of a tensor hold different bytes: "
+            f"{which or 'which ones is not known'}; give all of them the same weights, by one checkpoint "
+            "or a broadcast from one rank"
+        )
 
 
 class NonfiniteError(WeightSyncError):

@@ -32,8 +32,9 @@ from weightsync.protocol.messages import (
     Loaded,
     LoadReport,
     PublishReport,
+    PublishTask,
 )
-from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
+from weightsync.sources import ExportsWeights, PushesWeights, Source, attach, compare
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -175,16 +176,21 @@ class LocalTrainer(LocalPeer):
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
         return None
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         source = self._source
         if isinstance(source, ExportsWeights) and await asyncio.to_thread(source.ready):
             readable.set_result(None)
-        published = await asyncio.to_thread(self._source.publish, count)
+        published = await asyncio.to_thread(source.publish, task.count)
         self._digests = published.digests
-        return publish_report(published, self._frozen, ())
+        self._compared = await asyncio.to_thread(compare, source, task.rounds)
+        return publish_report(published, self._frozen, (), self._compared)
 
     async def digests(self) -> Digests:
         return self._digests
+
+    async def replica_digests(self) -> Digests:
+        assert self._compared
+        return self._compared.digests
 
 
 class LocalEngine(LocalPeer):

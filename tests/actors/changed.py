@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.actors.fleet import Trainer, build
 from weightsync.errors import MovedError
+from weightsync.protocol.messages import PublishTask
 
 WIDTH = 16
 
@@ -22,11 +23,11 @@ class Moving(Trainer):
     def move(self) -> None:
         self.moves = True
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> Any:
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> Any:
         if self.moves:
             self.moves = False
             raise MovedError("trainer 0: 0.weight is in other memory: connect() again")
-        return super().sync_publish(count, ticket, tells)
+        return super().sync_publish(task, ticket, tells)
 
 
 def another(trainer: Trainer) -> None:

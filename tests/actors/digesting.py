@@ -12,7 +12,7 @@ import numpy as np
 from tests.patience import patient
 from weightsync import TrainerShard
 from weightsync.errors import WeightSyncError
-from weightsync.protocol.messages import Attached, Published, PublishReport
+from weightsync.protocol.messages import Attached, Published, PublishReport, PublishTask
 
 PLAN: Any = SimpleNamespace(frozen=())
 
@@ -47,9 +47,9 @@ class Trainer(TrainerShard):
         self.source = self.digesting = Digesting(may_end)  # type: ignore[assignment]
         self.num_by_ray = 0
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         self.num_by_ray += 1
-        return super().sync_publish(count, ticket, tells)
+        return super().sync_publish(task, ticket, tells)
 
     def seen(self) -> tuple[int, int, int]:
         """How often it was ready, has published, and was called by Ray to do so."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.actors.fleet import Trainer
 from tests.patience import patient
-from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.messages import PublishReport, PublishTask
 
 
 class Gated(Trainer):
@@ -16,10 +16,10 @@ class Gated(Trainer):
         self._folder, self._slot_name = Path(folder), slot
         self.num_published = 0
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         self.num_published += 1
         self._wait("publishes")
-        return super().sync_publish(count, ticket, tells)
+        return super().sync_publish(task, ticket, tells)
 
     def published(self) -> int:
         return self.num_published
@@ -36,7 +36,7 @@ class Gated(Trainer):
 class AnswersLate(Gated):
     """Publishes at once. Ray gets its answer when it has waited."""
 
-    def sync_publish(self, count: bool, ticket: int = 0, tells: bool = False) -> PublishReport:
-        report = Trainer.sync_publish(self, count, ticket, tells)
+    def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
+        report = Trainer.sync_publish(self, task, ticket, tells)
         self._wait("answers")
         return report

@@ -15,7 +15,7 @@ from tests.patience import patient
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.remote import RemoteTrainer, remote_trainer
 from weightsync.errors import MovedError, PeerLostError
-from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.messages import PublishReport, PublishTask
 
 
 def run(
@@ -39,9 +39,12 @@ def run(
     asyncio.run(whole())
 
 
+TASK = PublishTask(count=True)
+
+
 async def publish(trainer: RemoteTrainer) -> tuple[asyncio.Future[None], asyncio.Task[PublishReport]]:
     readable = asyncio.get_running_loop().create_future()
-    return readable, asyncio.create_task(trainer.publish(True, readable))
+    return readable, asyncio.create_task(trainer.publish(TASK, readable))
 
 
 async def asked(trainer: RemoteTrainer) -> asyncio.Future[None]:
@@ -77,7 +80,7 @@ def test_an_idle_trainer_publishes_without_a_call_of_ray(tmp_path: Path) -> None
         readable = await asked(trainer)
         assert readable.done()
         num_ready, *_ = await trainer.handle.seen.remote()
-        assert (await trainer.publish(True, await asked(trainer))).fingerprint.any()
+        assert (await trainer.publish(TASK, await asked(trainer))).fingerprint.any()
         assert await trainer.handle.seen.remote() == (num_ready + 1, 1, 0)
 
     run(test, may_end, asks=True)
@@ -88,7 +91,7 @@ def test_ray_is_called_too_for_what_takes_long_and_it_is_published_once(tmp_path
 
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
-        publishing = asyncio.create_task(trainer.publish(True, await asked(trainer)))
+        publishing = asyncio.create_task(trainer.publish(TASK, await asked(trainer)))
         await asyncio.wait([publishing], timeout=0.2)
         assert not publishing.done()
         may_end.touch()
@@ -105,12 +108,12 @@ def test_a_trainer_that_is_killed_once_it_may_be_read_is_known_to_be_gone(
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
         readable = await asked(trainer)
-        publishing = asyncio.create_task(trainer.publish(True, readable)) if has_begun else None
+        publishing = asyncio.create_task(trainer.publish(TASK, readable)) if has_begun else None
         if publishing:
             await asyncio.wait([publishing], timeout=0.2)
         ray.kill(trainer.handle)
         with pytest.raises(PeerLostError, match="trainer 0"):
-            await asyncio.wait_for(publishing or trainer.publish(True, readable), patient(30))
+            await asyncio.wait_for(publishing or trainer.publish(TASK, readable), patient(30))
 
     run(test, tmp_path / "never", asks=True)
 
@@ -120,7 +123,7 @@ def test_an_error_comes_as_it_is(tmp_path: Path) -> None:
         await trainer.attach(PLAN, 0, None)
         await trainer.handle.fail.remote(MovedError("trainer 0: w is in other memory"))
         with pytest.raises(MovedError, match="w is in other memory"):
-            await trainer.publish(True, await asked(trainer))
+            await trainer.publish(TASK, await asked(trainer))
 
     run(test, tmp_path / "never", asks=True)
 
@@ -131,7 +134,7 @@ def test_a_report_that_no_frame_holds_comes_by_ray(tmp_path: Path) -> None:
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
         await trainer.handle.count.remote(60_000)
-        report = await trainer.publish(True, await asked(trainer))
+        report = await trainer.publish(TASK, await asked(trainer))
         assert len(report.nonfinite) == 60_000
         assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
@@ -153,7 +156,7 @@ def test_a_trainer_that_is_called_leaves_it_to_publish(tmp_path: Path) -> None:
         early = trainer.ask_readable(readable)
         assert early
         assert not await early
-        publishing = asyncio.create_task(trainer.publish(True, readable))
+        publishing = asyncio.create_task(trainer.publish(TASK, readable))
         await asyncio.wait([publishing], timeout=0.2)
         assert not readable.done()
         may_stop.touch()
@@ -175,7 +178,7 @@ def test_an_actor_that_runs_calls_on_several_threads_leaves_it_to_publish(tmp_pa
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         assert not await early
-        assert (await trainer.publish(True, readable)).fingerprint.any()
+        assert (await trainer.publish(TASK, readable)).fingerprint.any()
         assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
     run(test, may_end, asks=True, num_threads=2)

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.messages import Attached, Digests
+from weightsync.plan.replicas import NUM_ROUNDS
+from weightsync.protocol.messages import Attached, Compared, Digests, combine
 from weightsync.sources.module import ModuleSource
 
 ENGINE_DTYPE = {"head.weight": "bfloat16"}
@@ -68,14 +69,21 @@ def plan_for(layouts: Sequence[RankLayout], bucket_bytes: int = 512) -> Plan:
     )
 
 
-def publish(source: ModuleSource, plan: Plan, rank: int, offload: bool = False) -> tuple[Share, Digests]:
-    """The send buffer's bytes after one publish; with `offload`, of a model that has no memory by then."""
+def publish(
+    source: ModuleSource, plan: Plan, rank: int, offload: bool = False, compared: list[Compared] | None = None
+) -> tuple[Share, Digests]:
+    """The send buffer's bytes after one publish; with `offload`, of a model that has no memory by then.
+
+    `compared` takes what is said of boxes that other ranks hold, too.
+    """
     send_buffer = SharedBuffer.create(plan.send_buffer_nbytes(rank))
     assert source.attach(plan, rank, send_buffer.handle) == Attached(plan.digest(), None)
     if offload:
         source.offload()
     digests = source.publish(True).digests
     share = (bytes(send_buffer.tensor.numpy()), digests.tolist())
+    if compared is not None and plan.replicas:
+        compared.append(source.compare_replicas(range(NUM_ROUNDS)))
     source.close()
     source.close()
     send_buffer.close()
@@ -141,7 +149,9 @@ def _run(rank: int, kind: str, num_ranks: int) -> tuple[Plan, list[Share]]:
     with torch.no_grad():
         before = model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole for now
     plan = plan_for(layouts)
-    share, _ = publish(source, plan, rank, offload)
+    compared: list[Compared] = []
+    share, _ = publish(source, plan, rank, offload, compared)
+    _require_agreement(plan, compared, num_ranks)
     if offload:
         locals_ = [parameter.to_local() for parameter in model.parameters()]
         assert {each.untyped_storage().nbytes() for each in locals_} == {0}
@@ -151,3 +161,13 @@ def _run(rank: int, kind: str, num_ranks: int) -> tuple[Plan, list[Share]]:
     shares: list[Share] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(shares, share)
     return plan, shares
+
+
+def _require_agreement(plan: Plan, compared: list[Compared], num_ranks: int) -> None:
+    """Ranks that hold the same boxes agree. All of them hold `steps`, which is no DTensor."""
+    assert bool(plan.replicas) == (num_ranks > 1)
+    if compared:
+        found: list[Compared] = [None] * num_ranks  # type: ignore[list-item]
+        dist.all_gather_object(found, compared[0])
+        assert not combine([each.agreement for each in found]).any()
+        assert all(each.digests.all() for each in found), "each box was digested"

@@ -13,7 +13,7 @@ from tests.integration.test_rewritten import write
 from weightsync.driver.comparison import UNNAMED
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import PeerLostError, SourceChangedError, StateError, VerifyError
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests, PublishTask
 
 
 class Frozen(Loop):
@@ -123,7 +123,7 @@ def test_a_refill_that_differs_is_refused_after_trainers_published_another_versi
         await loop.controller.snapshot_index.settled()
         loop.train()
         readable = asyncio.get_running_loop().create_future()
-        await loop.fleet.trainers[0][0].publish(True, readable)
+        await loop.fleet.trainers[0][0].publish(PublishTask(count=True), readable)
         loop.controller.engine_group.enter(["e1"], EngineState.STALE)
         flip(loop, "e1")
         with pytest.raises(VerifyError, match=UNNAMED):

@@ -32,7 +32,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.messages import LoadReport, Moved, Refilled, Snapshot, UpdateTask
+from weightsync.protocol.messages import LoadReport, Moved, PublishTask, Refilled, Snapshot, UpdateTask
 from weightsync.protocol.stream import Stream, framed
 from weightsync.protocol.timing import Span
 
@@ -326,7 +326,7 @@ class Actor:
         self.channels.append(serving)
         await serving
 
-    def _publish_all(self, count: bool, tickets: tuple[int, ...], timeout_s: float) -> tuple[Any, Any]:
+    def _publish_all(self, task: PublishTask, tickets: tuple[int, ...], timeout_s: float) -> tuple[Any, Any]:
         self.by_channel.append(int(timeout_s))
         return {}, {}
 
@@ -369,19 +369,19 @@ def test_what_a_relay_was_asked_in_vain_is_not_carried_out_later() -> None:
         relay = PublishRelay(cast("Any", holder), {})
         channels.open(relay)
         await dialled(relay)
-        await relay.publish(True, [], 2.0)
+        await relay.publish(PublishTask(count=True), [], 2.0)
         actor.cable.hold()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(relay.publish(True, [], 3.0), 0.1)
+            await asyncio.wait_for(relay.publish(PublishTask(count=True), [], 3.0), 0.1)
         with pytest.raises(PeerError, match=r"trainers through holder 0.*no connection"):
-            await relay.publish(True, [], 4.0)
+            await relay.publish(PublishTask(count=True), [], 4.0)
         async with asyncio.timeout(patient(10)):
             while len(actor.asked) < 2:
                 await asyncio.sleep(0.01)
         actor.cable.let_go()
         await asyncio.wait_for(actor.channels[0], patient(10))
         await dialled(relay)
-        await relay.publish(True, [], 5.0)
+        await relay.publish(PublishTask(count=True), [], 5.0)
         assert actor.by_channel == [2, 5]
         actor.cable.close()
 

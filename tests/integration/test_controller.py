@@ -29,6 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
 from weightsync.holder.staging import HostStaging
+from weightsync.protocol.messages import PublishTask
 from weightsync.report import Link
 from weightsync.testing import DictEngine, LocalPeer
 
@@ -223,7 +224,7 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
         whole = loop.fleet.trainers[0]
 
         class Silent:
-            async def publish(self, count: bool, readable: asyncio.Future[None]) -> None:
+            async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> None:
                 await asyncio.sleep(60)
 
         loop.fleet.trainers[0] = (Silent(), 0)

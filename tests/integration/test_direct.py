@@ -22,7 +22,14 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, EngineError, PeerLostError, StateError, WeightSyncError
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Attached, FeedTicket, HolderDigests, Published, PublishReport
+from weightsync.protocol.messages import (
+    Attached,
+    FeedTicket,
+    HolderDigests,
+    Published,
+    PublishReport,
+    PublishTask,
+)
 from weightsync.report import Link
 from weightsync.testing import LocalEngine, LocalTrainer
 
@@ -279,8 +286,8 @@ def test_a_trainer_that_says_nothing_is_read_once_it_has_published() -> None:
     loop, order = Direct(CONFIG), list[str]()
 
     class Silent(LocalTrainer):
-        async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
-            report = await super().publish(count, asyncio.get_running_loop().create_future())
+        async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
+            report = await super().publish(task, asyncio.get_running_loop().create_future())
             order.append("published")
             return report
 
@@ -316,12 +323,12 @@ class Asked(LocalTrainer):
                 readable.set_result(None)
         return answer
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         if self.source_is_read:
             is_read = await asyncio.to_thread(self.source_is_read.wait, patient(10))
             assert is_read, "holders wait for the call to publish"
         return await super().publish(
-            count, readable if not readable.done() else asyncio.get_running_loop().create_future()
+            task, readable if not readable.done() else asyncio.get_running_loop().create_future()
         )
 
 

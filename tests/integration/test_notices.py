@@ -117,7 +117,8 @@ def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> 
         old = trainer.notices.expect(loop.create_future(), given_up := loop.create_future())
         ticket = trainer.notices.expect(loop.create_future(), told := loop.create_future())
         words = np.array([1, 1 << 63, (1 << 64) - 1], np.uint64)
-        sent = PublishReport(words, words[::-1].copy(), {"a": 2}, [Span("publish", 1.8e9, 0.25)])
+        span = Span("publish", 1.8e9, 0.25)
+        sent = PublishReport(words, words[::-1].copy(), {"a": 2}, [span], words + 1)
         notices.published(old, sent)
         notices.published(ticket, sent)
         notices.published(ticket, sent)  # repeated: nobody waits for it
@@ -125,6 +126,7 @@ def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> 
         assert not given_up.done()
         assert (report.fingerprint == sent.fingerprint).all()
         assert (report.frozen == sent.frozen).all()
+        assert (report.agreement == sent.agreement).all()
         assert (report.nonfinite, [*report.spans]) == ({"a": 2}, sent.spans)
         notices.close()
 

@@ -16,6 +16,7 @@ from weightsync.errors import (
     PlanError,
     RankLostError,
     ReadError,
+    ReplicasDifferError,
     SlowError,
     SourceChangedError,
     StateError,
@@ -56,6 +57,12 @@ EXAMPLES = [
         SourceChangedError(7, [("trainer 0", ["a", "b"]), ("trainer 1", "cdef")]),
         "version 7: trainer 0 wrote a, b while it was read; trainer 1 wrote c, d, e and 1 more while it was "
         "read; leave weights as they are until the call that moves them returns",
+    ),
+    (
+        ReplicasDifferError(7, [("trainer 0", "ab"), ("trainer 1", "ab"), ("trainer 5", "cdef")]),
+        "version 7: trainers that hold the same part of a tensor hold different bytes: trainer 0, trainer 1 "
+        "in a, b; trainer 5 in c, d, e and 1 more; give all of them the same weights, by one checkpoint or a "
+        "broadcast from one rank",
     ),
 ]
 

@@ -28,6 +28,7 @@ from weightsync.protocol.messages import (
     LoadReport,
     Moved,
     PublishReport,
+    PublishTask,
     Refilled,
     Snapshot,
     UpdateTask,
@@ -79,22 +80,22 @@ CALLS: Mapping[str, Call] = {
     "load": Call(tuple[int, float], LoadReport),
     "resume": Call(tuple[int], None),
     "publish_all": Call(
-        tuple[bool, tuple[int, ...], float], tuple[dict[int, PublishReport], dict[int, SentError]]
+        tuple[PublishTask, tuple[int, ...], float], tuple[dict[int, PublishReport], dict[int, SentError]]
     ),
     "move_all": Call(tuple[int, HostTasks, float], HostMoved),
     "moved": Call(tuple[()], HostMoved),
     "readable": Call(tuple[int], bool),
-    "publish_in_place": Call(tuple[bool, int], PublishReport | None),
+    "publish_in_place": Call(tuple[PublishTask, int], PublishReport | None),
 }
 """The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
 
-`publish_all`, `move_all` and `moved` are a holder's, for its host. `publish_all` takes whether to count, the
+`publish_all`, `move_all` and `moved` are a holder's, for its host. `publish_all` takes the task, the
 trainers' tickets and its deadline, and returns reports and errors by rank. `move_all` begins an attempt of
 the host's holders; it and `moved` return what is new of them.
 
 `readable` and `publish_in_place` are a trainer's, before or in place of `publish`, and take its ticket. The
-first returns whether holders may read the weights already. The second, called only then, also takes whether
-to count. It returns None for a report that no frame holds: Ray brings it.
+first returns whether holders may read the weights already. The second, called only then, also takes the
+task. It returns None for a report that no frame holds: Ray brings it.
 """
 
 

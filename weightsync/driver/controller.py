@@ -104,6 +104,7 @@ class Controller:
         config = settled(self._config, self._fleet)
         self._stager = Stager(config, self._fleet, self.events) if config.stage != "none" else None
         self._connection = made = await connect(self._fleet, config, self._epoch, demoted)
+        self._trainers.agreement.begin(made.plan)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
         if self._stager:
@@ -283,10 +284,10 @@ class Controller:
     async def _ready(self, version: int) -> None:
         """Have weights ready to be read in place, and published if that must not come later.
 
-        What refuses a version, NaN or a frozen tensor that changed, has to be known before a byte moves.
+        What may well refuse a version has to be known before a byte moves: NaN, frozen tensors, replicas.
         """
-        assert self._connection is not None
-        if self._config.nonfinite != "refuse" and not self._connection.plan.frozen:
+        is_early = self.connection().plan.frozen or self._trainers.agreement.compares_all
+        if self._config.nonfinite != "refuse" and not is_early:
             self._publishing = self._trainers.begin(version)
             await self._publishing.readable()
         else:
@@ -408,7 +409,6 @@ class Controller:
         self.engine_group.enter(takers, EngineState.WRITING)
         members = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for member in members.values() for holder in member.holders}
-
         assert self._connection is not None
         holders = {name: member.holders for name, member in members.items()}
         tasks = self._connection.router.tasks(holders, self._sends_frozen)

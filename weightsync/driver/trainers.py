@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 from weightsync.config import SyncConfig
+from weightsync.driver.agreement import Agreement
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError, SourceChangedError, WeightSyncError
-from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, combine
+from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, PublishTask, combine
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
 
@@ -97,10 +98,15 @@ class Publishing:
 
 
 class Trainers:
-    """The fleet's trainer ranks, asked in parallel."""
+    """The fleet's trainer ranks, asked in parallel.
+
+    Attributes:
+        agreement: what ranks that hold the same boxes are asked to compare.
+    """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
+        self.agreement = Agreement(config, fleet)
 
     def begin(self, version: int) -> Publishing:
         """Have all ranks publish `version`, once somebody waits for what is returned."""
@@ -108,11 +114,12 @@ class Trainers:
         return Publishing(partial(self._publish, version, readable), readable, partial(self._look, readable))
 
     async def publish(self, version: int) -> Publication:
-        """Have all ranks publish `version`.
+        """Have all ranks publish `version`, and compare all that several of them hold.
 
-        Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError, or a rank's
-        error: MovedError only if there is no other.
+        Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError,
+        ReplicasDifferError, or a rank's error: MovedError only if there is no other.
         """
+        self.agreement.compare_all()
         return await self.begin(version).publication()
 
     def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
@@ -125,13 +132,14 @@ class Trainers:
         return known if len(known) == len(asked) else ()
 
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
-        count = self._config.nonfinite != "ignore"
-        outcome = await self._ask(count, readable)
+        count, rounds = self._config.nonfinite != "ignore", self.agreement.rounds
+        outcome = await self._ask(PublishTask(count, rounds), readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         answers = Outcome(outcome.answers, others or outcome.failures).require()
         if written := [(name, each.written) for name, each in answers.items() if each.written]:
             raise SourceChangedError(version, written)
         nonfinite = self._counted(version, answers) if count else {}
+        await self.agreement.require(version, answers, rounds)
         reports = answers.values()
         return Publication(
             answers,
@@ -140,15 +148,17 @@ class Trainers:
             nonfinite,
         )
 
-    async def _ask(self, count: bool, readable: Sequence[asyncio.Future[None]]) -> Outcome[PublishReport]:
+    async def _ask(
+        self, task: PublishTask, readable: Sequence[asyncio.Future[None]]
+    ) -> Outcome[PublishReport]:
         """Have ranks publish, each through its relay if it has one. Returns what they said, in rank order."""
         if not self._fleet.relays:
-            return await self._ask_directly(range(len(readable)), count, readable)
+            return await self._ask_directly(range(len(readable)), task, readable)
         relayed = {rank for relay in self._fleet.relays for rank in relay.ranks}
         others = [rank for rank in range(len(readable)) if rank not in relayed]
         outcomes = await asyncio.gather(
-            self._ask_directly(others, count, readable),
-            *(self._ask_through(relay, count, readable) for relay in self._fleet.relays),
+            self._ask_directly(others, task, readable),
+            *(self._ask_through(relay, task, readable) for relay in self._fleet.relays),
         )
         answers = {name: report for each in outcomes for name, report in each.answers.items()}
         failures = {name: error for each in outcomes for name, error in each.failures.items()}
@@ -156,22 +166,22 @@ class Trainers:
         return Outcome({name: answers[name] for name in names if name in answers}, failures)
 
     async def _ask_directly(
-        self, ranks: Sequence[int], count: bool, readable: Sequence[asyncio.Future[None]]
+        self, ranks: Sequence[int], task: PublishTask, readable: Sequence[asyncio.Future[None]]
     ) -> Outcome[PublishReport]:
-        calls = {f"trainer {i}": self._fleet.trainers[i][0].publish(count, readable[i]) for i in ranks}
+        calls = {f"trainer {i}": self._fleet.trainers[i][0].publish(task, readable[i]) for i in ranks}
         return await gather_named(calls, "publish", self._config.timeout_s)
 
     async def _ask_through(
-        self, relay: RelayPeer, count: bool, readable: Sequence[asyncio.Future[None]]
+        self, relay: RelayPeer, task: PublishTask, readable: Sequence[asyncio.Future[None]]
     ) -> Outcome[PublishReport]:
         timeout_s = self._config.timeout_s
-        call = relay.publish(count, [readable[rank] for rank in relay.ranks], timeout_s)
+        call = relay.publish(task, [readable[rank] for rank in relay.ranks], timeout_s)
         relayed = await gather_named({relay.name: call}, "publish", timeout_s + GRACE_S)
         for error in relayed.failures.values():
             logger.warning("[driver] asks trainers itself: %s", error)
             # To publish twice does no harm. Weights do not change in an update, so a trainer copies the same
             # bytes to the same places and digests them again, after what it was asked before.
-            return await self._ask_directly(relay.ranks, count, readable)
+            return await self._ask_directly(relay.ranks, task, readable)
         outcome: Outcome[PublishReport] = Outcome({}, {})
         for rank, said in zip(relay.ranks, relayed.answers[relay.name], strict=True):
             if isinstance(said, WeightSyncError):

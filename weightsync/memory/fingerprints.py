@@ -22,7 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from weightsync.memory.digest_factors import splitmix64
-from weightsync.protocol.messages import Digests, Fingerprint, Published, PublishReport
+from weightsync.plan.layout import Int64
+from weightsync.plan.replicas import Claims
+from weightsync.protocol.messages import Compared, Digests, Fingerprint, Published, PublishReport
 from weightsync.protocol.timing import Span
 
 
@@ -39,11 +41,37 @@ def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerpr
     return found
 
 
-def publish_report(published: Published, frozen: Sequence[int], spans: Sequence[Span]) -> PublishReport:
+def publish_report(
+    published: Published, frozen: Sequence[int], spans: Sequence[Span], compared: Compared | None = None
+) -> PublishReport:
     """Return what the driver gets of a version. `frozen` are the numbers of the plan's frozen tensors."""
-    digests = published.digests
+    digests, agreement = published.digests, compared.agreement if compared else None
     found = fingerprint(digests), fingerprint(digests, frozen)
-    return PublishReport(*found, published.nonfinite, spans, published.written)
+    return PublishReport(*found, published.nonfinite, spans, published.written, agreement)
+
+
+def agreement_factors(claims: Claims, num_tensors: int) -> Digests:
+    """Return the factors of a rank's digests of `claims`: uint64[3, n]. Their products' sums are added up.
+
+    Of the ranks that hold a box, all but one have an odd pseudo-random factor, and that one the negative sum
+    of these: equal digests add up to zero. It is another rank in each row. So a digest that differs on one
+    rank always shows, and digests that differ on more of them but for chance, as with fingerprints.
+    """
+    return np.stack(
+        [
+            factors[claims.tensor] * _balanced(row, claims.place, claims.count)
+            for row, factors in enumerate(_factors(num_tensors))
+        ]
+    )
+
+
+def _balanced(row: int, place: Int64, count: Int64) -> Digests:
+    """Return numbers that add up to zero over the places 0 to `count`, odd ones at all places but one."""
+    places = np.arange(int(count.max(initial=1)), dtype=np.uint64)
+    drawn = splitmix64(np.uint64((1 << 60) + (row << 40)) + places) | np.uint64(1)
+    last = row % count
+    total = np.cumsum(drawn, dtype=np.uint64)[count - 1]
+    return np.where(place == last, drawn[last] - total, drawn[place])
 
 
 @functools.lru_cache(maxsize=4)

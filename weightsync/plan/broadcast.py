@@ -15,6 +15,7 @@ from weightsync.plan.layout import Bool, Int32, Int64, Layout, take
 from weightsync.plan.match import Match, Shards, match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
+from weightsync.plan.replicas import Replicas
 from weightsync.plan.segment import MOST_NBYTES, TensorMeta
 
 
@@ -53,7 +54,8 @@ def make_plan(
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
     check_limits(bucket_bytes, slots, itemsize)
     capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
-    pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
+    shards = Shards.of(source, matched)
+    pieces = split_large(_choose_pieces(source, shards, itemsize), itemsize, capacity)
     frozen = matched.frozen(source)
     pieces, bucket = _frozen_last(pieces, np.isin(pieces.tensor, frozen), capacity)
     runs = arrange(bucket, pieces.trainer, pieces.nbytes, np.array(members.trainers, np.int64))
@@ -75,6 +77,7 @@ def make_plan(
         step_send_buffer=runs.send_buffer_offset,
         bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
         frozen=frozen,
+        replicas=Replicas.of_pieces(source, matched, shards),
     )
     check_staging(slots, plan.max_bucket_nbytes, max_staging_bytes)
     return plan
@@ -94,9 +97,8 @@ def check_sides(source: Layout, engines: Mapping[str, Layout]) -> Match:
     return matched
 
 
-def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
-    """Choose one replica of each box, in travel order. Boxes are proven to tile every tensor."""
-    shards = Shards.of(source, matched)
+def _choose_pieces(source: Layout, shards: Shards, itemsize: Int64) -> Pieces:
+    """Choose one replica of each box, in travel order."""
     offset, extent = source.offset[shards.first], source.extent[shards.first]
     nbytes = extent.prod(axis=1) * itemsize[shards.tensor]
     rank = source.rank[shards.rows].astype(np.int64)

@@ -34,7 +34,12 @@ def covers_all(layout: Layout) -> bool:
 
 
 def check_tiling(
-    tensors: Sequence[TensorMeta], shape: Int64, tensor: Int64, offset: Int64, extent: Int64
+    tensors: Sequence[TensorMeta],
+    shape: Int64,
+    tensor: Int64,
+    offset: Int64,
+    extent: Int64,
+    rank: Int64,
 ) -> None:
     """Prove that the boxes of each tensor hold each of its elements exactly once.
 
@@ -42,9 +47,10 @@ def check_tiling(
         tensors: T tensors, with `shape` int64[T, D] (padded with 1).
         tensor: int64[n], ascending; per tensor the boxes are ordered by their first element.
         offset, extent: int64[n, D]; no box is empty, none reaches out of its tensor.
+        rank: int64[n], a trainer rank that holds the box.
 
     Raises:
-        PlanError: names the first tensor that is not tiled and the first box at fault.
+        PlanError: names the first tensor that is not tiled, where, and two ranks whose boxes overlap.
     """
     counts = np.bincount(tensor, minlength=len(tensors))
     bad = (counts == 0) & (shape > 0).all(axis=1)
@@ -64,7 +70,7 @@ def check_tiling(
     if bad.any():
         number = int(bad.argmax())
         rows = tensor == number
-        _explain(tensors[number], offset[rows], extent[rows])
+        _explain(tensors[number], offset[rows], extent[rows], rank[rows])
 
 
 def _broken_chains(
@@ -110,7 +116,7 @@ def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) 
     return owners
 
 
-def _explain(meta: TensorMeta, offset: Int64, extent: Int64) -> None:
+def _explain(meta: TensorMeta, offset: Int64, extent: Int64, rank: Int64) -> None:
     """Raise PlanError for the first row-major cell that is not held exactly once."""
     ndim = len(meta.shape)
     low, high = offset[:, :ndim], offset[:, :ndim] + extent[:, :ndim]
@@ -126,10 +132,13 @@ def _explain(meta: TensorMeta, offset: Int64, extent: Int64) -> None:
     at = tuple(int(cut[i]) for cut, i in zip(cuts, where, strict=True))
     size = tuple(int(cut[i + 1] - cut[i]) for cut, i in zip(cuts, where, strict=True))
     if held[where]:
+        over = np.flatnonzero(((low <= at) & (high > at)).all(axis=1))
+        columns = (each[over].tolist() for each in (rank, low, high))
+        boxes = [f"rank {who} holds {first} to {end}" for who, first, end in zip(*columns, strict=True)]
         raise PlanError(
             meta.name,
-            f"{int(held[where])} different boxes hold the elements at {at}, extent {size}, of shape "
-            f"{meta.shape}; boxes must be identical (replicas) or apart",
+            f"{len(over)} different boxes hold the elements at {at}, extent {size}, of shape {meta.shape}: "
+            f"trainer {' and '.join(boxes[:2])}; boxes must be identical (replicas) or apart",
         )
     raise PlanError(
         meta.name,

@@ -249,8 +249,16 @@ class Shards:
         _check_twice(matched, same, tensor, source.rank[rows].astype(np.int64))
         start = np.flatnonzero(~same)
         shape = source.shape[matched.source]
-        check_tiling(matched.tensors, shape, tensor[start], offset[start], extent[start])
+        rank = source.rank[rows[start]].astype(np.int64)
+        check_tiling(matched.tensors, shape, tensor[start], offset[start], extent[start], rank)
         return cls(tensor[start], rows, start, np.diff(np.append(start, len(rows))))
+
+    def of_tensors(self, tensors: Int64) -> Shards:
+        """Return the boxes of some of the tensors."""
+        kept = np.isin(self.tensor, tensors)
+        size = self.size[kept]
+        rows = self.rows[np.repeat(kept, self.size)]
+        return Shards(self.tensor[kept], rows, np.cumsum(size) - size, size)
 
     @property
     def first(self) -> Int64:

@@ -82,7 +82,8 @@ class Plan:
         bucket_step: int32[num_buckets + 1], each bucket's first step.
         frozen: indices into `tensors` of those that do not change after the first update. The last buckets
             have them, and no others.
-        replicas: without pieces, which of the ranks that hold the same box digests it. None if none do.
+        replicas: which ranks hold the same box and, without pieces, which of them digests it. None if each
+            box is held by one.
     """
 
     epoch: int

@@ -1,24 +1,32 @@
-"""Says which of the trainer ranks that hold the same box of a tensor digests it."""
+"""Says which trainer ranks hold the same box of a tensor, which of them digests it, and when all do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weightsync.plan.column import Column, narrowed
 from weightsync.plan.copies import repeated
 from weightsync.plan.layout import Int64, Layout
-from weightsync.plan.match import Shards
+from weightsync.plan.match import Match, Shards
 from weightsync.plan.segment import Box
+from weightsync.plan.tensor_rows import first_alike, firsts
+
+NUM_ROUNDS = 16
+"""Updates in which each box that several ranks hold is compared once, after a first one that compares all.
+
+A rank that missed a step differs everywhere, so the next update finds it. To digest one sixteenth of a rank's
+boxes takes little beside moving them all.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
     """n boxes that ranks hold, of one tensor of those that all ranks cut alike.
 
-    The ranks that hold a box take turns: with m of them, each digests every m-th tensor of a kind. Kinds
-    start with different ranks.
+    If nothing else chooses the rank that digests a box, those that hold it take turns: with m of them, each
+    digests every m-th tensor of a kind. Kinds start with different ranks.
 
     Attributes:
         kind: int[T], by tensor of the plan: a number for those that are cut alike.
@@ -52,6 +60,36 @@ class Replicas:
             narrowed(listed.offset[shards.rows]),
         )
 
+    @classmethod
+    def of_pieces(cls, source: Layout, matched: Match, shards: Shards) -> Replicas | None:
+        """Make them of the `shards` of all tensors. None if each box is held by one rank."""
+        if (shards.size == 1).all():
+            return None
+        nowhere = np.zeros_like(source.byte_offset), np.zeros_like(source.strides)
+        alike = first_alike(replace(source, byte_offset=nowhere[0], strides=nowhere[1]))
+        first, kind = np.unique(firsts(alike[matched.source]), return_inverse=True)
+        return cls.of(kind, kind, source, shards.of_tensors(first))
+
+    def claims(self, trainer: int) -> Claims:
+        """Return what rank `trainer` and others hold."""
+        kind, is_first = self.kind.astype(np.int64), self.place == 0
+        box = np.cumsum(is_first) - 1
+        num_boxes = np.bincount(self.of_kind[is_first], minlength=int(kind.max()) + 1)
+        first = np.searchsorted(self.of_kind[is_first], np.arange(len(num_boxes)))
+        rows = np.flatnonzero((self.trainer == trainer) & (self.count > 1))
+        held = np.bincount(self.of_kind[rows], minlength=len(num_boxes))
+        tensor, nth = repeated(held[kind])
+        rows = rows[(np.cumsum(held) - held)[kind[tensor]] + nth]
+        before = np.cumsum(num_boxes[kind]) - num_boxes[kind]
+        return Claims(
+            tensor,
+            before[tensor] + box[rows] - first[kind[tensor]],
+            self.offset[rows].astype(np.int64),
+            self.place[rows].astype(np.int64),
+            self.count[rows].astype(np.int64),
+            self._turn()[tensor] % NUM_ROUNDS,
+        )
+
     def turns(self, trainer: int) -> Turns:
         """Return what says which boxes rank `trainer` digests."""
         rows = np.flatnonzero(self.trainer == trainer)
@@ -68,6 +106,26 @@ class Replicas:
         turn = np.empty_like(kind)
         turn[order] = np.arange(len(kind)) - np.repeat(np.cumsum(count) - count, count) + kind[order]
         return turn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claims:
+    """n boxes that a rank holds and others hold, too, by tensor, then by first element.
+
+    Attributes:
+        tensor: int64[n], of the plan.
+        box: int64[n], a number for each box of the plan's tensors.
+        offset: int64[n, D], the first element of each.
+        place, count: int64[n], the rank's place among those that hold the box, and their number.
+        round: int64[n], when all of them digest it.
+    """
+
+    tensor: Int64
+    box: Int64
+    offset: Int64
+    place: Int64
+    count: Int64
+    round: Int64
 
 
 @dataclass(frozen=True, slots=True)

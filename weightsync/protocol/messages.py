@@ -275,6 +275,31 @@ class Published:
     written: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """A source's digests of boxes that other ranks hold, too.
+
+    Attributes:
+        digests: uint64[n], of the boxes of `weightsync.plan.replicas.Claims`; 0 for boxes of other rounds.
+        agreement: words that add up to zero over all ranks if their digests of each box are equal.
+    """
+
+    digests: Digests
+    agreement: Fingerprint
+
+
+class PublishTask(msgspec.Struct, frozen=True):
+    """What a trainer rank does in a `publish`.
+
+    Attributes:
+        count: whether to count elements that are NaN or Inf.
+        rounds: the rounds of `Plan.replicas` whose boxes are compared between ranks that hold the same.
+    """
+
+    count: bool
+    rounds: tuple[int, ...] = ()
+
+
 class PublishReport(msgspec.Struct, frozen=True):
     """A trainer rank's answer to `publish`.
 
@@ -283,6 +308,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         frozen: the same of frozen tensors alone.
         nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
+        agreement: as in `Compared`; None if nothing was compared.
     """
 
     fingerprint: Fingerprint
@@ -290,18 +316,19 @@ class PublishReport(msgspec.Struct, frozen=True):
     nonfinite: Mapping[str, int]
     spans: Sequence[Span]
     written: tuple[str, ...] = ()
+    agreement: Fingerprint | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
-        words = np.stack([self.fingerprint, self.frozen]).tobytes()
-        return _publish_report, (words, self.nonfinite, self.spans, self.written)
+        rows = [row for row in (self.fingerprint, self.frozen, self.agreement) if row is not None]
+        return _publish_report, (np.stack(rows).tobytes(), self.nonfinite, self.spans, self.written)
 
 
 def _publish_report(
     words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span], written: tuple[str, ...]
 ) -> PublishReport:
-    fingerprint, frozen = np.frombuffer(words, np.uint64).reshape(2, -1)
-    return PublishReport(fingerprint, frozen, nonfinite, spans, written)
+    fingerprint, frozen, *agreement = np.frombuffer(words, np.uint64).reshape(-1, 3)
+    return PublishReport(fingerprint, frozen, nonfinite, spans, written, *agreement)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from weightsync.protocol.messages import (
     Moved,
     Prepared,
     PublishReport,
+    PublishTask,
     Refilled,
     Samples,
     Snapshot,
@@ -64,7 +65,8 @@ class TrainerPeer(Protocol):
     Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. `outline` describes the rank,
     and `layout`, which is asked of one of the ranks with equal outlines, returns what it described.
 
-    `digests` returns the digests that it published last, uint64[num_tensors].
+    `digests` returns the digests that it published last, uint64[num_tensors]. `replica_digests` returns those
+    of boxes that other ranks hold, too, as last compared: see `Compared`.
 
     `trial_handle` is that of `weightsync.sources.ExportsWeights`, None for others. For these sources,
     `publish` calls `ready` first, and resolves `readable` if holders may read the weights from then on.
@@ -82,8 +84,9 @@ class TrainerPeer(Protocol):
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
     ) -> Attached: ...
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None: ...
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport: ...
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...
+    async def replica_digests(self) -> Digests: ...
 
 
 class RelayPeer(Protocol):
@@ -98,7 +101,7 @@ class RelayPeer(Protocol):
     ranks: Sequence[int]
 
     async def publish(
-        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+        self, task: PublishTask, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]: ...
 
 

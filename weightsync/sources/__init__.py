@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Plan
 from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import Attached
-from weightsync.sources.base import ExportsWeights, Models, ModelSource, Offloads, PushesWeights, Source
+from weightsync.protocol.messages import Attached, Compared
+from weightsync.sources.base import (
+    ComparesReplicas,
+    ExportsWeights,
+    Models,
+    ModelSource,
+    Offloads,
+    PushesWeights,
+    Source,
+)
 from weightsync.sources.selection import Names
 
 __all__ = [
     "SOURCES",
+    "ComparesReplicas",
     "ExportsWeights",
     "ModelSource",
     "Models",
@@ -23,6 +32,7 @@ __all__ = [
     "PushesWeights",
     "Source",
     "attach",
+    "compare",
     "make_components",
     "make_source",
 ]
@@ -55,6 +65,13 @@ def attach(
         return source.attach(plan, trainer, send_buffer)
     assert isinstance(source, PushesWeights), "it was asked by can_push()"
     return source.attach_push(plan, trainer, send_buffer)
+
+
+def compare(source: Source, rounds: Sequence[int]) -> Compared | None:
+    """Have `source` digest what other ranks hold, too. None if it cannot, or if there are no `rounds`."""
+    if rounds and isinstance(source, ComparesReplicas):
+        return source.compare_replicas(rounds)
+    return None
 
 
 def make_source(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import Attached, Published
+from weightsync.protocol.messages import Attached, Compared, Published
 
 Models: TypeAlias = tuple[Any, Any]
 """A rank's model and its draft, None for one that it does not have."""
@@ -96,6 +97,20 @@ class PushesWeights(Protocol):
 
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
         """Connect to the holder of trainer rank `trainer`. Called in place of `attach`."""
+
+
+@runtime_checkable
+class ComparesReplicas(Protocol):
+    """A source that also digests the boxes which other ranks hold.
+
+    Without this, ranks of a source of your own that hold different bytes of one box are not found.
+    """
+
+    def compare_replicas(self, rounds: Sequence[int]) -> Compared:
+        """Digest the boxes of these rounds of ``plan.replicas.claims(trainer)``, as they travel.
+
+        Called after `publish`, if `attach` was given a plan with `replicas`.
+        """
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.protocol.messages import Digests, Published, combine
 from weightsync.sources.device_copies import DeviceCopies
 
-_CHUNK_NBYTES = 4 << 20
+CHUNK_NBYTES = 4 << 20
 """Bytes that are copied, and then digested while they are still in the processor's cache."""
 
 
@@ -77,7 +77,7 @@ class PieceCopies:
                 if cut.is_cuda and not is_stray:
                     on_gpus[cut.device].append((piece, copy, cut))
                     continue
-                if is_stray or not _is_ready(cut, dtype):
+                if is_stray or not is_ready(cut, dtype):
                     others.append(copy)
                     continue
                 part = HostPart(
@@ -205,7 +205,7 @@ def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Itera
     """Yield the copies of one piece in the send buffer's order; one if `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.send_buffer_offset
-    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
+    for box in piece.box.split(piece.box.numel if whole else CHUNK_NBYTES // itemsize):
         yield PieceCopy(piece.tensor, piece.bucket, box, segment, start)
         start += box.numel * itemsize
 
@@ -219,7 +219,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.view(source.shape).copy_(source)
 
 
-def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
     if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
         return False

@@ -23,11 +23,13 @@ from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_place
 from weightsync.plan.experts import stack_experts
 from weightsync.plan.plan import by_tensor, holding
+from weightsync.plan.replicas import NUM_ROUNDS
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
-from weightsync.protocol.messages import Attached, Digests, Published
+from weightsync.protocol.messages import Attached, Compared, Digests, Published, combine
+from weightsync.sources.claimed_boxes import ClaimedBoxes
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
@@ -96,6 +98,9 @@ class TensorSource(ABC):
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._copies: PieceCopies | None = None
         self._pushes: Pushes | None = None
+        self._layout_now: RankLayout | None = None
+        self._claimed: ClaimedBoxes | None = None
+        self._before_offload: Sequence[Compared] = ()
 
     @abstractmethod
     def _weights(self) -> LocalWeights:
@@ -206,7 +211,9 @@ class TensorSource(ABC):
     def _begin(self, plan: Plan, trainer: int) -> RankLayout:
         self.close()
         layout = self._layout or self.layout()
-        self._rank, self._plan = trainer, plan
+        self._rank, self._plan, self._layout_now = trainer, plan, layout
+        if plan.replicas:
+            self._claims()  # so that no update waits for it
         return layout
 
     def _make_copies(self) -> None:
@@ -271,6 +278,22 @@ class TensorSource(ABC):
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
         return self._confirmed(self._in_place.result(count), self._in_place.digest_again)
 
+    def compare_replicas(self, rounds: Sequence[int]) -> Compared:
+        """Digest boxes that other ranks hold, too, see `ComparesReplicas`. Follows `publish`."""
+        if self._in_send_buffer is not None:
+            made = [self._before_offload[number] for number in rounds]
+            return Compared(combine([x.digests for x in made]), combine([x.agreement for x in made]))
+        return self._claims().compare(rounds, self._live)
+
+    def _claims(self) -> ClaimedBoxes:
+        if self._claimed is None:
+            assert self._plan is not None
+            assert self._guard is not None
+            assert self._layout_now is not None
+            held, strays = self._live(), self._guard.strays
+            self._claimed = ClaimedBoxes(self._plan, self._rank, self._layout_now, held, strays)
+        return self._claimed
+
     def offload(self) -> None:
         """Copy all tensors to the send buffer, and release their memory.
 
@@ -285,12 +308,15 @@ class TensorSource(ABC):
                 self._follow()
                 self._finish()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
+            if published and self._plan and self._plan.replicas:
+                self._before_offload = [self.compare_replicas([number]) for number in range(NUM_ROUNDS)]
             if self._copies:
                 for copy in self._copies.copies:
                     stored.setdefault(copy.segment.buffer, []).append(
                         Stored(copy.segment, copy.index, self._copies.place(copy))
                     )
-            self._copies = None  # they have memory of their own on the GPU; `onload` has them made again
+            # They have memory of their own on the GPU; `onload` has them made again.
+            self._copies = self._claimed = None
             self._offloaded = Offloaded(self._live(), stored)
             self._in_send_buffer = published
             self._guard = self._watch(self._weights())
@@ -321,7 +347,7 @@ class TensorSource(ABC):
         moved = self._guard.moved(kept) if self._guard else []
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
-        self._guard = self._watch(weights)
+        self._guard, self._layout_now, self._claimed = self._watch(weights), now, None
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
@@ -358,7 +384,7 @@ class TensorSource(ABC):
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._is_ready, self._copies = None, False, None
+        self._in_place, self._is_ready, self._copies, self._claimed = None, False, None, None
         if self._pushes:
             self._pushes.close()
             self._pushes = None

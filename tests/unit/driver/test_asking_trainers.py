@@ -15,7 +15,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.trainers import Trainers
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
-from weightsync.protocol.messages import PublishReport
+from weightsync.protocol.messages import PublishReport, PublishTask
 from weightsync.protocol.peers import TrainerPeer
 
 NUM_RANKS = 6
@@ -35,7 +35,7 @@ class Rank:
 
     def ask_readable(self, readable: asyncio.Future[None]) -> None: ...
 
-    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         said = self.say("driver")
         if isinstance(said, WeightSyncError):
             raise said
@@ -48,7 +48,7 @@ class Relay:
         self.ranks: Sequence[int] = tuple(ranks)
 
     async def publish(
-        self, count: bool, readable: Sequence[asyncio.Future[None]], timeout_s: float
+        self, task: PublishTask, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]:
         assert len(readable) == len(self.ranks)
         said = [rank.say("relay") for rank in self._ranks.values()]

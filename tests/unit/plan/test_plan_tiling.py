@@ -79,6 +79,14 @@ def test_a_plan_is_made_exactly_if_each_element_is_held_once(case: tuple[TensorM
     first = tuple(np.argwhere(held != 1)[0].tolist())
     assert f"at {first}" in caught.value.problem
     assert ("no trainer holds" in caught.value.problem) == (held[first] == 0)
+    if held[first] > 1:
+        over = {
+            box
+            for box in boxes
+            if all(o <= i < e for o, i, e in zip(box.offset, first, box.end, strict=True))
+        }
+        ranks = [f"rank {boxes.index(box)} holds {[*box.offset]} to {[*box.end]}" for box in over]
+        assert sum(each in caught.value.problem for each in ranks) == 2, "two ranks and their boxes are named"
 
 
 @st.composite

@@ -16,6 +16,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.messages import PublishTask
 from weightsync.sources.lora import LoraSource
 
 peft = pytest.importorskip("peft")
@@ -239,10 +240,10 @@ def test_a_shard_publishes_the_model_that_its_trainer_has_now_whoever_calls_it()
     plan = plan_of(shard.sync_layout().rank_layout(), "float32")
     buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
     shard.sync_attach(plan, 0, buffer.handle)
-    first = shard.sync_publish(True).fingerprint
+    first = shard.sync_publish(PublishTask(count=True)).fingerprint
     trainer.model = adapted()
     with torch.no_grad():
         next(each for name, each in trainer.model.named_parameters() if ".lora_A" in name).zero_()
-    assert (shard.sync_publish(True).fingerprint != first).any()
+    assert (shard.sync_publish(PublishTask(count=True)).fingerprint != first).any()
     shard.adapter.close()
     buffer.close()

@@ -10,6 +10,7 @@ from torch import nn
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.plan import RankLayout
+from weightsync.protocol.messages import PublishTask
 from weightsync.sources import SOURCES, make_source
 from weightsync.sources.module import ModuleSource
 
@@ -107,7 +108,7 @@ def test_a_source_that_takes_anothers_place_has_to_be_connected() -> None:
     with pytest.raises(
         StateError, match=r"self\.source was replaced after connect\(\): call connect\(\) again"
     ):
-        shard.sync_publish(True)
+        shard.sync_publish(PublishTask(count=True))
 
 
 def test_a_module_that_zero_partitioned_is_refused_without_its_engine() -> None:
