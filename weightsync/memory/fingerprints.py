@@ -47,7 +47,7 @@ def publish_report(
     """Return what the driver gets of a version. `frozen` are the numbers of the plan's frozen tensors."""
     digests, agreement = published.digests, compared.agreement if compared else None
     found = fingerprint(digests), fingerprint(digests, frozen)
-    return PublishReport(*found, published.nonfinite, spans, published.written, agreement)
+    return PublishReport(*found, published.nonfinite, spans, agreement, published.written)
 
 
 def agreement_factors(claims: Claims, num_tensors: int) -> Digests:

@@ -315,8 +315,8 @@ class PublishReport(msgspec.Struct, frozen=True):
     frozen: Fingerprint
     nonfinite: Mapping[str, int]
     spans: Sequence[Span]
-    written: tuple[str, ...] = ()
     agreement: Fingerprint | None = None
+    written: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
@@ -328,7 +328,7 @@ def _publish_report(
     words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span], written: tuple[str, ...]
 ) -> PublishReport:
     fingerprint, frozen, *agreement = np.frombuffer(words, np.uint64).reshape(-1, 3)
-    return PublishReport(fingerprint, frozen, nonfinite, spans, written, *agreement)
+    return PublishReport(fingerprint, frozen, nonfinite, spans, *(agreement or [None]), written)
 
 
 @dataclass(frozen=True, slots=True)

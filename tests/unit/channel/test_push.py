@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -127,14 +127,15 @@ def test_a_process_that_is_not_the_rank_does_not_take_its_place(feed: PushFeed) 
 
 
 def test_a_rank_that_is_asked_in_no_words_of_ours_hangs_up(feed: PushFeed) -> None:
-    feed.close()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        path = feed.ticket.endpoint
-        Path(path).parent.mkdir(mode=0o700)
-        listener.bind(path)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        ticket = replace(feed.ticket, endpoint=f"{folder}/push")
+        listener.bind(ticket.endpoint)
         listener.listen()
         for data in NASTY.values():
-            end = PushEnd(feed.ticket, "a plan", RING)
+            end = PushEnd(ticket, "a plan", RING)
             with listener.accept()[0] as holder:
                 assert holder.recv(1 << 16)
                 holder.send(data[: 32 << 10])
@@ -142,7 +143,6 @@ def test_a_rank_that_is_asked_in_no_words_of_ours_hangs_up(feed: PushFeed) -> No
                 if data:  # else the holder seems to have hung up
                     assert holder.recv(1 << 16) == b""
             end.close()
-    shutil.rmtree(Path(path).parent)
 
 
 def test_a_holder_that_is_gone_is_noticed(feed: PushFeed) -> None:
