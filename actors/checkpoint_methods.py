@@ -42,10 +42,12 @@ class CheckpointMethods:
             draft: files of a trained draft that engines speculate with. See docs/components.md.
 
         Returns:
-            A future with the bytes and seconds of the reading.
+            A future with the bytes and seconds of the reading. It raises SourceChangedError if a file has
+            changed since its header was read, and so does every update of this checkpoint.
 
         Raises:
             ConfigError, PlanError: a file cannot be used; names the file and the tensor.
+            SourceChangedError: a file changed while its header was read.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
         registering = self._members.register_checkpoint(name, files, on, exclude, stored, draft)

@@ -70,6 +70,7 @@ class CheckpointShard:
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
+            self._checked.require_unwritten()
             published = self._checked.published(self._attached_plan.tensors)
         return publish_report(published, self._attached_plan.frozen, clock.spans)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -176,11 +175,9 @@ class Checkpoints:
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
         """Return `error` with the file of its tensor added."""
         if isinstance(error, SourceChangedError):
-            files: defaultdict[str, list[str]] = defaultdict(list)
-            for name in (name for _, tensors in error.writers for name in tensors):
-                files[_file_of(self[self.published].origin, name)].append(name)
-            writers = [(f"another process, in {file},", tensors) for file, tensors in files.items()]
-            found = SourceChangedError(error.version, writers)
+            origin = self[self.published].origin
+            files = {_file_of(origin, name) for _, tensors in error.writers for name in tensors}
+            found = SourceChangedError(error.version, error.writers, error.files or sorted(files - {""}))
             found.where = error.where
             return found
         if not isinstance(error, PlanError):

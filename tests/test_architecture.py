@@ -66,6 +66,7 @@ USERS_OWN = ("weightsync.recipes.openrlhf_loop",)
 """Recipes that stand for a user's own loop and engines."""
 WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
+    "weightsync/sources/stored_files.py": "times of files are compared",
     "recipes/run_report.py": "when a run started, and a step committed",
     "recipes/bench_report.py": "when a benchmark started",
     "recipes/host_probe.py": "clocks of hosts are compared",

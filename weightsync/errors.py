@@ -16,7 +16,7 @@
     │   └── RankLostError     a rank's own process ended or is stopped: names the rank
     ├── NonfiniteError        weights that hold NaN or Inf: names the tensors
     ├── VerifyError           what arrived is not what was sent: names the tensors
-    ├── SourceChangedError    what was sent changed while it was read: names the trainers and the tensors
+    ├── SourceChangedError    what was sent changed while it was read: names trainers and tensors, or files
     └── ReplicasDifferError   trainers that hold the same part of a tensor hold other bytes: names both
 
 Catch broadly, recover narrowly::
@@ -266,24 +266,29 @@ class VerifyError(WeightSyncError):
 
 
 class SourceChangedError(WeightSyncError):
-    """Trainers changed weights while an update read them.
+    """Trainers changed weights while an update read them, or files of a checkpoint changed.
 
     Attributes:
-        version: the version that was being read.
+        version: the version that was being read; 0 if files were read for no update yet.
         writers: pairs of a trainer's name and the names of the tensors that it changed.
+        files: the checkpoint's files that changed after their headers were read.
     """
 
-    def __init__(self, version: int, writers: Iterable[tuple[str, Iterable[str]]]) -> None:
-        self.version = version
+    def __init__(
+        self, version: int, writers: Iterable[tuple[str, Iterable[str]]], files: Iterable[str] = ()
+    ) -> None:
+        self.version, self.files = version, tuple(files)
         self.writers = tuple((name, tuple(tensors)) for name, tensors in writers)
-        super().__init__(version, self.writers)
+        super().__init__(version, self.writers, self.files)
 
     def __str__(self) -> str:
-        wrote = "; ".join(
-            f"{name} wrote {_shown(tensors)} while it was read" for name, tensors in self.writers
-        )
+        told = [f"{name} wrote {_shown(tensors)} while it was read" for name, tensors in self.writers]
         remedy = "leave weights as they are until the call that moves them returns"
-        return f"version {self.version}: {wrote}; {remedy}"
+        if self.files:
+            told.append(f"{_shown(self.files)} changed after the checkpoint was registered")
+            remedy = "unregister the checkpoint, and register it again once its files stay as they are"
+        at = f"version {self.version}: " if self.version else ""
+        return f"{at}{'; '.join(told)}; {remedy}"
 
 
 class ReplicasDifferError(WeightSyncError):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -133,6 +134,33 @@ def test_two_checkpoints_are_registered_and_switched(
     assert sync.engine_versions() == {"e0": 5, "e1": 5}
 
 
+def test_a_file_that_is_replaced_after_its_checkpoint_was_registered_is_named(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    a, b, new = weights(1), weights(2), weights(3)
+    sync = make()
+    for name, held in (("a", a), ("b", b)):
+        sync.register_checkpoint(name, [save(tmp_path / name, held)])
+    (tmp_path / "a" / "go").touch()
+    sync.connect()
+    sync.update_weights(checkpoint="a")
+    file = tmp_path / "b" / "model-1.safetensors"
+    save_file({name: new[name] for name in sorted(new)[1:]}, tmp_path / "other", {"longer": "header"})
+    os.replace(tmp_path / "other", file)
+    (tmp_path / "b" / "go").touch()
+    for _ in range(2):
+        with pytest.raises(SourceChangedError, match="changed after the checkpoint was registered") as caught:
+            sync.update_weights(checkpoint="b")
+        assert caught.value.files == (str(file),)
+    assert sync.engine_versions() == {"e0": 1, "e1": 1}
+    assert all_hold(sync, a)
+    sync.unregister_checkpoint("b")
+    sync.register_checkpoint("b", [str(tmp_path / "b")])
+    assert sync.update_weights(checkpoint="b").version == 2
+    assert all_hold(sync, {**new, sorted(new)[0]: b[sorted(new)[0]]})
+
+
 def test_float8_weights_and_their_scales_fill_engines_of_full_precision(make: Make, tmp_path: Path) -> None:
     form = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
     stored, wanted = weights(3), weights(3)
@@ -179,18 +207,21 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         assert all_hold(sync, b)
         sync.update_weights(checkpoint="a")
         assert all_hold(sync, a)
-        with open(f"{folder}/model-0.safetensors", "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read()
-            written = pytest.raises(
-                SourceChangedError, match=rf"another process, in {folder}/model-0.* wrote"
-            )
-            for byte, outcome in ((bytes([last[0] ^ 1]), written), (last, nullcontext())):
-                file.seek(-1, os.SEEK_END)
-                file.write(byte)
-                file.flush()
-                with outcome:
-                    sync.update_weights(checkpoint="a")
+        last = np.memmap(f"{folder}/model-0.safetensors", np.uint8, "r+")[-1:]
+        wrote = pytest.raises(SourceChangedError, match=rf"another process wrote 0.bias .*; {folder}/model-0")
+        for outcome in (wrote, nullcontext()):  # a mapping gives no file a new time
+            last ^= 1
+            with outcome:
+                sync.update_weights(checkpoint="a")
+        assert all_hold(sync, a)
+        version = sync.version
+        os.utime(f"{folder}/model-0.safetensors")
+        with pytest.raises(SourceChangedError, match=f"^{folder}/model-0.* changed after the checkpoint"):
+            sync.update_weights(checkpoint="a")
+        assert set(sync.engine_versions().values()) == {version}
+        sync.unregister_checkpoint("a")
+        sync.register_checkpoint("a", [folder])
+        sync.update_weights(checkpoint="a")
         assert all_hold(sync, a)
     finally:
         for file in shm.glob("*"):
@@ -359,8 +390,8 @@ def test_the_command_serves_and_obeys_lines(
         (name, str(tokens[name])) for name in ("one", "two", "one", "two")
     ]
     mistakes = [line for line in said.splitlines() if line.startswith("weightsync: ")]
-    assert [mistake.split(" is not valid")[0] for mistake in mistakes] == [
-        *[f"weightsync: files: {str(models[1] / 'model.safetensors')!r}"] * 2,  # as it is read, and wanted
+    assert [re.split(" is not valid| after", mistake)[0] for mistake in mistakes] == [
+        *[f"weightsync: {models[1] / 'model.safetensors'} changed"] * 2,  # as it is read, and wanted
         "weightsync: checkpoint: 'three'",
         "weightsync: checkpoint: 'one'",
     ]

@@ -64,6 +64,16 @@ EXAMPLES = [
         "in a, b; trainer 5 in c, d, e and 1 more; give all of them the same weights, by one checkpoint or a "
         "broadcast from one rank",
     ),
+    (
+        SourceChangedError(0, (), ["/m/1.safetensors"]),
+        "/m/1.safetensors changed after the checkpoint was registered; unregister the checkpoint, and "
+        "register it again once its files stay as they are",
+    ),
+    (
+        SourceChangedError(3, [("another process", ["a"])], ["/m/1.safetensors"]),
+        "version 3: another process wrote a while it was read; /m/1.safetensors changed after the checkpoint "
+        "was registered; unregister the checkpoint, and register it again once its files stay as they are",
+    ),
 ]
 
 

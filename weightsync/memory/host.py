@@ -8,7 +8,6 @@ import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,9 +69,9 @@ class SharedBuffer:
         return cls(fd, handle, touch=touch)
 
     @classmethod
-    def of_file(cls, path: Path) -> SharedBuffer:
-        """Map a file in memory, read-only: a write to `tensor` kills this process."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def of_file(cls, fd: int) -> SharedBuffer:
+        """Map the file in memory of descriptor `fd`, read-only: a write to `tensor` kills this process."""
+        fd = os.dup(fd)
         name = os.readlink(f"/proc/self/fd/{fd}")
         return cls(fd, BufferHandle(os.getpid(), fd, name, os.fstat(fd).st_size, is_file=True), touch=False)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weightsync.errors import StateError
+from weightsync.errors import SourceChangedError, StateError
 from weightsync.memory.digests import tensor_digest, warm_up
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.nonfinite import count_nonfinite
@@ -24,6 +24,7 @@ from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents_of_both
+from weightsync.sources.stored_files import StoredFile
 
 _CHUNK_NBYTES = 4 << 20
 """Bytes that are read, and then digested while they are still in the processor's cache."""
@@ -71,6 +72,11 @@ class CheckpointStore:
         self._shapes = {meta.name: meta for meta in found.tensors}
         self._mine = partition(found.stretches, num_shares)[share]
         self._held: list[Stretch] = []
+        self._mapped: Mapping[int, StoredFile] = {
+            number: file
+            for number, file in enumerate(found.files)
+            if isinstance(file, StoredFile) and file.in_memory
+        }
         self._memory: dict[int, SharedBuffer] = {}
         self._digests: dict[tuple[str, str], int] = {}
         self._nonfinite: Counter[tuple[str, str]] = Counter()
@@ -78,23 +84,23 @@ class CheckpointStore:
     def read(self) -> Reading:
         """Read the share into memory and digest it, several files and parts of files in parallel.
 
-        Raises TransportError if the host has too little memory, and ConfigError if a file was truncated since
-        it was checked.
+        Raises TransportError if the host has too little memory, and SourceChangedError if a file changed
+        since its header was read.
         """
-        begun, mapped = time.perf_counter(), {i for i, file in enumerate(self._files) if file.in_memory}
+        begun, mapped = time.perf_counter(), self._mapped
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
         with ThreadPoolExecutor(num_threads(_MOST_THREADS), initializer=_give_way) as threads:
-            buffers = threads.map(lambda i: self._open(i, i in mapped), numbers)
-            self._memory = dict(zip(numbers, buffers, strict=True))
-            self._held = _packed(self._mine, mapped)
+            self._memory = dict(zip(numbers, threads.map(self._open, numbers), strict=True))
+            packed = _packed(self._mine, mapped)
             chunks = [
                 (from_file, chunk, chunk.start - held.start)
-                for from_file, held in zip(self._mine, self._held, strict=True)
+                for from_file, held in zip(self._mine, packed, strict=True)
                 for chunk in _chunks(held)
             ]
-            shares = threads.map(lambda it: self._read(*it, from_disk=it[0].buffer not in mapped), chunks)
+            shares = threads.map(lambda it: self._read(*it), chunks)
             self._add_up([chunk for _, chunk, _ in chunks], shares)
+        self._held = packed
         nbytes = {
             each: sum(s.nbytes for s in self._mine if (s.buffer in mapped) is each) for each in (True, False)
         }
@@ -116,7 +122,10 @@ class CheckpointStore:
         return HostExport(LayoutTable.of(layout), held)
 
     def published(self, tensors: Sequence[TensorMeta]) -> Published:
-        """Return digests of this host's share, cast to the dtypes of `tensors`, which are the plan's."""
+        """Return digests of this host's share, cast to the dtypes of `tensors`, which are the plan's.
+
+        Raises SourceChangedError if bytes of mapped files that are cast are no longer those that were read.
+        """
         taken = {meta.name for meta in tensors}
         own = [meta.name if meta.name in self._shapes else in_model(meta.name, taken) for meta in tensors]
         dtypes = {name: meta.dtype for name, meta in zip(own, tensors, strict=True)}
@@ -127,13 +136,19 @@ class CheckpointStore:
             for chunk in _chunks(held)
         ]
         with ThreadPoolExecutor(num_threads(_MOST_THREADS)) as threads:
-            shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
-            self._add_up(chunks, shares, dtypes)
+            shares = [*threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)]
+            self._require_as_read(chunks if self._mapped else (), threads)
+        self._add_up(chunks, shares, dtypes)
         found = [self._digests.get(key, 0) for key in dtypes.items()]
         counts = {
             meta.name: self._nonfinite[name, meta.dtype] for name, meta in zip(own, tensors, strict=True)
         }
         return Published(np.array(found, np.uint64), {name: count for name, count in counts.items() if count})
+
+    def require_unwritten(self) -> None:
+        """Raise SourceChangedError if a mapped file was written after its header was read."""
+        for number in self._mapped.keys() & self._memory.keys():
+            self._mapped[number].require_unwritten(self._memory[number].fileno())
 
     def close(self) -> None:
         """Close the memory."""
@@ -141,16 +156,32 @@ class CheckpointStore:
             buffer.close()
         self._memory, self._held = {}, []
 
-    def _open(self, file: int, is_mapped: bool) -> SharedBuffer:
-        if is_mapped:
-            return SharedBuffer.of_file(self._files[file].path)
-        return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))
+    def _open(self, number: int) -> SharedBuffer:
+        if file := self._mapped.get(number):
+            with file.opened() as fd:
+                return SharedBuffer.of_file(fd)
+        return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == number))
 
-    def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> tuple[int, int]:
-        """Read `chunk`, which starts at byte `offset` of `stored`, if `from_disk`; return its `_digest`."""
-        if from_disk:
+    def _read(self, stored: Stretch, chunk: Stretch, offset: int) -> tuple[int, int]:
+        """Read `chunk`, unless it is mapped, from byte `offset` of `stored` on; return its `_digest`."""
+        mapped = self._mapped.get(stored.buffer)
+        if mapped is None:
             self._files[stored.buffer].read_into(self._bytes(chunk), stored.start + offset)
-        return self._digest(chunk, self._shapes[chunk.tensor].dtype)
+        share = self._digest(chunk, self._shapes[chunk.tensor].dtype)
+        if mapped:
+            mapped.require_unchanged(self._memory[stored.buffer].fileno())
+        return share
+
+    def _require_as_read(self, chunks: Sequence[Stretch], threads: ThreadPoolExecutor) -> None:
+        """Digest `chunks` of whole tensors as they are stored, and compare with `read`."""
+        dtypes = {chunk.tensor: self._shapes[chunk.tensor].dtype for chunk in chunks}
+        shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
+        again: Counter[str] = Counter()
+        for chunk, (share, _) in zip(chunks, shares, strict=True):
+            again[chunk.tensor] += share
+        names = [name for name, total in again.items() if total % 2**64 != self._digests[name, dtypes[name]]]
+        if names:
+            raise SourceChangedError(0, (), sorted({self.origin[name] for name in names}))
 
     def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
         """Return the digest of a chunk in `dtype`, and its number of NaN and Inf."""

@@ -60,12 +60,13 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
             file that does not exist; `exclude` names a tensor that is in no file.
         PlanError: a tensor is in two files, is not in the file that the index names, or has an
             unknown dtype.
+        SourceChangedError: a file changed while its header was read.
     """
     found: dict[str, Place] = {}
     files: list[StoredFile] = []
     for path, wanted in _resolve(paths):
-        file = StoredFile(path)
-        for name, (meta, start) in _header(path).items():
+        file = StoredFile.check(path)
+        for name, (meta, start) in _header(file).items():
             if name in found:
                 other = found[name].file.path
                 raise PlanError(
@@ -137,7 +138,7 @@ def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
             if not held and index is None:
                 raise ConfigError("files", given, "no *.safetensors is in this folder")
             yield from _indexed(index) if index else ((each, ()) for each in held)
-        elif not path.is_file():
+        elif not path.exists():
             raise ConfigError("files", given, _remedy(path))
         elif path.name.endswith(_INDEX):
             yield from _indexed(path)
@@ -155,7 +156,7 @@ def _indexed(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         raise ConfigError("files", str(index), f"it is no index: {type(error).__name__}: {error}") from error
     for file, tensors in sorted(by_file.items()):
         path = index.parent / file
-        if not path.is_file():
+        if not path.exists():
             remedy = f"it names {file} for {tensors[0]}; {_remedy(path)}"
             raise ConfigError("files", str(index), remedy)
         yield path, tensors
@@ -166,18 +167,18 @@ def _remedy(path: Path) -> str:
     return f"there is no {path.name} in {path.parent}" + (f"; {nearest(path.name, others)}" if others else "")
 
 
-def _header(path: Path) -> dict[str, tuple[TensorMeta, int]]:
+def _header(file: StoredFile) -> dict[str, tuple[TensorMeta, int]]:
     """Return each tensor, and its first byte in the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         # It also checks that tensors follow each other without holes, up to the end of the file.
-        with safe_open(path, framework="numpy") as opened:
-            metas = [_meta(path, name, opened.get_slice(name)) for name in opened.offset_keys()]
+        with file.opened() as fd, safe_open(f"/proc/self/fd/{fd}", framework="numpy") as opened:
+            metas = [_meta(file.path, name, opened.get_slice(name)) for name in opened.offset_keys()]
     except (SafetensorError, OSError) as error:
         remedy = f"it is truncated, or not a safetensors file: {error}; download it again"
-        raise ConfigError("files", str(path), remedy) from error
-    start = path.stat().st_size - sum(meta.nbytes for meta in metas)
+        raise ConfigError("files", str(file.path), remedy) from error
+    start = file.nbytes - sum(meta.nbytes for meta in metas)
     held = {}
     for meta in metas:
         held[meta.name] = meta, start

@@ -7,46 +7,126 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Sequence
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, SourceChangedError
 from weightsync.plan import TensorMeta
 
 if TYPE_CHECKING:
     import torch
 
 _MEMORY = "/dev/shm"
+_TICK_S = 0.01
+"""The longest tick of the clock from which Linux takes times of files. Writes in one tick get the same."""
 DEQUANTISED = "bfloat16"
 """The dtype of float8 weights times their scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that is read as it is stored."""
+    """A file that is read as it is stored, if nothing has changed it since `check`.
+
+    Attributes:
+        device, inode, nbytes: which file `path` named, and the size of that file.
+        written_ns, changed_ns: the time of the last write, and of the last change, which nobody can set.
+    """
 
     path: Path
+    device: int
+    inode: int
+    nbytes: int
+    written_ns: int
+    changed_ns: int
+
+    @classmethod
+    def check(cls, path: Path) -> StoredFile:
+        """Note which file is at `path`. Any later write changes the times of the file.
+
+        Raises ConfigError unless it is a regular file that can be read.
+        """
+        fd = _open_regular(path)
+        try:
+            found = cls._of(path, fd)
+        finally:
+            os.close(fd)
+        if abs(time.time_ns() - found.changed_ns) < _TICK_S * 1e9:
+            time.sleep(_TICK_S)
+        return found
 
     @property
     def in_memory(self) -> bool:
         """Whether it can be mapped in place of being read: it is on the file system of ``/dev/shm``."""
-        return os.path.isdir(_MEMORY) and self.path.stat().st_dev == os.stat(_MEMORY).st_dev
+        return os.path.isdir(_MEMORY) and self.device == os.stat(_MEMORY).st_dev
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open the file for the body. Raises SourceChangedError if it changed before the body ended."""
+        try:
+            fd = _open(self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._changed from error
+        try:
+            self.require_unchanged(fd)
+            yield fd
+            self.require_unchanged(fd)
+        finally:
+            os.close(fd)
+
+    def require_unchanged(self, fd: int) -> None:
+        """Raise SourceChangedError if the file of descriptor `fd` is another one, or has changed."""
+        if self._of(self.path, fd) != self:
+            raise self._changed
+
+    def require_unwritten(self, fd: int) -> None:
+        """Raise SourceChangedError if the file of descriptor `fd` was written. It may be at no path now."""
+        found = self._of(self.path, fd)
+        if (found.nbytes, found.written_ns) != (self.nbytes, self.written_ns):
+            raise self._changed
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """Fill `target`, uint8[n] on the host, from byte `start` on. Raises ConfigError if the file ends."""
+        """Fill `target`, uint8[n] on the host, from byte `start` on. Raises SourceChangedError."""
         memory = memoryview(target.numpy().data)
-        with self.path.open("rb", buffering=0) as file:
+        with self.opened() as fd:
             while memory:
-                count = os.preadv(file.fileno(), [memory], start)
+                count = os.preadv(fd, [memory], start)
                 if not count:
-                    raise ConfigError(
-                        "files", str(self.path), "it was truncated while it was read: download it again"
-                    )
+                    raise self._changed
                 memory, start = memory[count:], start + count
+
+    @classmethod
+    def _of(cls, path: Path, fd: int) -> StoredFile:
+        now = os.fstat(fd)
+        return cls(path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+    @property
+    def _changed(self) -> SourceChangedError:
+        return SourceChangedError(0, (), (str(self.path),))
+
+
+def _open_regular(path: Path) -> int:
+    """Return a descriptor. Raises ConfigError for what is no file: reading a FIFO would wait forever."""
+    try:
+        fd = _open(path)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", error)
+        raise ConfigError("files", str(path), f"it cannot be opened: {cause}") from error
+    if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
+        os.close(fd)
+        kind = "folder" if stat.S_ISDIR(mode) else "FIFO" if stat.S_ISFIFO(mode) else "device"
+        raise ConfigError("files", str(path), f"it is a {kind}: give a file")
+    return fd
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +181,6 @@ class ScaledWeight:
 
 class DequantisedFile:
     """The float8 weights of a file, as if it held them one after another in bfloat16."""
-
-    in_memory = False
 
     def __init__(self, path: Path, weights: Sequence[ScaledWeight]) -> None:
         self.path, self._weights = path, weights
