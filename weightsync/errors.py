@@ -63,6 +63,9 @@ __all__ = [
     "nearest",
 ]
 
+_LONGEST = 400
+"""Characters of a value or a name that a message shows in full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -109,7 +112,7 @@ class ConfigError(WeightSyncError, ValueError):
 
     def __str__(self) -> str:
         at = f"{self.at}: " if self.at else ""
-        return f"{at}{self.field}: {self.value!r} is not valid; {self.remedy}"
+        return f"{at}{self.field}: {shortened(repr(self.value))} is not valid; {self.remedy}"
 
 
 class PlanError(WeightSyncError, ValueError):
@@ -125,7 +128,7 @@ class PlanError(WeightSyncError, ValueError):
         self.parameter, self.problem = parameter, problem
 
     def __str__(self) -> str:
-        return f"{self.parameter}: {self.problem}"
+        return f"{shortened(self.parameter)}: {self.problem}"
 
 
 class StateError(WeightSyncError, RuntimeError):
@@ -348,6 +351,11 @@ KINDS: Mapping[str, type[WeightSyncError]] = MappingProxyType(
     }
 )
 """The errors that messages can carry, by name."""
+
+
+def shortened(text: str) -> str:
+    """Return `text`, or if that is long, how it begins and its length."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(text)} characters)"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -74,6 +74,10 @@ EXAMPLES = [
         "version 3: another process wrote a while it was read; /m/1.safetensors changed after the checkpoint "
         "was registered; unregister the checkpoint, and register it again once its files stay as they are",
     ),
+    (
+        ConfigError("files", "x" * 10**5, "shorten it"),
+        f"files: '{'x' * 199}… (100002 characters) is not valid; shorten it",
+    ),
 ]
 
 

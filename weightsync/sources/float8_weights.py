@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
-from weightsync.sources.stored_files import Place, ScaledWeight
+from weightsync.sources.stored_files import Place, ScaledWeight, read_json
 
 _FLOAT8 = "float8_e4m3fn"
 
@@ -39,11 +38,10 @@ def scaled_weights(found: Mapping[str, Place]) -> list[ScaledWeight]:
 def _quantization(path: Path) -> Quantization:
     if not path.is_file():
         return Quantization()
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError("files", str(path), f"it is no JSON: {error}; download it again") from error
-    return Quantization.read(config[FIELD]) if config.get(FIELD) else Quantization()
+    given = read_json(path).get(FIELD) or {}
+    if not isinstance(given, dict):
+        raise ConfigError("files", str(path), f"its {FIELD} is no object: download it again")
+    return Quantization.read(given) if given else Quantization()
 
 
 def _with_scales(place: Place, form: Format, found: Mapping[str, Place]) -> ScaledWeight:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightsync.errors import ConfigError, PlanError, nearest
+from weightsync.errors import ConfigError, PlanError, nearest, shortened
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.experts import stacked
 from weightsync.sources.float8_weights import scaled_weights
-from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile
+from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile, read_json
 
 _INDEX = ".safetensors.index.json"
+_LONGEST_NAME = 1000
+"""Characters of a tensor's name."""
 _DTYPES = {
     "BF16": "bfloat16",
     "BOOL": "bool",
@@ -57,7 +59,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
 
     Raises:
         ConfigError: a file is missing, is not a safetensors file, or is truncated; an index names a
-            file that does not exist; `exclude` names a tensor that is in no file.
+            file that does not exist or is outside the folder; `exclude` names a tensor that is in no file.
         PlanError: a tensor is in two files, is not in the file that the index names, or has an
             unknown dtype.
         SourceChangedError: a file changed while its header was read.
@@ -132,13 +134,13 @@ def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield each file, with its tensors according to an index, if there is one."""
     for given in dict.fromkeys(paths):
         path = Path(given)
-        if path.is_dir():
+        if os.path.isdir(path):  # pathlib raises for names that are too long
             (index, *_) = [*sorted(path.glob(f"*{_INDEX}")), None]
             held = sorted(path.glob("*.safetensors"))
             if not held and index is None:
                 raise ConfigError("files", given, "no *.safetensors is in this folder")
             yield from _indexed(index) if index else ((each, ()) for each in held)
-        elif not path.exists():
+        elif not os.path.exists(path):
             raise ConfigError("files", given, _remedy(path))
         elif path.name.endswith(_INDEX):
             yield from _indexed(path)
@@ -147,24 +149,27 @@ def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
 
 
 def _indexed(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
-    try:
-        named: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        by_file: dict[str, list[str]] = {}
-        for tensor, file in named.items():
-            by_file.setdefault(file, []).append(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("files", str(index), f"it is no index: {type(error).__name__}: {error}") from error
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict):
+        raise ConfigError("files", str(index), "it is no index: it has no weight_map; download it again")
+    by_file: dict[str, list[str]] = {}
+    for tensor, file in named.items():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            told = f"it names {shortened(repr(file))} for {shortened(tensor)}"
+            raise ConfigError("files", str(index), f"{told}: give the name of a file in the index's folder")
+        by_file.setdefault(file, []).append(tensor)
     for file, tensors in sorted(by_file.items()):
         path = index.parent / file
-        if not path.exists():
-            remedy = f"it names {file} for {tensors[0]}; {_remedy(path)}"
+        if not os.path.exists(path):
+            remedy = f"it names {shortened(file)} for {shortened(tensors[0])}; {_remedy(path)}"
             raise ConfigError("files", str(index), remedy)
         yield path, tensors
 
 
 def _remedy(path: Path) -> str:
-    others = [each.name for each in path.parent.glob("*.safetensors")]
-    return f"there is no {path.name} in {path.parent}" + (f"; {nearest(path.name, others)}" if others else "")
+    others = [each.name for each in path.parent.glob("*.safetensors")] if os.path.isdir(path.parent) else []
+    told = f"there is no {shortened(path.name)} in {shortened(str(path.parent))}"
+    return told + (f"; {nearest(path.name, others)}" if others else "")
 
 
 def _header(file: StoredFile) -> dict[str, tuple[TensorMeta, int]]:
@@ -187,6 +192,9 @@ def _header(file: StoredFile) -> dict[str, tuple[TensorMeta, int]]:
 
 
 def _meta(path: Path, name: str, held: object) -> TensorMeta:
+    if len(name) > _LONGEST_NAME:
+        remedy = f"it has a tensor {shortened(name)}: names have at most {_LONGEST_NAME} characters"
+        raise ConfigError("files", str(path), remedy)
     dtype, shape = held.get_dtype(), tuple(held.get_shape())  # type: ignore[attr-defined]
     if dtype not in _DTYPES:
         raise PlanError(name, f"dtype {dtype} in {path}; {nearest(dtype, _DTYPES)}")

@@ -6,14 +6,15 @@ Headers are checked by commands that load no torch, so that it is imported where
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,6 +110,18 @@ class StoredFile:
     @property
     def _changed(self) -> SourceChangedError:
         return SourceChangedError(0, (), (str(self.path),))
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError if `path` is anything else."""
+    with open(_open_regular(path), "rb") as file:
+        try:
+            found = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("files", str(path), f"it is no JSON: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError("files", str(path), "it is no JSON object: download it again")
+    return found
 
 
 def _open_regular(path: Path) -> int:

@@ -183,6 +183,10 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / TWO)
 
 
+def fifo_as_index(folder: Path) -> None:
+    os.mkfifo(folder / "model.safetensors.index.json")
+
+
 def device(folder: Path) -> None:
     (folder / TWO).unlink()
     (folder / TWO).symlink_to("/dev/zero")
@@ -195,6 +199,10 @@ def socket_file(folder: Path) -> None:
 
 def folder_in_it(folder: Path) -> None:
     (folder / "sub.safetensors").mkdir()
+
+
+def long_name(folder: Path) -> None:
+    save_file({"n" * 10**5: torch.ones(1)}, folder / TWO)
 
 
 def four_bits(folder: Path) -> None:
@@ -217,16 +225,43 @@ def four_bits(folder: Path) -> None:
         ),
         (lambda f: write_index(f, {"b": TWO}), PlanError, rf"^b: the index names .*{TWO}"),
         (lambda f: write_index(f, ["a"]), ConfigError, "it is no index"),
+        (
+            lambda f: write_index(f, {"b": 3}),
+            ConfigError,
+            r"index\.json.*names 3 for b: give the name of a file",
+        ),
+        (lambda f: write_index(f, {"b": None}), ConfigError, "names None for b"),
+        (lambda f: write_index(f, {"b": [ONE]}), ConfigError, "names .*model-1.* for b: give the name"),
+        (lambda f: write_index(f, {"b": f"../{f.name}/{ONE}"}), ConfigError, "in the index's folder"),
+        (lambda f: write_index(f, {"b": str(f / ONE)}), ConfigError, "in the index's folder"),
+        (lambda f: write_index(f, {"b": ""}), ConfigError, "it is a folder: give a file"),
+        (lambda f: write_index(f, {"b": "x\0"}), ConfigError, "names x\0 for b; there is no x\0"),
+        (lambda f: write_index(f, {"b": "\ud800"}), ConfigError, "for b; there is no"),
+        (lambda f: write_index(f, {"b": "x" * 10**5}), ConfigError, r"names x{200}… \(100000 characters\)"),
+        (lambda f: write_index(f, {"n" * 10**5: 3}), ConfigError, r"for n{200}… \(100000 characters\)"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text("[" * 10**5),
+            ConfigError,
+            "it is no JSON: .*recursion",
+        ),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), ConfigError, "no JSON object"),
+        (fifo_as_index, ConfigError, r"index\.json.*it is a FIFO: give a file"),
         (fifo, ConfigError, f"{TWO}.*it is a FIFO: give a file"),
         (device, ConfigError, f"{TWO}.*it is a device: give a file"),
         (socket_file, ConfigError, f"{TWO}.*it cannot be opened: No such device"),
         (folder_in_it, ConfigError, r"sub\.safetensors.*it is a folder: give a file"),
+        (
+            long_name,
+            ConfigError,
+            rf"{TWO}.*a tensor n{{200}}… \(100000 characters\): names have at most 1000",
+        ),
     ],
 )
 def test_files_that_cannot_be_used_are_named(folder: Path, spoil, error: type, message: str) -> None:
     spoil(folder)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         contents([str(folder)])
+    assert len(str(caught.value)) < 1500
 
 
 def test_paths_and_names_that_do_not_exist_are_refused(folder: Path) -> None:
@@ -234,6 +269,10 @@ def test_paths_and_names_that_do_not_exist_are_refused(folder: Path) -> None:
         contents([str(folder / "model1.safetensors")])
     with pytest.raises(ConfigError, match="exclude: 'e' is not valid"):
         contents([str(folder)], exclude=["e"])
+    for path in ("x" * 10**5, f"{'x' * 10**5}/{ONE}", "x\0"):
+        with pytest.raises(ConfigError, match="there is no") as caught:
+            contents([str(folder / path)])
+        assert len(str(caught.value)) < 1500
     with pytest.raises(ConfigError, match="truncated, or not a safetensors file"):
         contents([__file__])
 

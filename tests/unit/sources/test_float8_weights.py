@@ -132,10 +132,18 @@ def test_scales_that_do_not_fit_are_named(
         contents([str(tmp_path)])
 
 
-def test_a_configuration_that_is_no_json_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "it is no JSON: "),
+        ("[1]", "it is no JSON object"),
+        ('{"quantization_config": 4}', "its quantization_config is no object"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(text: str, problem: str, tmp_path: Path) -> None:
     save(tmp_path, BLOCKS)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json.*it is no JSON"):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"config\.json.*{problem}"):
         contents([str(tmp_path)])
 
 
