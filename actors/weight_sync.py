@@ -32,6 +32,7 @@ from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
 from weightsync.driver.joint_commit import JointMember
+from weightsync.driver.takeover import newest, note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
@@ -167,7 +168,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         With a `name`, it takes over the holders that an earlier driver left. `version` is then the newest one
         that an engine serves or that holders keep whole. Engines that do not serve it are refilled if holders
-        keep it, else they take the next update.
+        keep it, else they take the next update. Without a `name`, `version` is 0. The first update then needs
+        a greater number than the versions that engines serve from an earlier WeightSync.
 
         Raises:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
@@ -298,7 +300,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         If the call is interrupted, as by Ctrl-C, the update goes on. The next call waits for its end.
 
         Args:
-            version: a whole number greater than the last; by default the last plus 1.
+            version: a whole number greater than the last, and than those that engines served when they were
+                connected; by default the least such number.
             checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it
                 is read.
             components: what to update together: ``model``, names of `add_model`, and adapters, such as
@@ -424,8 +427,10 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             raise ConfigError("sync.min_engines", least, remedy)
         async with self._controller.exclusive():
             await self._members.connect()
-            found_any = self.name is not None and not self._controller.version
-            stale = await self._controller.restore() if found_any else []
+            is_first = not self._controller.version
+            stale = await self._controller.restore() if is_first and self.name is not None else []
+            if not self._controller.version:
+                await note_served(self._fleet, self.config)
         refills = (self._controller.refill(name) for name in stale if self._controller.can_refill(name))
         for error in await asyncio.gather(*refills, return_exceptions=True):
             # An engine that failed is healed, or takes the next version.
@@ -434,7 +439,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def _as_part(self, checkpoint: str = "") -> Part:
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
-        return Part(self.version, prepare, self._controller.exclusive, move)
+        return Part(newest(self.version, self._fleet), prepare, self._controller.exclusive, move)
 
     async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
         def when_held() -> None:  # again, if the update is repeated since weights moved

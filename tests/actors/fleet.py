@@ -10,10 +10,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 import torch
 from ray import ObjectRef
 from torch import nn
@@ -123,6 +124,11 @@ class Engine(EngineActor):
 
     async def counts(self) -> Counts:
         return counts()
+
+
+def forget(engines: Iterable[Any]) -> None:
+    """Have engines serve no version, like new ones. Each test numbers its versions from 1 on."""
+    ray.get([engine.__ray_call__.remote(lambda self: self._engine.resume(0)) for engine in engines])
 
 
 class Counting(Trainer):

@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.actors.fleet import Engine, Trainer, forget, spawn, until
 from tests.patience import patient
 from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, VerifyError, WeightSync, WeightSyncError
@@ -35,6 +35,8 @@ class Pool:
         """Return the actor made of these arguments."""
         if (cls, args) not in self._actors:
             self._actors[cls, args] = spawn(cls, *args)
+        elif cls is Engine:
+            forget([self._actors[cls, args]])
         return self._actors[cls, args]
 
     def kill(self, actor: Any) -> None:

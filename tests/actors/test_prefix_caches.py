@@ -20,7 +20,7 @@ def test_engines_are_told_what_to_do_with_caches_when_they_join() -> None:
             sync.register_trainers([trainer])
             sync.register_engines({"e0": first, "plain": plain})
             sync.connect()
-            sync.update_weights(1)
+            sync.update_weights()
             sync.add_engine("e1", second)
             assert ray.get([each.treatment.remote() for each in (first, second)]) == [treatment] * 2
 

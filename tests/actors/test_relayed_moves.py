@@ -13,7 +13,7 @@ import ray
 import torch
 
 from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.actors.fleet import Engine, Trainer, forget, spawn
 from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -87,6 +87,7 @@ def fleet(
     actors: tuple[list[Any], dict[str, Any]], called_directly: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fleet]:
     monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", 0)
+    forget(actors[1].values())
     made = Fleet(*actors, called_directly)
     yield made
     made.sync.close()

@@ -18,7 +18,7 @@ import torch
 from tests.actors.digesting import PLAN
 from tests.actors.digesting import Trainer as Digests
 from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, spawn, until
+from tests.actors.fleet import Engine, forget, spawn, until
 from tests.actors.gated_trainer import Gated
 from tests.actors.intercept import names_called
 from tests.patience import patient
@@ -47,6 +47,7 @@ def engine(cluster: None) -> Any:
 @pytest.fixture
 def sync(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightSync]:
     monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", 0)
+    forget([engine])
     config = SyncConfig(bucket_bytes=8192, timeout_s=TIMEOUT_S, connect_timeout_s=patient(30))
     with WeightSync(config) as sync:
         sync.register_trainers([spawn(Gated, WIDTH, f"s{rank}", str(tmp_path)) for rank in range(2)])

@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
+from tests.actors.fleet import Engine, Modelless, Trainer, forget, spawn, until
 from tests.actors.intercept import Call, intercept
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
@@ -62,6 +62,7 @@ def pool(cluster: None) -> Pool:
 def make(pool: Pool) -> Iterator[Make]:
     """`make(trainers=1, engines=2, colocated=False, **settings)`: registered, not connected."""
     made: list[WeightSync] = []
+    forget(actor for (cls, _), actor in pool.actors.items() if cls is Engine)
 
     def run(trainers: int = 1, engines: int = 2, colocated: bool = False, **settings: object) -> WeightSync:
         place = "s" if colocated else "x"
@@ -141,6 +142,23 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     sync.close()
     with pytest.raises(StateError, match="closed"):
         sync.update_weights(2)
+
+
+def test_a_new_one_numbers_its_versions_above_those_that_engines_serve(make: Make) -> None:
+    first = make()
+    first.connect()
+    assert first.update_weights(5).version == 5
+    first.close()
+    second = make()
+    second.connect()
+    assert second.version == 0
+    for version in (1, 5):
+        with pytest.raises(ConfigError, match=r"engine e0 serves version 5 .*more than 5"):
+            second.update_weights(version)
+    assert ray.get(second.engines()["e0"].generate.remote([[1]], {})).version == 5
+    assert second.update_weights().engines == {"e0": 6, "e1": 6}
+    with pytest.raises(ConfigError, match="versions grow: give more than 6"):
+        second.update_weights(6)
 
 
 def test_after_ctrl_c_the_next_update_waits_for_the_end_of_the_one_before(

@@ -28,11 +28,11 @@ from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion, Stager, settled
-from weightsync.driver.takeover import take_over
+from weightsync.driver.takeover import require_newer, take_over
 from weightsync.driver.traffic import links
 from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
-from weightsync.errors import ConfigError, MovedError, StateError, VerifyError, WeightSyncError
+from weightsync.errors import MovedError, StateError, VerifyError, WeightSyncError
 from weightsync.plan import Plan
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import LoadReport, Refilled
@@ -156,15 +156,14 @@ class Controller:
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
-            ConfigError: `version` is not greater than the last that committed.
+            ConfigError: `version` is not greater than the last that committed, or that engines served before.
             WeightSyncError: a failure, if fewer than ``min_engines`` took the version. After a failed publish
                 or pause, engines keep their weights, unless bytes moved already; sleeping ones may have been
                 woken. After a failed move or comparison they are STALE.
         """
         if not self.connected or self._connection is None:
             raise StateError("call connect() before update_weights()")
-        if version <= self.version:
-            raise ConfigError("version", version, f"versions grow: give more than {self.version}")
+        require_newer(version, self.version, self._fleet)
         if not await self._refiller.late_reads.finish(self._connection):
             await self.connect()
         takers = {name: member for name, member in self._fleet.live().items() if member.attached}

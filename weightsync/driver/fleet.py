@@ -41,6 +41,7 @@ class Fleet:
         move_relays: what has holders move in the driver's place. Holders of none are called directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by a name of theirs.
+        served: versions of an earlier driver that engines served when they were connected, by process.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
@@ -52,6 +53,7 @@ class Fleet:
     move_relays: list[MoveRelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    served: Mapping[str, int] = field(default_factory=dict)
 
     def live(self) -> dict[str, EngineMember]:
         """Return every engine that is not DEAD."""
