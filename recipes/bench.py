@@ -44,7 +44,8 @@ def run(
     Raises:
         WeightSyncError: an engine or an update failed. The others' times would not be representative.
     """
-    launcher = Launcher(recipe, folder / "model")
+    with screen.waiting(f"place {count_text(recipe.num_devices, 'device')}"):
+        launcher = Launcher(recipe, folder / "model")
     num_engines = len(present_at_start(recipe.engine_specs, recipe.events))
     sync = WeightSync(replace(recipe.sync, min_engines=num_engines))
     policy = make_policy(recipe, sync, launcher.model)

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.catalog import load
-from weightsync.recipes.cluster import local_cluster
+from weightsync.recipes.cluster import existing_cluster, local_cluster
 from weightsync.recipes.doctor import diagnosis, diagnosis_json, is_fit
 from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
 from weightsync.recipes.hosts import HostSpec
@@ -141,9 +142,7 @@ def bench(
         screen = Screen(Console())
         if expected:
             screen.line(expected)
-        made = importlib.import_module("weightsync.recipes.bench").run(
-            loaded, folder.path, screen, num_updates, host
-        )
+        made = _loop("bench", screen).run(loaded, folder.path, screen, num_updates, host)
         if json_ is not None:
             try:
                 made.write(json_)
@@ -239,9 +238,10 @@ def serve_checkpoint(
     folder = RunFolder(Path("runs/serve-checkpoint"))
 
     def inside() -> int:
-        made = importlib.import_module("weightsync.recipes.serve_checkpoint")
+        screen = Screen(Console())
+        made = _loop("serve_checkpoint", screen)
         fleet = made.Fleet(kind, engines, tensor_parallel_size, name)
-        made.serve(models, fleet, Screen(Console()), None if check else _lines())
+        made.serve(models, fleet, screen, None if check else _lines())
         return DONE
 
     raise typer.Exit(with_cluster(folder, engines, inside))
@@ -379,7 +379,9 @@ def with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int])
 def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
     threads, logs = max(1, (os.cpu_count() or 1) // num_at_once), folder.path / "logs"
     try:
-        with local_cluster(folder, threads_per_actor=threads):
+        with ExitStack() as cluster:
+            with Screen(Console()).stage("join the Ray cluster" if existing_cluster() else "start Ray"):
+                cluster.enter_context(local_cluster(folder, threads_per_actor=threads))
             # SIGTERM ends a job like Ctrl-C: actors are closed and the report is written.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
@@ -396,10 +398,8 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
 
 
 def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
-    # Import only now: see local_cluster, and bad input need not wait for torch and transformers.
-    loop = importlib.import_module("weightsync.recipes.quickstart")
     screen = Screen(Console())
-    report = loop.run(recipe, folder, screen, chaos, trace=trace)
+    report = _loop("quickstart", screen).run(recipe, folder, screen, chaos, trace=trace)
     if not folder.complaint():
         screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
     if report.status != "done":
@@ -408,6 +408,12 @@ def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trac
             f"loop.target_reward {recipe.loop.target_reward:g} was not reached: {remedy}", FAILED
         )
     return DONE
+
+
+def _loop(module: str, screen: Screen) -> Any:  # noqa: ANN401 (a module)
+    """Import a loop only now: see local_cluster, and bad input need not wait for torch and transformers."""
+    with screen.stage("load torch and transformers"):
+        return importlib.import_module(f"weightsync.recipes.{module}")
 
 
 def _complain(message: object, code: int) -> int:

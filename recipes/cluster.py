@@ -37,7 +37,7 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
 
     Raises ConfigError for a cluster that cannot be reached.
     """
-    with _environment(_QUIET | _credentials()):
+    with environment(_QUIET | _credentials()):
         import ray
 
         from weightsync.actors.detached import (
@@ -89,7 +89,8 @@ def _actor_environment(num_threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, and restore them on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

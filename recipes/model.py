@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from weightsync.errors import ConfigError
+from weightsync.recipes.cluster import environment
 from weightsync.recipes.recipe import ModelSpec
 from weightsync.recipes.task import EOS, PAD, WORDS, ProblemSampler, encode
 
@@ -44,8 +45,12 @@ def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int
         model = Qwen3MoeForCausalLM(config) if spec.moe else Qwen3ForCausalLM(config)
         _pretrain(model, spec.pretrain_steps, seed)
     folder = Path(path)
+    # To save, transformers imports DeepSpeed if it is installed. DeepSpeed warns if it has to find out itself
+    # that there is no GPU.
+    told = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
     try:
-        model.save_pretrained(folder)
+        with environment(told):
+            model.save_pretrained(folder)
         build_tokenizer(spec.vocab_size).save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError("--out", str(folder), f"give a folder with room for the model: {error}") from error

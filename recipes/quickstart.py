@@ -12,6 +12,7 @@ import random
 from weightsync import SyncReport, WeightSync
 from weightsync.actors.detached import end_all
 from weightsync.faults import FaultPlan
+from weightsync.plan.explain import count_text
 from weightsync.recipes.acceptance import acceptance, count_drafts
 from weightsync.recipes.elastic import Elastic
 from weightsync.recipes.launcher import Launcher
@@ -45,7 +46,8 @@ def run(
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     healed: list[HealReport] = []
     updates: list[SyncReport] = []
-    launcher = Launcher(recipe, folder.path / "model")
+    with screen.waiting(f"place {count_text(recipe.num_devices, 'device')}"):
+        launcher = Launcher(recipe, folder.path / "model")
     report.devices = str(launcher)
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     policy = make_policy(recipe, sync, launcher.model)
@@ -67,7 +69,8 @@ def run(
             screen.line(f"taken over from a driver that died: version {sync.version}, served by {served_by}")
         if not policy.is_served:
             last = max([policy.version, *(row.version for row in report.steps)])
-            updates.append(policy.update(last + 1))
+            with screen.waiting(f"version {last + 1}"):
+                updates.append(policy.update(last + 1))
             screen.line(str(updates[-1]))
         report.coverage = sync.coverage()
         screen.line(coverage_table(report.coverage))
@@ -83,13 +86,14 @@ def run(
             elastic.before(step)
             prompts = problems.sample(loop.prompts_per_step)
             counted = count_drafts(recipe, sync.serving())
-            rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s, policy.adapter)
-            accepted = acceptance(counted, count_drafts(recipe, sync.serving()), rollouts.lost)
-            for error in rollouts.lost.values():
-                screen.line(f"{error}; others took over its prompts")
-            sleep(sync, recipe, screen)
-            train(rollouts.groups, trainers, recipe.sync.timeout_s)
-            done, retried = update(policy, sync, step + 1, recipe, screen)
+            with screen.waiting(f"step {step}/{loop.steps}"):
+                rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s, policy.adapter)
+                accepted = acceptance(counted, count_drafts(recipe, sync.serving()), rollouts.lost)
+                for error in rollouts.lost.values():
+                    screen.line(f"{error}; others took over its prompts")
+                sleep(sync, recipe, screen)
+                train(rollouts.groups, trainers, recipe.sync.timeout_s)
+                done, retried = update(policy, sync, step + 1, recipe, screen)
             updates.append(done)
             row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried, accepted)
             report.steps.append(row)

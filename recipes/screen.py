@@ -6,6 +6,7 @@ Plain lines without a terminal.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,16 +27,38 @@ _BAR_WIDTH = 40
 class Screen:
     """Prints a run to `console`, which decides about colours and the spinner."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, tell_every_s: float = 10.0) -> None:
+        """`tell_every_s`: seconds between two lines of a wait, if the console is no terminal."""
+        self._console, self._tell_every_s = console, tell_every_s
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Print what is being waited for, then how long it took."""
         start = time.monotonic()
-        with self._console.status(f"{what} …"):
+        with self.waiting(what):
             yield
         self.line(f"{what}: {time.monotonic() - start:.1f} s")
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show a spinner on a terminal; elsewhere print a line every ten seconds."""
+        if self._console.is_terminal:
+            with self._console.status(f"{what} …"):
+                yield
+            return
+        over = threading.Event()
+        teller = threading.Thread(target=self._tell, args=(what, over), daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
+    def _tell(self, what: str, over: threading.Event) -> None:
+        start = time.monotonic()
+        while not over.wait(self._tell_every_s):
+            self.line(f"{what}: {time.monotonic() - start:.0f} s so far")
 
     def line(self, text: str) -> None:
         """Print the lines of `text` unchanged, without wrapping or markup."""

@@ -48,6 +48,8 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path, is_started: bo
     sets = [part for setting in small for part in ("--set", setting)]
     done = weightsync("run", "quickstart", *sets, "--trace", "--out", str(tmp_path / "run"), **joined)
     assert done.returncode == 0, done.stdout + done.stderr
+    ours = "start Ray: " if is_started else "join the Ray cluster: "
+    assert done.stdout.startswith(ours), "no library speaks first"
     assert "step 2/2" in done.stdout
     assert "2 of 2" in done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())

@@ -180,6 +180,22 @@ def test_setup_on_a_gpu_host_installs_the_engine_with_its_own_pins(
     assert "+cpu" not in asked
 
 
+def test_setup_says_every_ten_seconds_that_it_goes_on(checkout: Path) -> None:
+    """The first `sleep 10` ends at once, and pip waits for the second one."""
+    twice = 'test "$(wc -l <"$CALLS.slept")" -gt 1'
+    python = (checkout / "bin" / "python").read_text()
+    waits = f'"-m pip "*) for _ in $(seq 200); do {twice} && break; /bin/sleep 0.01; done 2>/dev/null; '
+    (checkout / "bin" / "python").write_text(python.replace('"-m pip "*) ', waits))
+    sleep = checkout / "bin" / "sleep"
+    sleep.write_text(f'#!/bin/sh\necho "$*" >>"$CALLS.slept"; {twice} && exec /bin/sleep 1; exit 0\n')
+    sleep.chmod(0o755)
+    done = script(checkout, "setup", "--engine", "transformers", gpus="0")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^setup: … \d+ s so far$", done.stderr, re.M)
+    assert set((checkout / "calls.slept").read_text().split()) == {"10"}
+    assert "erminated" not in done.stderr
+
+
 def test_setup_keeps_the_engine_that_was_chosen_until_another_is(checkout: Path) -> None:
     script(checkout, "setup", "--engine", "sglang", gpus="0")
     asked_of_pip(checkout)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patient
-from weightsync.recipes.cluster import _credentials, _environment, _keep_logs, existing_cluster
+from weightsync.recipes.cluster import _credentials, _keep_logs, environment, existing_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_a_cluster_that_is_there_is_taken_with_its_credentials(monkeypatch: pyte
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECIPES_TEST_A", "before")
     monkeypatch.delenv("RECIPES_TEST_B", raising=False)
-    context = _environment({"RECIPES_TEST_A": "x", "RECIPES_TEST_B": "y"})
+    context = environment({"RECIPES_TEST_A": "x", "RECIPES_TEST_B": "y"})
     context.__enter__()
     assert (os.environ["RECIPES_TEST_A"], os.environ["RECIPES_TEST_B"]) == ("x", "y")
     swallowed = context.__exit__(ZeroDivisionError, ZeroDivisionError(), None)

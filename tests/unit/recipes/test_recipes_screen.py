@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from tests.patience import patient
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.recipes.screen import Screen
 from weightsync.report import Covered, HealReport, coverage_table
@@ -72,6 +74,31 @@ def test_a_stage_says_how_long_it_took(screen: Screen, shown: io.StringIO) -> No
     with screen.stage("connect"):
         pass
     assert re.fullmatch(r"connect: \d+\.\d s", shown.getvalue().strip())
+
+
+def test_a_long_wait_says_what_is_awaited_and_for_how_long() -> None:
+    told = threading.Event()
+
+    class Shown(io.StringIO):
+        def write(self, text: str) -> int:
+            if "so far" in text:
+                told.set()
+            return super().write(text)
+
+    shown = Shown()
+    with Screen(Console(file=shown, width=60), tell_every_s=0.01).stage("start 2 engines"):
+        assert told.wait(patient(10))
+    *waits, end = shown.getvalue().splitlines()
+    assert {re.sub(r"\d+ s", "0 s", line) for line in waits} == {"start 2 engines: 0 s so far"}
+    assert re.fullmatch(r"start 2 engines: \d+\.\d s", end)
+
+
+def test_a_terminal_gets_a_spinner_instead() -> None:
+    shown = io.StringIO()
+    with Screen(Console(file=shown, force_terminal=True), tell_every_s=0.0).waiting("start 2 engines"):
+        pass
+    assert "start 2 engines …" in shown.getvalue()
+    assert "so far" not in shown.getvalue()
 
 
 def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO) -> None:
