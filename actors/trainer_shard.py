@@ -54,7 +54,8 @@ class TrainerShard(Shard):
         slot: on a CPU host, a name; the engine with the same slot shares its holder.
         exclude: patterns of tensors that no engine wants, such as ``value_head.*``, as of `fnmatch`.
         names: how the model's names become a checkpoint's, which engines take: a mapping from prefix to
-            prefix, such as ``{"base_model.model.": ""}``, or a function of one name. `exclude` comes after.
+            prefix, such as ``{"policy.": ""}``, or a function of one name. `exclude` comes after. Names of
+            DDP, `torch.compile`, activation checkpoints and PEFT are taken off by themselves.
         frozen: patterns of tensors that do not change, such as ``visual.*``: they travel with the first
             update, and after it their digests are compared alone. An update raises StateError if one changed.
             In `exclude`, `names` and `frozen`, what begins with ``draft/`` is of the draft.

@@ -13,7 +13,9 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.coverage import check_tiling, first_element
 from weightsync.plan.draft import DRAFT, in_model
 from weightsync.plan.layout import Int64, Layout
+from weightsync.plan.renames import left_out, renamed
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
+from weightsync.plan.wrappers import unwrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +51,16 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
     index = {meta.name: number for number, meta in enumerate(source.tensors)}
     taken = {*first.names, *dict(first.tied)}
     _check_ties(source, index, engines, taken)
-    aliases = _in_model(index, taken) | {alias: index[canonical] for alias, canonical in source.tied}
+    aliases = _in_model(index, taken) | {
+        alias: index[canonical]
+        for alias, canonical in source.tied
+        if canonical not in taken or unwrapped(alias) != canonical  # one tensor of theirs is not two of ours
+    }
     wanted = [first.tensors[number] for number in _travel_order(first)]
-    pairs = np.array([_find(meta.name, index, aliases) for meta in wanted], np.int64)
+    pairs = np.array([index.get(meta.name, aliases.get(meta.name, -1)) for meta in wanted], np.int64)
+    for number in np.flatnonzero(pairs < 0).tolist():
+        name = wanted[number].name
+        raise PlanError(name, _why_missing(name, source, [*index, *aliases], taken))
     _check_used(source, pairs, wanted)
     for meta, number in zip(wanted, pairs.tolist(), strict=True):
         _check_pair(source.tensors[number], meta)
@@ -108,28 +117,23 @@ _NO_DRAFT = (
 )
 
 
-def _find(name: str, index: dict[str, int], aliases: dict[str, int]) -> int:
-    number = index.get(name, aliases.get(name, -1))
-    if number < 0:
-        if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in (*index, *aliases)):
-            raise PlanError(
-                name, f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}"
-            )
-        hint = suggest(name, [*index, *aliases])
-        raise PlanError(name, f"the engine needs it, no trainer or checkpoint declares it; {hint}")
-    return number
+def _why_missing(name: str, source: Layout, known: Sequence[str], taken: Collection[str]) -> str:
+    if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in known):
+        return f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}"
+    hint = renamed(name, source, taken) or suggest(name, known)
+    return f"the engine needs it, no trainer or checkpoint declares it; {hint}"
 
 
 def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> None:
     unused = np.setdiff1d(np.arange(len(source.tensors)), pairs)
     if len(unused):
-        name = source.tensors[int(unused[0])].name
+        names = [source.tensors[number].name for number in unused.tolist()]
+        name, used = names[0], [meta.name for meta in wanted]
         if name.startswith(DRAFT) and not any(meta.name.startswith(DRAFT) for meta in wanted):
             remedy = 'SyncConfig(components={"draft": "trained"}) has engines that speculate take it'
             raise PlanError(name, f"a trainer or checkpoint holds a draft, but no engine takes one; {remedy}")
-        hint = suggest(name, [meta.name for meta in wanted])
-        remedy = "leave it out (of a checkpoint: by exclude) or rename it"
-        raise PlanError(name, f"a trainer or checkpoint declares it, but no engine has it; {remedy}: {hint}")
+        remedy = f"leave it out by {left_out(names, used)}, or rename it: {suggest(name, used)}"
+        raise PlanError(name, f"a trainer or checkpoint declares it, but no engine has it; {remedy}")
 
 
 def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:

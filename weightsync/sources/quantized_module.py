@@ -14,6 +14,7 @@ from weightsync.memory.addresses import local_tensor
 from weightsync.memory.quantize import quantize
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.formats import MICROSCALING, NEAREST, Format, Quantization
+from weightsync.plan.wrappers import unwrapped
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.own_tensors import OwnTensors
@@ -107,11 +108,13 @@ class QuantizedModuleSource(ModuleSource):
     def _forms(self, layout: RankLayout) -> dict[str, Format]:
         """Return the formats of linear layers, by name. Raises ConfigError for what a rank cannot make."""
         linears = {
-            f"{path}.weight" for path, module in self.model.named_modules() if isinstance(module, nn.Linear)
+            unwrapped(f"{path}.weight")
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Linear)
         }
         found = {}
         for meta in layout.tensors:
-            form = self._quantization.of(meta.name) if meta.name in linears else None
+            form = self._quantization.of(meta.name) if unwrapped(meta.name) in linears else None
             if form is None:
                 continue
             if form.rule in (*MICROSCALING, *NEAREST) or form.block == (0, 0) or not form.symmetric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from fnmatch import fnmatchcase
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
 from weightsync.plan.segment import most_alike
+from weightsync.plan.wrappers import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,51 @@ Names = Mapping[str, str] | Callable[[str], str | Part]
 """How a trainer's names become a checkpoint's: a prefix for each prefix, or a function of one name."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A layout in a checkpoint's names.
+
+    Attributes:
+        wrapped: by name, the name with those of wrappers, where they were taken off.
+    """
+
+    layout: RankLayout
+    wrapped: Mapping[str, str]
+
+    @classmethod
+    def of(cls, layout: RankLayout) -> _Named:
+        """Take names of wrappers off, unless two tensors would get one name. They stay as aliases."""
+        names = [*(meta.name for meta in layout.tensors), *(alias for alias, _ in layout.tied)]
+        bare = {name: unwrapped(name) for name in names}
+        counts = Counter(bare.values())
+        new = {name: each for name, each in bare.items() if each != name and counts[each] == 1}
+        if not new:
+            return cls(layout, {})
+        canonical, stage = dict(layout.tied), layout.stage
+
+        def of(name: str) -> str:
+            return new.get(name, name)
+
+        layout = dataclasses.replace(
+            layout,
+            tensors=tuple(dataclasses.replace(meta, name=of(meta.name)) for meta in layout.tensors),
+            segments=tuple(dataclasses.replace(each, tensor=of(each.tensor)) for each in layout.segments),
+            tied=(
+                *((of(alias), of(name)) for alias, name in layout.tied),
+                *((name, of(canonical.get(name, name))) for name in new),
+            ),
+            stage=stage and dataclasses.replace(stage, shared=tuple(map(of, stage.shared))),
+        )
+        return cls(layout, {each: name for name, each in new.items()})
+
+    def fits(self, name: str, patterns: Collection[str]) -> bool:
+        """Return True if a tensor's name fits a pattern, with or without the names of wrappers."""
+        names = (name, self.wrapped.get(name, name))
+        return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+
+
 class Selection:
-    """Renames a layout's tensors, and then leaves some of them out."""
+    """Renames a layout's tensors, takes names of wrappers off, and then leaves some tensors out."""
 
     def __init__(
         self, exclude: Collection[str] = (), names: Names | None = None, frozen: Collection[str] = ()
@@ -107,19 +152,22 @@ class Selection:
     def _unmatched_patterns(self, layout: RankLayout, excluded: Collection[str]) -> Iterator[Unmatched]:
         patterns = [("exclude", each) for each in self._exclude if each not in excluded]
         patterns += [("frozen", each) for each in self._frozen]
-        named = [meta.name for meta in self._named(layout).tensors] if patterns else []
+        if not patterns:
+            return
+        named = _Named.of(self._renamed(layout))
+        names = [meta.name for meta in named.layout.tensors]
         for setting, pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in named):
-                yield Unmatched(setting, pattern, most_alike(pattern, named))
+            if not any(named.fits(name, (pattern,)) for name in names):
+                yield Unmatched(setting, pattern, most_alike(pattern, names))
 
     def of(self, layout: RankLayout) -> RankLayout:
         """Return `layout` with a checkpoint's names, without what is excluded, and what is frozen."""
-        layout = self._named(layout)
-        frozen = tuple(meta.name for meta in layout.tensors if _fits(meta.name, self._frozen))
-        layout = dataclasses.replace(layout, frozen=frozen)
+        named = _Named.of(self._renamed(layout))
+        frozen = tuple(meta.name for meta in named.layout.tensors if named.fits(meta.name, self._frozen))
+        layout = dataclasses.replace(named.layout, frozen=frozen)
         if not self._exclude:
             return layout
-        kept = {meta.name for meta in layout.tensors if not _fits(meta.name, self._exclude)}
+        kept = {meta.name for meta in layout.tensors if not named.fits(meta.name, self._exclude)}
         return dataclasses.replace(
             layout,
             tensors=tuple(meta for meta in layout.tensors if meta.name in kept),
@@ -128,7 +176,7 @@ class Selection:
             frozen=tuple(name for name in frozen if name in kept),
         )
 
-    def _named(self, layout: RankLayout) -> RankLayout:
+    def _renamed(self, layout: RankLayout) -> RankLayout:
         if self._names is None:
             return layout
         parts = {meta.name: self._part(meta) for meta in layout.tensors}
@@ -169,7 +217,3 @@ class Selection:
             if owner.setdefault(made, name) != name:
                 remedy = f"{owner[made]} gets this name, too: give each tensor a name of its own"
                 raise ConfigError(f"names: {name}", made, remedy)
-
-
-def _fits(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

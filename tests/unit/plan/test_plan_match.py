@@ -134,6 +134,10 @@ def test_missing_and_extra_tensors_name_the_nearest() -> None:
     with pytest.raises(
         PlanError, match=r"no trainer or checkpoint declares it; did you mean 'model\.layer\.0\.up"
     ):
+        plan(whole(typo, A), whole(layer, A, B))
+    with pytest.raises(
+        PlanError, match=r'declares it; give TrainerShard names=\{"model\.layer\.": "model\.layers\."\}'
+    ):
         plan(whole(typo, A), whole(layer, A))
     with pytest.raises(
         PlanError, match="b: a trainer or checkpoint declares it, but no engine has it; leave it out"

@@ -20,6 +20,7 @@ from weightsync.memory.quantize import quantize
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.plan.formats import Quantization
 from weightsync.sources import make_source
+from weightsync.sources.module import ModuleSource
 from weightsync.sources.quantized_module import QuantizedModuleSource
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [4, 8], "modules_to_not_convert": ["head"]}
@@ -43,6 +44,12 @@ def plan_of(layout: RankLayout) -> Plan:
         slots=2,
         epoch=1,
     )
+
+
+def test_names_of_wrappers_are_taken_off_before_formats_are_chosen() -> None:
+    layouts = [make_source(model, quantization=FP8).layout() for model in (Model(), torch.compile(Model()))]
+    assert layouts[1].tensors == layouts[0].tensors
+    assert layouts[1].tensors != ModuleSource(Model()).layout().tensors
 
 
 def published(source: QuantizedModuleSource) -> dict[str, torch.Tensor]:

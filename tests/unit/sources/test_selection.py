@@ -57,7 +57,7 @@ def test_buffers_keep_the_trainers_names_which_errors_use() -> None:
     ("names", "exclude", "message"),
     [
         ({"base_modle.": ""}, (), r"names: 'base_modle\.' is not valid; did you mean 'base_model"),
-        (None, ("value_haed.*",), r"exclude: 'value_haed\.\*' is not valid; .*valid: base_model"),
+        (None, ("value_haed.*",), r"exclude: 'value_haed\.\*' is not valid; did you mean 'value_head\."),
         (
             checkpoint_name,
             ("base_model.*",),

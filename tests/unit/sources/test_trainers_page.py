@@ -111,8 +111,8 @@ def test_a_bridges_names() -> None:
 
 def test_names_and_patterns() -> None:
     trainer = run(5)["Trainer"]("folder")
-    policy = nn.ModuleDict({"norm": nn.LayerNorm(2), "value_head": nn.Linear(2, 1)})
-    trainer.model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": policy})})
+    policy = nn.ModuleDict({"norm": nn.LayerNorm(2)})
+    trainer.model = nn.ModuleDict({"policy": policy, "value_head": nn.Linear(2, 1)})
     assert layout(trainer) == {"norm.weight": (2,), "norm.bias": (2,)}
 
 
