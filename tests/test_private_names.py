@@ -24,6 +24,7 @@ THIRD_PARTY = {
     "_dynamo": "torch",
     "_exit": "os",
     "_get_original_loader": "vllm",
+    "_internal": "torch",
     "_k_scale_float": "vllm",
     "_registry": "vllm",
     "_local_tensor": "torch",

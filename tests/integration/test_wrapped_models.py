@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fleets.loop import CONFIG, Loop, drive
-from weightsync.errors import PlanError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.tensors import named_tensors
 from weightsync.sources import make_source
 from weightsync.sources.module import ModuleSource
@@ -57,7 +58,7 @@ def adapted(**settings: Any) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def ranks() -> Iterator[None]:
-    """The process group of one rank, which DDP wants."""
+    """The process group of one rank, which DDP and FSDP1 want."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -185,3 +186,17 @@ def test_a_peft_model_is_sent_with_its_adapter_or_not_at_all(wrap: Callable[[nn.
     merged = held["block.0.base_layer.weight"] + b @ a * 4.0
     assert torch.allclose(found["block.0.weight"], merged)
     assert torch.equal(found["embed.weight"], held["embed.weight"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_parameters_that_fsdp1_shards_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.block = FullyShardedDataParallel(  # type: ignore[assignment]
+        model.block, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
+    assert torch.equal(update(model, Model())["embed.weight"], model.embed.weight), "it is whole on each rank"
+    monkeypatch.setattr(model.block, "sharding_strategy", ShardingStrategy.FULL_SHARD)
+    with pytest.raises(
+        ConfigError, match=r"FSDP1 shards block in flat parameters, .*: use fully_shard \(FSDP2\)"
+    ):
+        update(model, Model())

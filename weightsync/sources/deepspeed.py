@@ -15,6 +15,7 @@ from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.readable import require_strided
 from weightsync.sources.tensors import Guard, TensorSource
 from weightsync.sources.tested import warn_untested
 from weightsync.sources.zero_partitions import (
@@ -40,6 +41,7 @@ class DeepSpeedSource(TensorSource):
     def _weights(self) -> LocalWeights:
         check_engine(self.model)
         held, tied = named_tensors(self.model.module)
+        require_strided(held)
         self._partitioned = [(name, tensor) for name, tensor in held.items() if is_partitioned(tensor)]
         metas: list[TensorMeta] = []
         segments: list[Segment] = []

@@ -14,6 +14,7 @@ from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.mesh import mesh_place
+from weightsync.sources.readable import require_no_flat_parameters, require_strided
 from weightsync.sources.tensors import Guard, TensorSource
 from weightsync.sources.zero_partitions import is_partitioned
 
@@ -26,7 +27,9 @@ class ModuleSource(TensorSource):
     """Reads a module's parameters and persistent buffers, under their names in its ``state_dict``."""
 
     def _weights(self) -> LocalWeights:
+        require_no_flat_parameters(self.model)
         tensors, tied = named_tensors(self.model)
+        require_strided(tensors)
         for name, tensor in tensors.items():
             if is_partitioned(tensor):
                 remedy = (

@@ -64,6 +64,8 @@ class Offloaded:
 
 def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
     same = all(part.data.dtype == tensor.dtype for part in parts)
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return False  # it is expanded: its elements share memory, so they cannot be written one by one
     return same and sum(part.data.numel() for part in parts) == tensor.numel()
 
 

@@ -18,6 +18,7 @@ from weightsync.plan.wrappers import unwrapped
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.own_tensors import OwnTensors
+from weightsync.sources.readable import require_values
 
 DTYPE = "bfloat16"
 """The dtype from which weights are quantised, as engines do."""
@@ -64,7 +65,9 @@ class QuantizedModuleSource(ModuleSource):
 
     def _weights(self) -> LocalWeights:
         weights = super()._weights()
-        self._stored = self._store(super()._selected(weights), weights.tensors)
+        selected = super()._selected(weights)
+        require_values(selected, weights.tensors)
+        self._stored = self._store(selected, weights.tensors)
         return replace(weights, tensors={**weights.tensors, **self._buffers})
 
     def _selected(self, weights: LocalWeights) -> RankLayout:

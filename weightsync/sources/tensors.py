@@ -36,6 +36,7 @@ from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
 from weightsync.sources.piece_copies import PieceCopies
 from weightsync.sources.pushes import Pushes
+from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
 
 logger = logging.getLogger("weightsync.sources")
@@ -124,12 +125,14 @@ class TensorSource(ABC):
     def layout(self) -> RankLayout:
         """Return global shapes, this rank's boxes, and tied names.
 
-        Raises StateError if the model changed while it was offloaded.
+        Raises StateError if the model changed while it was offloaded, PlanError for a tensor without values.
         """
         weights = self.describe()
         layout, device = weights.layout, ""
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
+        else:
+            require_values(layout, weights.tensors)
         self._finish()
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
@@ -341,6 +344,8 @@ class TensorSource(ABC):
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         now = self._selected(weights)
+        if not self._offloaded:
+            require_values(now, weights.tensors)
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
         kept = {segment.buffer: weights.tensors[segment.buffer] for segment in now.segments}

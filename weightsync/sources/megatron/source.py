@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.megatron.bridge import config_of
@@ -80,10 +80,7 @@ class MegatronSource(TensorSource):
         self._excluded = tuple(exclude)
 
     def _weights(self) -> LocalWeights:
-        weights = local_weights(self.model, self._family, vocab_size=self._vocab_size, exclude=self._excluded)
-        if not self._offloaded:
-            _require_memory(weights.tensors)
-        return weights
+        return local_weights(self.model, self._family, vocab_size=self._vocab_size, exclude=self._excluded)
 
     def _watch(self, weights: LocalWeights) -> _Guard:
         return _Guard(self.model, weights.tensors)
@@ -115,10 +112,3 @@ class _Guard:
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return self._guard.moved(tensors)
-
-
-def _require_memory(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError if a framework has taken the memory of a tensor away."""
-    for name, tensor in tensors.items():
-        if tensor.numel() and (tensor.is_meta or not tensor.untyped_storage().nbytes()):
-            raise StateError(f"{name} has no memory: load the model back to its device first")

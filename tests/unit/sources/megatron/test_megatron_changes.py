@@ -12,7 +12,7 @@ from torch import nn
 from tests.contract.source_ranks import plan_for
 from tests.megatron_standin import model_of
 from weightsync import TrainerShard
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError, PlanError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
@@ -111,7 +111,7 @@ def test_memory_that_others_took_away_is_an_error() -> None:
     model = made()
     attached = Attached(model)
     model.get_parameter(FC2).untyped_storage().resize_(0)
-    with pytest.raises(StateError, match=r"linear_fc2\.weight has no memory"):
+    with pytest.raises(PlanError, match=r"linear_fc2\.weight: it has no memory"):
         attached.source.publish(True)
     attached.close()
 
