@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightsync.driver.connect import Connection
 from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineRecord
 from weightsync.driver.fleet import Fleet
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.explain import count_text
@@ -22,7 +23,7 @@ def _updated(
 ) -> Covered:
     """Return the row of a component that is in the plan: a draft, or all that is no draft's."""
     plan, conversions = connection.plan, connection.conversions.by_engine.get(name, {})
-    of_draft, version = component == "draft", fleet.engines[name].record.version
+    of_draft, record = component == "draft", fleet.engines[name].record
     held = {i: meta for i, meta in enumerate(plan.tensors) if meta.name.startswith(DRAFT) is of_draft}
     return Covered.of(
         name,
@@ -31,9 +32,14 @@ def _updated(
         connection.router.routes.get(name, ""),
         conversions.get("draft" if of_draft else "model", ""),
         num_frozen=len(held.keys() & set(plan.frozen)),
-        version=version,
-        proof=last.proofs.get(name, "") if last and last.version == version else "",
+        version=record.version,
+        proof=last.proofs.get(name, "") if last and _is_compared(record, last) else "",
     )
+
+
+def _is_compared(record: EngineRecord, last: SyncReport | None) -> bool:
+    """Return True if the `last` update brought the version, and the engine has not been asleep since."""
+    return last is not None and last.version == record.version and record.compared
 
 
 def draft_coverage(controller: Controller, fleet: Fleet, last: SyncReport | None) -> list[Covered]:
@@ -45,7 +51,6 @@ def draft_coverage(controller: Controller, fleet: Fleet, last: SyncReport | None
         if controller.plan and all(rank.trained for rank in ranks):
             rows.append(_updated("draft", controller.connection(), name, fleet, last))
             continue
-        version = member.record.version
         num_hidden = sum(rank.num_hidden for rank in ranks)
         compared = "live weights with those at its start"
         if num_hidden:
@@ -54,12 +59,12 @@ def draft_coverage(controller: Controller, fleet: Fleet, last: SyncReport | None
             Covered(
                 engine=name,
                 component="draft",
-                version=version,
+                version=member.record.version,
                 num_tensors=max(rank.num_tensors for rank in ranks),
                 num_frozen=max(rank.num_tensors for rank in ranks),
                 nbytes=sum(rank.nbytes for rank in ranks),
                 route="",
-                proof=compared if last and last.version == version else "",
+                proof=compared if _is_compared(member.record, last) else "",
             )
         )
     return rows

@@ -45,6 +45,8 @@ class SleepMethods:
     def wake(self, engines: Collection[str] = ()) -> None:
         """Make engines that sleep at level 1 serve their version again.
 
+        Their weights are not compared: `coverage` says so. `heal` writes them again, and compares them.
+
         Args:
             engines: names; empty means all.
 

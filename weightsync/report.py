@@ -56,8 +56,8 @@ class Covered:
         conversion: what becomes of the tensors on their way: ``identity``; or what applies of ``cast``, with
             the number of tensors, both dtypes and where, of ``quantise``, with the formats, and of ``load``,
             if the engine's own loader gets them. Empty if nothing moves.
-        proof: what the last update compared, as `SyncReport.proofs`; empty if that was another version. An
-            engine that was healed since was compared with the same digests.
+        proof: what the last update compared, as `SyncReport.proofs`; empty if that was another version, or if
+            the engine has slept since. An engine that was healed since was compared with the same digests.
     """
 
     engine: str

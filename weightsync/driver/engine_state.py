@@ -10,7 +10,7 @@ SERVING(v) → PAUSING(v) when a pause was not answered in time; then PAUSED(v),
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class EngineState(enum.Enum):
@@ -60,10 +60,15 @@ _NEXT = {
 
 @dataclass(slots=True)
 class EngineRecord:
-    """An engine's state, and the committed version that it holds (0 is none)."""
+    """An engine's state, and the committed version that it holds (0 is none).
+
+    Attributes:
+        compared: its weights were compared, and have not been asleep since.
+    """
 
     state: EngineState = EngineState.EMPTY
     version: int = 0
+    compared: bool = field(default=False, compare=False)
 
     def enter(self, state: EngineState, version: int = 0) -> None:
         """Go to `state`. STALE, ASLEEP and DEAD can be entered from any state; other wrong steps are bugs.
@@ -75,6 +80,10 @@ class EngineRecord:
             return
         fall = state in (EngineState.STALE, EngineState.ASLEEP, EngineState.DEAD)
         assert fall or state in _NEXT[self.state], f"{self.state} to {state}"
+        if state is EngineState.ASLEEP:
+            self.compared = False
+        elif self.state in (EngineState.WRITING, EngineState.REFILLING):
+            self.compared = state in (EngineState.SERVING, EngineState.READY)
         self.state = state
         if state in (EngineState.SERVING, EngineState.READY, EngineState.ASLEEP):
             self.version = version
