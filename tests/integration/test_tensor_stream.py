@@ -174,6 +174,28 @@ def test_wrong_bytes_are_named_and_not_handed_over(pool, bus: Bus) -> None:
         sent.result(TIMEOUT_S)
 
 
+def test_what_changes_before_it_is_packed_or_after_it_is_handed_over_is_noticed_by_nobody(
+    pool, transports
+) -> None:
+    streams = [TensorStream(t, r, 3, HOST) for r, t in enumerate(transports)]
+    model = {"a": torch.zeros(5), "b": torch.zeros(5)}
+
+    def send_and_step() -> None:
+        with streams[0].sending(1) as put:
+            put("a", model["a"])
+            model["b"] += 1
+            put("b", model["b"])
+
+    def load_otherwise(stream: TensorStream) -> dict[str, torch.Tensor]:
+        return {name: tensor.add_(7).clone() for batch in stream.receiving() for name, tensor in batch}
+
+    sent = pool.submit(send_and_step)
+    for coming in [pool.submit(load_otherwise, stream) for stream in streams[1:]]:
+        arrived = coming.result(TIMEOUT_S)
+        assert (arrived["a"].unique().tolist(), arrived["b"].unique().tolist()) == ([7.0], [8.0])
+    sent.result(TIMEOUT_S)
+
+
 def test_who_gives_up_is_not_waited_for(pool, bus: Bus) -> None:
     tensors = {f"t{i}": torch.ones(8) for i in range(100)}
     sent = pool.submit(send, TensorStream(BusTransport(bus, 0), 0, 2, HOST, 64), tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from weightsync.errors import ConfigError, PlanError, StateError
 from weightsync.memory.host_copies import HostCopies
 from weightsync.plan.copies import Copies, box_copies
 from weightsync.transports import Op
+from weightsync.transports.base import Send
 
 
 class NoTransport:
@@ -105,3 +107,29 @@ def test_host_copies_go_through_parameters() -> None:
     row = (source.data_ptr(), target.data_ptr(), 1, 16, 16, 16)
     HostCopies(Copies.of([row]), [0, 1], itertools.chain([source], [target])).run(0)
     assert target.tolist() == [1.0] * 4 + [2.0] * 4
+
+
+class WrongWire:
+    """Keeps what is sent, and hands it over with a bit flipped."""
+
+    def __init__(self) -> None:
+        self._sent: list[torch.Tensor] = []
+
+    def start(self, ops: Sequence[Op]) -> SimpleNamespace:
+        for op in ops:
+            if isinstance(op, Send):
+                self._sent.append(op.data.clone())
+            else:
+                op.data.copy_(self._sent.pop(0))
+                op.data.view(torch.uint8)[0] ^= 1
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_byte_that_changes_on_its_way_is_noticed_by_nobody() -> None:
+    case = make_case("one", rows=20)
+    plan, wire, target = case.plan(64 << 10), WrongWire(), tensors(case.ranks[0].memory)
+    gather_send(plan, 0, tensors(case.senders[0].memory), wire)
+    scatter_recv(plan, 1, target, wire)
+    assert any(
+        not torch.equal(target[name], torch.from_numpy(held)) for name, held in case.expected[0].items()
+    )

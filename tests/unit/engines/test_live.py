@@ -311,6 +311,21 @@ def test_a_holders_digests_are_used_once_this_rank_has_taken_the_same() -> None:
     np.testing.assert_array_equal(writer.digests(), own)
 
 
+def test_a_byte_that_changes_after_a_holders_digest_is_found_in_the_first_update_alone() -> None:
+    plan, (layout,) = build(1, 1, 1)
+    live = {buffer.name: torch.ones(buffer.shape) for buffer in layout.buffers}
+    for num_before, is_found in ((0, True), (1, False)):
+        writer = LiveWriter(plan, layout, live, [])
+        for _ in range(num_before):
+            writer.written(HolderDigests.of_live(writer.digests()))
+            writer.digests()
+        by_holder = LiveWriter(plan, layout, live, []).digests()
+        writer.begin(live)
+        live["norm"][0] += 1
+        writer.written(HolderDigests.of_live(by_holder))
+        assert (writer.digests() != by_holder).any() == is_found
+
+
 def test_a_holder_that_digests_other_memory_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
     plan, (layout,) = build(1, 1, 1)
     live = {buffer.name: torch.ones(buffer.shape) for buffer in layout.buffers}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel_doubles import CopyTable
-from weightsync.engines.receive_buffer import ReceiveBuffer
+from tests.kernel_doubles import CopyTable, use_doubles
+from tests.unit.engines.test_live import build
+from weightsync.engines import receive_buffer
+from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.receive_buffer import ReceiveBuffer, SlotSink
 from weightsync.memory.tensors import byte_strides, segment_view
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live
@@ -53,3 +57,21 @@ def test_each_box_gets_to_its_place(slot: tuple[RankLayout, dict[str, torch.Tens
 def test_it_is_written_once_and_whole(slot: tuple[RankLayout, dict[str, torch.Tensor]]) -> None:
     received = ReceiveBuffer(slot[0], torch.device("cpu"))
     check_live("e", Layout.from_ranks([received.layout]))
+
+
+def test_a_byte_of_a_slot_that_changes_before_its_digest_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_doubles(monkeypatch)
+    monkeypatch.setattr(receive_buffer, "CopyTable", CopyTable)
+    plan, (layout,) = build(1, 1, 1)
+    slot = {buffer.name: torch.zeros(buffer.shape) for buffer in layout.buffers}
+    received = ReceiveBuffer(layout, torch.device("cpu"))
+    writer = LiveWriter(plan, received.layout, received.live, [])
+    sink = SlotSink(plan, received, writer, layout, slot, [])
+    (memory,) = received.live.values()
+    memory.normal_()
+    sink.written()
+    sink.finish()
+    right = sink.digests()
+    assert (writer.digests() == right).all()
+    slot["norm"].view(torch.int32)[0] ^= 1
+    assert (sink.digests() != right).sum() == 1

@@ -94,6 +94,27 @@ def test_files_that_pages_name_are_there() -> None:
     ]
 
 
+def rows_without_tests(text: str) -> dict[str, list[str]]:
+    """Return rows of "What verified means" that name no test, or tests that are not there, with these."""
+    section = text.split("## What verified means")[1].split("\n## ")[0]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    found = {}
+    for row in rows:
+        named = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", row)
+        gone = [name for name, path in named if f"def {name}(" not in (ROOT / path).read_text()]
+        if gone or not named:
+            found[row.split("|")[1].strip()] = gone
+    return found
+
+
+def test_what_verified_means_is_shown_by_tests_that_are_there() -> None:
+    text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    assert rows_without_tests(text) == {}
+    assert rows_without_tests(text.replace("`test_each_byte_counts`", "`test_gone`")) == {
+        "frozen drafts": ["test_gone"]
+    }
+
+
 def _pages() -> list[Path]:
     return [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 
