@@ -12,6 +12,7 @@ from weightsync.actors.coverage import coverage, draft_coverage
 from weightsync.actors.handles import check_trainers
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.models import Models
+from weightsync.actors.own_actor import check_own_actor
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError
@@ -49,6 +50,7 @@ class AdapterMethods:
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         check_trainers(trainers)
+        check_own_actor(trainers, {})
         if not isinstance(name, str) or not name:
             raise ConfigError("name", name, "give a text, which requests use")
         self._loop.submit(lambda: self._adapters.register(name, trainers, adapter)).result()

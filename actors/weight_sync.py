@@ -23,6 +23,7 @@ from weightsync.actors.loop import LoopThread, Submitted
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
 from weightsync.actors.models import MODEL, Model, Models
+from weightsync.actors.own_actor import check_own_actor
 from weightsync.actors.remote import share
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
@@ -173,12 +174,14 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         Raises:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
-            ConfigError: a setting does not fit, two actors claim one GPU or slot, or fewer engines are
-                registered than ``config.min_engines``.
+            ConfigError: a setting does not fit, two actors claim one GPU or slot, fewer engines are
+                registered than ``config.min_engines``, or this is a method of one of the actors, which
+                could not answer.
             StateError: trainers or engines are not registered, or another WeightSync whose process is
                 alive has connected one of the actors; names it.
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
+        check_own_actor(self._members.trainers, self._members.engines)
         self._loop.submit(self._connect).result()
         self._models.connect()
 
@@ -372,6 +375,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
         check_engines({**others, name: handle})
+        check_own_actor((), {name: handle})
         return self._loop.submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
