@@ -327,8 +327,9 @@ class PublishReport(msgspec.Struct, frozen=True):
 def _publish_report(
     words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span], written: tuple[str, ...]
 ) -> PublishReport:
-    fingerprint, frozen, *agreement = np.frombuffer(words, np.uint64).reshape(-1, 3)
-    return PublishReport(fingerprint, frozen, nonfinite, spans, *(agreement or [None]), written)
+    rows = np.frombuffer(words, np.uint64).reshape(-1, 3)
+    agreement = rows[2] if len(rows) > 2 else None
+    return PublishReport(rows[0], rows[1], nonfinite, spans, agreement, written)
 
 
 @dataclass(frozen=True, slots=True)
