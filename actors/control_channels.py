@@ -6,11 +6,11 @@ See `weightsync.channel.control` for what travels on it.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import Hashable
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import ray
@@ -21,24 +21,21 @@ from weightsync.channel.control import (
     Answer,
     Ask,
     ControlOffer,
-    Hello,
     Published,
     Raised,
     Readable,
+    Reply,
     decode_reply,
     pack,
     unpack,
 )
 from weightsync.config import Ports
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
+from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
 from weightsync.protocol.messages import PublishReport
-from weightsync.protocol.ports import BACKLOG, listen
-from weightsync.protocol.stream import Splitter, endpoint_of, framed, keep_alive
+from weightsync.protocol.ports import listen
 
 logger = logging.getLogger("weightsync.control")
-
-_HANDSHAKE_S = 5.0
-"""A process that has not shown the secret after this time is disconnected, which frees its descriptor."""
 
 
 class _Dials(Protocol):
@@ -84,11 +81,17 @@ class PublishNotices:
         self._ticket, self._readable, self._report = self._ticket + 1, readable, report
         return self._ticket
 
-    def came(self, notice: Readable | Published) -> None:
+    def dialled(self, connection: Connection) -> bool:
+        """Return True: a trainer whose connection was lost dials again, and has one for some time."""
+        return True
+
+    def came(self, notice: Reply) -> None:
         """Take a notice. One of an earlier ticket is of a `publish` that the driver gave up.
 
-        Raises WireError if its report is none.
+        Raises WireError if it is no notice, or its report is none.
         """
+        if not isinstance(notice, Readable | Published):
+            raise WireError("an answer where nothing was asked")
         if notice.ticket != self._ticket:
             return
         if isinstance(notice, Published):
@@ -107,10 +110,11 @@ class ControlChannel:
 
     def __init__(self, name: str, channels: ControlChannels) -> None:
         self.name, self.channels = name, channels
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._ticket = 0
         self._method = ""
         self._waiting: asyncio.Future[Any] | None = None
+        self._is_over = False
 
     @property
     def is_open(self) -> bool:
@@ -141,14 +145,19 @@ class ControlChannel:
         self._method, self._waiting = method, asyncio.get_running_loop().create_future()
         return self._waiting
 
-    def dialled(self, connection: _Connection) -> None:
-        """Use the `connection` that the process has opened."""
-        self._connection = connection
+    def dialled(self, connection: Connection) -> bool:
+        """Use the `connection` that the process has opened. Return False if it has another one, or ended."""
+        if self._connection:
+            logger.warning("[%s] a second process dials in its place, and is refused", self.name)
+        if self._connection or self._is_over:
+            return False
+        self._connection, connection.when_lost = connection, self._lost
+        return True
 
-    def answered(self, reply: Answer | Raised) -> None:
+    def came(self, reply: Reply) -> None:
         """Give a reply to the call that waits for it."""
         waiting = self._waiting
-        if waiting is None or reply.ticket != self._ticket:
+        if not isinstance(reply, Answer | Raised) or waiting is None or reply.ticket != self._ticket:
             raise WireError(f"{self.name} answered what it was not asked")
         self._waiting = None
         if waiting.done():
@@ -167,9 +176,12 @@ class ControlChannel:
 
     def end(self, error: WeightSyncError) -> None:
         """Have the unanswered call raise `error`. Later calls go through Ray."""
-        self._connection = None
+        self._connection, self._is_over = None, True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
+
+    def _lost(self) -> None:
+        self._connection = None  # the process may dial again
 
     def _value(self, reply: Answer | Raised) -> object:
         if isinstance(reply, Answer):
@@ -187,7 +199,8 @@ class ControlChannels:
             host: the address on which it listens; that of this host without it.
         """
         self._ports, self._host = ports, host
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
+        self._by_secret: dict[bytes, ControlChannel | PublishNotices] = {}
         self._channels: dict[Hashable, ControlChannel] = {}
         self._notices: dict[Hashable, PublishNotices] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,7 +211,8 @@ class ControlChannels:
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
         if callee.key not in self._channels and callee.answers("answer_calls"):
-            channel, offer = self._listening().add(callee.name, self)
+            channel = ControlChannel(callee.name, self)
+            offer = self._offer(channel)
             self._channels[callee.key] = channel
             self._run(self._keep(callee, channel, offer))
         callee.channel = self._channels.get(callee.key)
@@ -209,11 +223,12 @@ class ControlChannels:
         If the driver `asks` it itself, it also gets a control channel for that. Raises as `open`.
         """
         if trainer.key not in self._notices and trainer.answers("dial"):
-            notices, offer = self._listening().add_notices()
+            notices, channel_offer = PublishNotices(), None
+            offer = self._offer(notices)
             self._notices[trainer.key] = notices
-            channel_offer = None
             if asks:
-                self._channels[trainer.key], channel_offer = self._listening().add(trainer.name, self)
+                channel = self._channels[trainer.key] = ControlChannel(trainer.name, self)
+                channel_offer = self._offer(channel)
             self._run(self._have_dialled(trainer, offer, channel_offer))
         trainer.notices = self._notices.get(trainer.key)
         trainer.channel = self._channels.get(trainer.key)
@@ -240,14 +255,24 @@ class ControlChannels:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._channels.clear()
         self._notices.clear()
+        self._by_secret.clear()
         if self._listener:
             await self._listener.close()
             self._listener = None
 
-    def _listening(self) -> _Listener:
+    def _offer(self, place: ControlChannel | PublishNotices) -> ControlOffer:
+        """Return what a process needs to dial in its `place`."""
         if self._listener is None:
-            self._listener = _Listener(self._ports, self._host or ray.util.get_node_ip_address())
-        return self._listener
+            host = self._host or ray.util.get_node_ip_address()
+            listening = listen(host, self._ports, "the driver cannot listen for control channels")
+            self._listener = Listener(listening, self._admit, MAX_FRAME_NBYTES)
+        secret = secrets.token_hex(SECRET_NBYTES // 2)
+        self._by_secret[secret.encode()] = place
+        return ControlOffer(self._listener.endpoint, secret)
+
+    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+        place = self._by_secret.get(secret)
+        return partial(_receive, place) if place and place.dialled(connection) else None
 
     async def _have_dialled(self, trainer: Notifier, offer: ControlOffer, asks: ControlOffer | None) -> None:
         try:
@@ -272,109 +297,13 @@ class ControlChannels:
         if not isinstance(error, PeerLostError) and ray.is_initialized() and not replaced:
             logger.warning("[%s] is called through Ray from now on: %s", callee.name, error)
         channel.end(error)
+        self._by_secret.pop(offer.secret.encode(), None)
         if not replaced:
             del self._channels[callee.key]
 
 
-class _Listener:
-    """The listening socket, and the channels by number."""
-
-    def __init__(self, ports: Ports | None, host: str) -> None:
-        listening = listen(host, ports, "the driver cannot listen for control channels")
-        self.secret, self._endpoint = secrets.token_hex(32), endpoint_of(listening)
-        self._channels: list[ControlChannel] = []
-        self._notices: list[PublishNotices] = []
-        self.connections: set[_Connection] = set()
-        serving = asyncio.get_running_loop().create_server(
-            lambda: _Connection(self), sock=listening, backlog=BACKLOG
-        )
-        self._serving = asyncio.ensure_future(serving)
-
-    def add_notices(self) -> tuple[PublishNotices, ControlOffer]:
-        """Return the notices of one more trainer, and what it needs to dial."""
-        self._notices.append(PublishNotices())
-        return self._notices[-1], ControlOffer(self._endpoint, self.secret, len(self._notices) - 1)
-
-    def add(self, name: str, channels: ControlChannels) -> tuple[ControlChannel, ControlOffer]:
-        """Return a new channel, and what the process needs to dial."""
-        channel = ControlChannel(name, channels)
-        self._channels.append(channel)
-        return channel, ControlOffer(self._endpoint, self.secret, len(self._channels) - 1)
-
-    def received(self, connection: _Connection, data: bytes) -> None:
-        """Hand a reply to whom it is for. Raises WireError or LookupError for a strange one."""
-        reply = decode_reply(data)
-        if isinstance(reply, Hello):
-            connection.channel = self._channels[reply.number]
-            connection.channel.dialled(connection)
-        elif isinstance(reply, Readable | Published):
-            self._notices[reply.number].came(reply)
-        elif connection.channel is None:
-            raise WireError("an answer without a hello")
-        else:
-            connection.channel.answered(reply)
-
-    async def close(self) -> None:
-        (await self._serving).close()
-        for connection in self.connections:
-            connection.abort()
-        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
-
-
-class _Connection(asyncio.Protocol):
-    """The driver's end of one connection. A process that does not show the secret first is disconnected."""
-
-    def __init__(self, listener: _Listener) -> None:
-        self._listener = listener
-        self._secret = listener.secret.encode()
-        self._messages = Splitter(len(self._secret))
-        self._admitted = False
-        self.channel: ControlChannel | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        keep_alive(self._transport.get_extra_info("socket"))
-        self._listener.connections.add(self)
-        self._limit = asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._messages.feed(data):
-                if self._admitted:
-                    self._received(message)
-                elif not self._admits(message):
-                    return
-        except WireError as error:
-            if self._admitted:
-                logger.warning("a process is disconnected: %s", error)
-            self._transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._limit.cancel()
-        self._listener.connections.discard(self)
-
-    def send(self, data: bytes) -> bool:
-        """Send one message. Returns False if the process has hung up."""
-        if self._transport.is_closing():
-            return False
-        self._transport.write(framed(data))
-        return True
-
-    def abort(self) -> None:
-        """Hang up, without what was not sent yet."""
-        self._transport.abort()
-
-    def _admits(self, message: bytes) -> bool:
-        self._admitted = hmac.compare_digest(message, self._secret)
-        if self._admitted:
-            self._limit.cancel()
-            self._messages.max_nbytes = MAX_FRAME_NBYTES
-        else:
-            self._transport.abort()
-        return self._admitted
-
-    def _received(self, message: bytes) -> None:
-        try:
-            self._listener.received(self, message)
-        except (WireError, LookupError) as error:
-            logger.warning("a process sent to the driver what it should not: %s", error)
+def _receive(place: ControlChannel | PublishNotices, data: bytes) -> None:
+    try:
+        place.came(decode_reply(data))
+    except WireError as error:
+        logger.warning("a process sent to the driver what it should not: %s", error)

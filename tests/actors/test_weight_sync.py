@@ -494,8 +494,8 @@ def test_a_fleet_that_does_not_stage_is_moved_over_control_channels(
 def test_a_fleet_that_cannot_reach_the_driver_is_called_through_ray(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unreachable(endpoint: str, secret: str, number: int) -> ControlOffer:
-        return ControlOffer("tcp://127.0.0.1:1", secret, number)
+    def unreachable(endpoint: str, secret: str) -> ControlOffer:
+        return ControlOffer("tcp://127.0.0.1:1", secret)
 
     monkeypatch.setattr(control_channels, "ControlOffer", unreachable)
     called, sync = through_channels(monkeypatch), make()

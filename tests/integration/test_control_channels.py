@@ -16,11 +16,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from tests.patience import patient
-from weightsync.actors import control_channels
 from weightsync.actors.control_channels import Callee, ControlChannel, ControlChannels
 from weightsync.actors.publish_relay import PublishRelay
 from weightsync.actors.remote import answer, remote_engine
-from weightsync.channel.control import Answer, ControlOffer, Hello, HostMoved, Turns, answer_calls, pack
+from weightsync.channel.control import Answer, ControlOffer, HostMoved, Readable, Turns, answer_calls, pack
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
     EngineError,
@@ -30,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
+from weightsync.protocol import listener
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import LoadReport, Moved, PublishTask, Refilled, Snapshot, UpdateTask
@@ -398,13 +398,68 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def offered(channels: ControlChannels) -> ControlOffer:
+    """Return the offer of a process that has not dialled yet."""
+    process = Process({}, dials=False)
+    channels.open(process)
+    await until(lambda: process.offers)
+    return process.offers[0]
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 99])
+def test_a_process_does_not_take_the_place_of_another(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither with a number that it says nor with the other's secret."""
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"resume": lambda version: None}))
+        own = await offered(channels)
+        with closing(dial(own)) as friend, closing(dial(process.offers[0])) as second:
+            friend.send(msgspec.msgpack.encode({"type": "hello", "number": number}))
+            await until(second.is_lost)
+            await until(lambda: "should not" in caplog.text)
+            assert await process.call("resume", 3) is None
+            assert friend.receive(0.01) is None, "it was not asked"
+
+    run(test)
+    assert "[engine e0] a second process dials in its place, and is refused" in caplog.text
+
+
+def test_a_process_that_lost_its_link_gets_its_place_again() -> None:
+    async def test(channels: ControlChannels) -> None:
+        process = Process({}, dials=False)
+        channels.open(process)
+        await until(lambda: process.offers)
+        for _ in range(3):
+            with closing(dial(process.offers[0])):
+                await dialled(process)
+            await until(lambda: not (process.channel and process.channel.is_open))
+        methods = {"resume": lambda version: None}
+        on_daemon(lambda: answer_calls(process.offers[0], methods))
+        await dialled(process)
+        assert await process.call("resume", 3) is None
+
+    run(test)
+
+
+def test_a_process_that_dials_once_it_is_forgotten_is_disconnected() -> None:
+    async def test(channels: ControlChannels) -> None:
+        process = Process({}, dials=False)
+        channels.open(process)
+        await until(lambda: process.offers)
+        channels.forget(process.key)
+        with closing(dial(process.offers[0])) as late:
+            await until(late.is_lost)
+
+    run(test)
+
+
 def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test(channels: ControlChannels) -> None:
         process = await opened(channels, Process({"resume": lambda version: None}))
-        offer = process.offers[0]
+        offer = await offered(channels)
         with closing(dial(offer, "0" * 64)) as stranger, closing(dial(offer)) as friend:
             await until(stranger.is_lost)
-            for message in ("garbage", Hello(99), Answer(1, pack(3))):
+            for message in ("garbage", Readable(1), Answer(1, pack(3))):
                 friend.send(msgspec.msgpack.encode(message))
             await until(lambda: len(caplog.records) == 3)
             assert not friend.is_lost()
@@ -423,11 +478,11 @@ def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixtur
 def test_who_does_not_speak_as_agreed_is_disconnected(
     begins: bytes | None, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_channels, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
 
     async def test(channels: ControlChannels) -> None:
         process = await opened(channels, Process({"resume": lambda version: None}))
-        offer = process.offers[0]
+        offer = await offered(channels)
         host, _, port = offer.endpoint.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(framed(offer.secret.encode()) + b"\xff" * 4 if begins is None else begins)
@@ -467,7 +522,7 @@ def test_a_reply_to_another_call_leaves_the_one_that_waits() -> None:
         waiting = asyncio.ensure_future(process.call("resume", 3))
         await asyncio.sleep(0)
         with pytest.raises(WireError, match="was not asked"):
-            process.channel.answered(Answer(99, pack(None)))
+            process.channel.came(Answer(99, pack(None)))
         may_end.set()
         assert await waiting is None
 
@@ -502,4 +557,4 @@ def test_an_actor_that_ray_cannot_reach_is_not_taken_for_dead() -> None:
 
 
 def test_an_offer_does_not_show_its_secret() -> None:
-    assert "s3cret" not in repr(ControlOffer("tcp://127.0.0.1:1", "s3cret", 0))
+    assert "s3cret" not in repr(ControlOffer("tcp://127.0.0.1:1", "s3cret"))

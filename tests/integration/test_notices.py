@@ -213,7 +213,7 @@ def test_notices_that_nobody_closed_do_not_hold_up_an_exit() -> None:
 import gc
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.notices import Notices
-notices = Notices(ControlOffer("tcp://127.0.0.1:1", "0" * 64, 0))
+notices = Notices(ControlOffer("tcp://127.0.0.1:1", "0" * 64))
 notices.readable(1)
 notices.itself = notices
 del notices

@@ -4,8 +4,8 @@ An update has three calls one after another while engines do not serve. Through 
 milliseconds; benchmarks/README.md compares the two.
 
 Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
-show the driver's secret. A holder that calls the others of its host does so on channels of its own: it is
-their driver here.
+show the secret of its own offer. A holder that calls the others of its host does so on channels of its own:
+it is their driver here.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ _SEND_S = 10.0
 class ControlOffer(msgspec.Struct, frozen=True):
     """How a process reaches its driver. Carries a secret: do not log it.
 
-    `number` tells the driver which process dials.
+    Each process has a secret of its own, by which the driver knows the process.
     """
 
     endpoint: str
     secret: str
-    number: int
 
     def __repr__(self) -> str:
-        return f"ControlOffer(endpoint={self.endpoint!r}, number={self.number})"
+        return f"ControlOffer(endpoint={self.endpoint!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +98,6 @@ task. It returns None for a report that no frame holds: Ray brings it.
 """
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Process → driver, first."""
-
-    number: int
-
-
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Driver → process: call `method`. An empty one hangs up."""
 
@@ -131,19 +124,17 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
 class Readable(msgspec.Struct, frozen=True, tag="readable"):
     """Trainer → driver: holders may read its weights in place. `ticket` is that of its `publish`."""
 
-    number: int
     ticket: int
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
     """Trainer → driver: what its `publish` returned, a `PublishReport`. Ray's answer takes longer."""
 
-    number: int
     ticket: int
     report: msgspec.Raw
 
 
-Reply: TypeAlias = Hello | Answer | Raised | Readable | Published
+Reply: TypeAlias = Answer | Raised | Readable | Published
 """What a process sends to the driver."""
 
 _asks = msgspec.msgpack.Decoder(Ask)
@@ -195,7 +186,6 @@ def answer_calls(
     """
     try:
         with closing(Stream(offer.endpoint, offer.secret, MAX_FRAME_NBYTES, _SEND_S)) as stream:
-            stream.send(msgspec.msgpack.encode(Hello(offer.number)))
             while is_newest():
                 message = stream.receive(_LOOK_S)
                 if message is None or not is_newest():

@@ -24,7 +24,6 @@ import torch
 import zmq
 
 from weightsync.channel.casting import Casting, CastingSink
-from weightsync.channel.descriptors import shortage
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.sink import PieceView, Sink
 from weightsync.channel.wire import (
@@ -58,6 +57,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.decoding import decoded
+from weightsync.protocol.descriptors import shortage
 from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket, HolderDigests
 from weightsync.protocol.timing import PhaseClock, Span

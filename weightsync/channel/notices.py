@@ -30,11 +30,11 @@ class Notices:
 
     def readable(self, ticket: int) -> None:
         """Say that the weights of `publish` number `ticket` may be read. Dials again if it has to."""
-        self._send(Readable(self._offer.number, ticket))
+        self._send(Readable(ticket))
 
     def published(self, ticket: int, report: PublishReport) -> None:
         """Say what `publish` number `ticket` returns. Dials again if it has to."""
-        self._send(Published(self._offer.number, ticket, pack(report)))
+        self._send(Published(ticket, pack(report)))
 
     def _send(self, notice: Readable | Published) -> None:
         data = msgspec.msgpack.encode(notice)

@@ -110,7 +110,7 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
     prepare: Any = holder.prepare
     for attempt in (1, 2):  # the numbers of another driver begin again
         prepare(None, 0, "")
-        holder.answer_relay(ControlOffer("tcp://127.0.0.1:1", "", 0))
+        holder.answer_relay(ControlOffer("tcp://127.0.0.1:1", ""))
         assert channels[-1]["move"](attempt, True, UpdateTask(), 1.0) is MOVED
         assert holder.move(attempt, True, UpdateTask(), 1.0) is MOVED
     with pytest.raises(StateError, match="after it was given up"):

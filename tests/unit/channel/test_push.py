@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from tests.foreign import NASTY
 from tests.patience import patient
+from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.push import Hello, PushEnd, PushFeed
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WireError
 from weightsync.protocol.handles import BufferHandle, PushTicket
@@ -127,11 +127,9 @@ def test_a_process_that_is_not_the_rank_does_not_take_its_place(feed: PushFeed) 
 
 
 def test_a_rank_that_is_asked_in_no_words_of_ours_hangs_up(feed: PushFeed) -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-    ):
-        ticket = replace(feed.ticket, endpoint=f"{folder}/push")
+    directory = PrivateDirectory()
+    ticket = replace(feed.ticket, endpoint=str(directory.path / "push"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(ticket.endpoint)
         listener.listen()
         for data in NASTY.values():
@@ -143,6 +141,7 @@ def test_a_rank_that_is_asked_in_no_words_of_ours_hangs_up(feed: PushFeed) -> No
                 if data:  # else the holder seems to have hung up
                     assert holder.recv(1 << 16) == b""
             end.close()
+    directory.remove()
 
 
 def test_a_holder_that_is_gone_is_noticed(feed: PushFeed) -> None:

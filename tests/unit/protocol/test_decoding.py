@@ -37,8 +37,8 @@ ERROR = SentError("DeadlineError", ["move", ["e0"], 1.0], None)
 REPLIES = [
     Answer(1, pack(LOADED)),
     Raised(1, ERROR, "it broke"),
-    Readable(1, 2),
-    Published(1, 2, pack(PUBLISHED)),
+    Readable(2),
+    Published(2, pack(PUBLISHED)),
 ]
 VALUES: Mapping[str, tuple[Any, object]] = {
     "LoadReport": (LoadReport, LOADED),

@@ -1,0 +1,154 @@
+"""Accepts connections of processes that show a secret, on an event loop.
+
+See `weightsync.protocol.stream` for their messages, and for the end that dials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+from weightsync.errors import WireError
+from weightsync.protocol.descriptors import shortage
+from weightsync.protocol.stream import Splitter, endpoint_of, framed, keep_alive
+
+logger = logging.getLogger("weightsync.listener")
+
+SECRET_NBYTES = 64
+_PAUSE_S = 1.0
+"""How long nobody is accepted once this process has no descriptor left: to try again at once would spin."""
+HANDSHAKE_S = 5.0
+"""A process that has not shown a secret after this time is disconnected, which frees its descriptor."""
+_SAY_S = 60.0
+"""How long nothing more is said of pauses."""
+
+Receive: TypeAlias = Callable[[bytes], None]
+"""Takes a message of a connection. Raises WireError to hang up."""
+
+
+class Listener:
+    """Accepts connections until `close`. Used on the event loop on which it was made."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        admit: Callable[[Connection, bytes], Receive | None],
+        max_nbytes: int,
+    ) -> None:
+        """
+        Args:
+            listening: as `weightsync.protocol.ports.listen` returns it. `close` closes it.
+            admit: returns what takes messages of a connection, by the secret that it showed, or None for a
+                wrong one.
+            max_nbytes: limit for each message once a secret was shown, which has at most `SECRET_NBYTES`.
+        """
+        self.endpoint = endpoint_of(listening)
+        self.admit, self.max_nbytes = admit, max_nbytes
+        self.connections: set[Connection] = set()
+        self._listening, self._loop = listening, asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[object]] = set()
+        self._again: asyncio.TimerHandle | None = None
+        self._said_s = -_SAY_S
+        self._resume()
+
+    async def close(self) -> None:
+        """Stop listening, and hang up."""
+        self._loop.remove_reader(self._listening)
+        if self._again:
+            self._again.cancel()
+        self._listening.close()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+        for connection in self.connections:
+            connection.abort()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._pause(error)
+            return
+        connection.setblocking(False)
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(lambda: Connection(self), connection)
+        )
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+
+    def _pause(self, error: OSError) -> None:
+        self._loop.remove_reader(self._listening)
+        self._again = self._loop.call_later(_PAUSE_S, self._resume)
+        if self._loop.time() - self._said_s >= _SAY_S:
+            self._said_s = self._loop.time()
+            logger.warning(
+                "a process that dials %s has to wait: %s", self.endpoint, shortage() or error.strerror
+            )
+
+
+class Connection(asyncio.Protocol):
+    """A connection that was accepted.
+
+    Attributes:
+        when_lost: called once the connection is lost, if its secret was right.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._messages = Splitter(SECRET_NBYTES)
+        self._receive: Receive | None = None
+        self.when_lost: Callable[[], None] = _nothing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        keep_alive(self._transport.get_extra_info("socket"))
+        self._listener.connections.add(self)
+        self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._messages.feed(data):
+                if self._receive:
+                    self._receive(message)
+                elif not self._admitted(message):
+                    return
+        except WireError as error:
+            if self._receive:
+                logger.warning("a process is disconnected: %s", error)
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._limit.cancel()
+        self._listener.connections.discard(self)
+        self.when_lost()
+
+    def send(self, data: bytes) -> bool:
+        """Send one message. Returns False if the process has hung up."""
+        if self._transport.is_closing():
+            return False
+        self._transport.write(framed(data))
+        return True
+
+    def abort(self) -> None:
+        """Hang up, without what was not sent yet."""
+        self._transport.abort()
+
+    def _admitted(self, secret: bytes) -> bool:
+        self._receive = self._listener.admit(self, secret)
+        if self._receive:
+            self._limit.cancel()
+            self._messages.max_nbytes = self._listener.max_nbytes
+        else:
+            self._transport.abort()
+        return self._receive is not None
+
+
+def _nothing() -> None:
+    """Do nothing: nobody waits for the end."""
