@@ -8,6 +8,7 @@ import select
 import socket
 import statistics
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ SECONDS = 0.5
 MAX_NBYTES = 1 << 30
 """A measurement ends after `SECONDS`, or after so many bytes."""
 _CHUNK = 1 << 20
+_PAUSE_S = 1.0
+"""How long nobody is accepted after an error."""
 _REPLY = struct.Struct("!Qd")
 _RESET = struct.pack("ii", 1, 0)
 """As SO_LINGER, drops what has not been sent. The next measurement then finds a free link."""
@@ -53,12 +56,13 @@ class LinkServer:
         """
         self._socket = listen(host, ports, "no connections can be measured")
         self._socket.setblocking(True)
-        self._secret, self._timeout_s = secret, timeout_s
+        self._secret, self._timeout_s, self._closing = secret, timeout_s, threading.Event()
         self.endpoint = joined(host, self._socket.getsockname()[1])
         on_daemon(self._accept, "weightsync-link-server")
 
     def close(self) -> None:
         """Stop listening."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
         self._socket.close()
@@ -68,7 +72,9 @@ class LinkServer:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closing.wait(_PAUSE_S):
+                    return
+                continue  # this process had no descriptor left
             on_daemon(partial(self._serve, connection), "weightsync-link")
 
     def _serve(self, connection: socket.socket) -> None:

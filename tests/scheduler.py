@@ -9,6 +9,7 @@ RAY = ("tests/actors/",)
 FORKED = (
     "tests/contract/",
     "tests/integration/test_blame.py",
+    "tests/integration/test_exhausted_descriptors.py",
     "tests/integration/test_feed.py",
     "tests/integration/test_follow.py",
     "tests/unit/memory/test_cuda.py",

@@ -6,24 +6,27 @@ This one accepts only clients that show its secret, and listens on one address. 
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import msgspec
-import zmq
 from torch.distributed.distributed_c10d import Store
-from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.config import Ports
 from weightsync.errors import WireError
-from weightsync.protocol.decoding import decoded, decoded_one
-from weightsync.protocol.handshake import Server, dial, hang_up
+from weightsync.protocol.decoding import decoded
+from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.ports import listen
+from weightsync.protocol.stream import Stream, endpoint_of
 
 MAX_MESSAGE_NBYTES = 1 << 20
-_POLL_MS = 50
+_POLL_S = 0.05
 _WAIT_S = 0.01
 
 
@@ -50,23 +53,49 @@ _requests = msgspec.msgpack.Decoder(_Request)
 _answers = msgspec.msgpack.Decoder(_Answer)
 
 
-class StoreServer(Server):
+class StoreServer:
     """Serves a store on a port of `ports`, or a free one; `address` is ``secret@host:port``."""
 
     def __init__(self, host: str, ports: Ports | None = None) -> None:
         """Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`."""
-        self._values: dict[str, bytes] = {}
-        super().__init__(host, ports, MAX_MESSAGE_NBYTES, "no rendezvous can be served")
-        self.address = f"{self.secret}@{self.endpoint.removeprefix('tcp://')}"
+        listening = listen(host, ports, "no rendezvous can be served")
+        self._secret, self._values = secrets.token_hex(SECRET_NBYTES // 2), dict[str, bytes]()
+        self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
+        self._loop, self._ending = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._serve, args=(listening,), daemon=True, name="weightsync-store"
+        )
+        self._thread.start()
 
-    def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
+            self._loop.close()
+
+    def answer(self, data: bytes) -> bytes:
         """Return the answer to one request."""
         try:
-            request = decoded_one(_requests.decode, frames)
+            request = decoded(_requests.decode, data)
             answer = _Answer(request.ticket, self._do(request))
         except WireError as error:
             answer = _Answer(0, None, str(error))
-        return [msgspec.msgpack.encode(answer)]
+        return msgspec.msgpack.encode(answer)
+
+    def _serve(self, listening: socket.socket) -> None:
+        async def serve() -> None:
+            listener = Listener(listening, self._admit, MAX_MESSAGE_NBYTES)
+            await self._ending.wait()
+            await listener.close()
+
+        self._loop.run_until_complete(serve())
+
+    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+        def receive(data: bytes) -> None:
+            connection.send(self.answer(data))
+
+        return receive if hmac.compare_digest(secret, self._secret.encode()) else None
 
     def _do(self, request: _Request) -> bytes | None:
         if request.do == "check":
@@ -95,15 +124,11 @@ class NetworkStore(Store):
 
     def __init__(self, address: str, timeout_s: float) -> None:
         super().__init__()
-        secret, _, place = address.rpartition("@")
-        self._place, self._timeout_s = place, timeout_s
+        self._secret, _, self._place = address.rpartition("@")
+        self._timeout_s = timeout_s
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._ticket = 0
-        self._context = zmq.Context()
-        self._socket, self._monitor = dial(self._context, f"tcp://{place}", secret, MAX_MESSAGE_NBYTES)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._stream: Stream | None = None
         self._lost = False
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -144,13 +169,12 @@ class NetworkStore(Store):
         """Disconnect and end a call that waits. Safe to call twice."""
         self._closing.set()
         with self._lock:
-            if not self._socket.closed:
-                hang_up(self._socket, self._monitor)
-                self._context.term()
+            if self._stream:
+                self._stream.close()
 
     def __del__(self) -> None:
         """Disconnect if `close` was not called: a broken communicator is only dropped."""
-        if hasattr(self, "_monitor"):
+        if hasattr(self, "_lost"):
             self.close()
 
     def _ask(self, do: Any, *keys: str, **values: Any) -> bytes | None:  # noqa: ANN401 - as `_Request`
@@ -159,27 +183,25 @@ class NetworkStore(Store):
             self._ticket += 1
             request = msgspec.msgpack.encode(_Request(self._ticket, do, keys, **values))
             try:
-                self._socket.send(request, zmq.NOBLOCK)
-                return self._answer(time.monotonic() + self._timeout_s)
-            except zmq.Again:  # there is no connection, and none will come back
+                return self._answer(request, time.monotonic() + self._timeout_s)
+            except OSError as error:  # another process may have the port by now
                 self._lost = True
-                self._check()
-                raise
+                raise RuntimeError(self._gone()) from error
             except WireError as error:
                 raise RuntimeError(f"the store at {self._place} failed: {error}") from error
 
-    def _answer(self, deadline: float) -> bytes | None:
+    def _answer(self, request: bytes, deadline: float) -> bytes | None:
+        if self._stream is None:
+            where = f"tcp://{self._place}"
+            self._stream = Stream(where, self._secret, MAX_MESSAGE_NBYTES, self._timeout_s)
+        self._stream.send(request)
         while time.monotonic() < deadline:
-            ready = dict(self._poller.poll(_POLL_MS))
-            if self._socket in ready:
-                answer = decoded_one(_answers.decode, self._socket.recv_multipart())
+            if (data := self._stream.receive(_POLL_S)) is not None:
+                answer = decoded(_answers.decode, data)
                 if answer.refusal:
                     raise WireError(answer.refusal)
                 if answer.ticket == self._ticket:  # otherwise of a call that was given up
                     return answer.value
-            elif self._monitor in ready:
-                recv_monitor_message(self._monitor)
-                self._lost = True
             self._check()
         raise RuntimeError(f"the store at {self._place} does not answer within {self._timeout_s:g} s")
 
@@ -187,7 +209,10 @@ class NetworkStore(Store):
         if self._closing.is_set():
             raise RuntimeError("the store is closed")
         if self._lost:
-            raise RuntimeError(f"the connection to the store at {self._place} broke, or there is none")
+            raise RuntimeError(self._gone())
+
+    def _gone(self) -> str:
+        return f"the connection to the store at {self._place} broke, or there is none"
 
 
 def _bytes(value: str | bytes) -> bytes:
