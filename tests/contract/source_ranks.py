@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.replicas import NUM_ROUNDS
 from weightsync.protocol.messages import Attached, Compared, Digests, combine
 from weightsync.sources.module import ModuleSource
 
@@ -83,7 +82,7 @@ def publish(
     digests = source.publish(True).digests
     share = (bytes(send_buffer.tensor.numpy()), digests.tolist())
     if compared is not None and plan.replicas:
-        compared.append(source.compare_replicas(range(NUM_ROUNDS)))
+        compared.append(source.compare_replicas(range(plan.replicas.num_rounds)))
     source.close()
     source.close()
     send_buffer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from weightsync.errors import PeerLostError, ReplicasDifferError
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan
-from weightsync.plan.replicas import NUM_ROUNDS
+from weightsync.plan.replicas import MOST_ROUNDS
 from weightsync.protocol.messages import Digests
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer, LocalTrainer
@@ -79,7 +80,7 @@ def flip(model: nn.Module, name: str) -> None:
 
 
 async def update_until_found(loop: Replicated) -> None:
-    for version in range(2, 2 + NUM_ROUNDS):
+    for version in range(2, 2 + MOST_ROUNDS):
         await loop.controller.update(version)
 
 
@@ -131,23 +132,18 @@ def test_a_bit_that_flips_later_is_found_once_its_round_comes(stage: str) -> Non
 
 
 def test_a_rank_that_missed_a_step_is_found_by_the_next_update() -> None:
-    """It differs in every tensor, so whichever round it is."""
-
-    class Wide(Replicated):
-        def make(self) -> nn.Module:
-            return nn.Sequential(*[nn.Linear(4, 4) for _ in range(NUM_ROUNDS)])
+    """It differs in every tensor, whichever round it is."""
 
     async def work(loop: Replicated) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
-        stale = loop.models[1].state_dict()
-        kept = {name: each.clone() for name, each in stale.items()}
+        kept = copy.deepcopy(loop.models[1].state_dict())
         loop.train()
         loop.models[1].load_state_dict(kept)
         with pytest.raises(ReplicasDifferError, match="trainer 0, trainer 1 in"):
             await loop.controller.update(2)
 
-    drive(work, cls=Wide)
+    drive(work)
 
 
 class InPlace(Direct):
@@ -189,16 +185,22 @@ def test_memory_that_is_read_in_place_is_compared_before_the_first_byte_moves() 
 
 
 def test_a_replica_that_an_engine_read_and_nobody_digested_is_named_and_no_engine_blamed() -> None:
-    """One rank digests a box, and an engine may read it from another one: bytes differ in any round."""
+    """One rank digests a box, an engine reads it from another one, and its round has not come."""
 
     async def work(loop: Direct) -> None:
         assert isinstance(loop, InPlace)
         await loop.controller.connect()
         await loop.controller.update(1)
-        for name in NAMES:
+        plan = loop.controller.plan
+        assert plan
+        assert plan.replicas
+        claims = plan.replicas.claims(1)
+        later = {plan.tensors[t].name for t in claims.tensor[claims.round > 0].tolist()}
+        for name in later:
             flip(loop.other, name)
-        with pytest.raises(ReplicasDifferError):
+        with pytest.raises(ReplicasDifferError) as caught:
             await loop.controller.update(2)
+        assert {name for _, tensors in caught.value.differing for name in tensors} == later
         assert {m.record.state for m in loop.fleet.engines.values()} == {EngineState.STALE}
         loop.other.load_state_dict(loop.model.state_dict())
         report = await loop.controller.update(3)

@@ -12,70 +12,71 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ReplicasDifferError
 from weightsync.plan import Plan
-from weightsync.plan.replicas import NUM_ROUNDS, Replicas
+from weightsync.plan.replicas import Replicas
 from weightsync.protocol.messages import Digests, PublishReport, combine
 
 logger = logging.getLogger("weightsync.driver.trainers")
 
-_ALL = tuple(range(NUM_ROUNDS))
-
 
 class Agreement:
-    """Which boxes the ranks that hold them compare next: all of them first, then one round in each update.
-
-    Attributes:
-        rounds: the rounds of the next `publish`, see `PublishTask`.
-    """
+    """Which boxes the ranks that hold them compare next: all of them first, then one round in each update."""
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self._plan: Plan | None = None
-        self.rounds: tuple[int, ...] = ()
-
-    @property
-    def compares_all(self) -> bool:
-        """Whether the next `publish` compares all boxes."""
-        return self.rounds == _ALL
+        self._replicas: Replicas | None = None
+        self._round = -1
 
     def begin(self, plan: Plan) -> None:
         """Begin with the first update of a connection."""
-        self._plan = plan
+        self._plan, self._replicas = plan, plan.replicas
         self.compare_all()
 
     def compare_all(self) -> None:
         """Have the next `publish` compare all boxes."""
-        self.rounds = _ALL if self._plan and self._plan.replicas else ()
+        self._round = -1
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether the next `publish` compares all boxes, and there are some."""
+        return self._replicas is not None and self._round < 0
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """The rounds of the next `publish`, see `PublishTask`."""
+        if self._replicas is None:
+            return ()
+        return tuple(range(self._replicas.num_rounds)) if self._round < 0 else (self._round,)
 
     async def require(
         self, version: int, answers: Mapping[str, PublishReport], rounds: tuple[int, ...]
     ) -> None:
-        """Raise ReplicasDifferError if digests of one box differ, which ranks took for `rounds`."""
-        plan = self._plan
-        if not rounds or plan is None:
+        """Raise ReplicasDifferError if ranks have different digests of a box, which they took in `rounds`."""
+        if not rounds or self._replicas is None:
             return
         words = [each.agreement for each in answers.values() if each.agreement is not None]
         if len(words) < len(answers):
             silent = next(name for name, each in answers.items() if each.agreement is None)
-            logger.warning(
-                "[driver] replicas are not compared: the source of %s has no `compare_replicas`", silent
-            )
-            self._plan, self.rounds = None, ()
+            about = "[driver] replicas are not compared: the source of %s has no `compare_replicas`"
+            logger.warning(about, silent)
+            self._replicas = None
         elif combine(words).any():
             self.compare_all()
-            raise ReplicasDifferError(version, await self._differing(plan, rounds))
+            raise ReplicasDifferError(version, await self._differing(self._replicas, rounds))
         else:
-            self.rounds = ((rounds[-1] + 1) % NUM_ROUNDS,)
+            self._round = (rounds[-1] + 1) % self._replicas.num_rounds
 
-    async def _differing(self, plan: Plan, rounds: tuple[int, ...]) -> list[tuple[str, list[str]]]:
+    async def _differing(self, replicas: Replicas, rounds: tuple[int, ...]) -> list[tuple[str, list[str]]]:
         """Ask ranks for their digests. Returns the names of those that differ, and of the tensors."""
         calls = {f"trainer {i}": each.replica_digests() for i, (each, _) in enumerate(self._fleet.trainers)}
         outcome = await gather_named(calls, "verify", self._config.timeout_s)
         for name, error in outcome.failures.items():
             logger.warning("[%s] its digests are not known: %s", name, error)
-        assert plan.replicas
         found = {rank: outcome.answers[name] for rank, name in enumerate(calls) if name in outcome.answers}
-        differing = dissenters(plan.replicas, found, rounds)
-        return [(f"trainer {i}", [plan.tensors[t].name for t in tensors]) for i, tensors in differing.items()]
+        differing = dissenters(replicas, found, rounds)
+        assert self._plan
+        names = [meta.name for meta in self._plan.tensors]
+        return [(f"trainer {rank}", [names[t] for t in tensors]) for rank, tensors in differing.items()]
 
 
 def dissenters(

@@ -134,7 +134,7 @@ def _explain(meta: TensorMeta, offset: Int64, extent: Int64, rank: Int64) -> Non
     if held[where]:
         over = np.flatnonzero(((low <= at) & (high > at)).all(axis=1))
         columns = (each[over].tolist() for each in (rank, low, high))
-        boxes = [f"rank {who} holds {first} to {end}" for who, first, end in zip(*columns, strict=True)]
+        boxes = [f"rank {owner} holds {first} to {end}" for owner, first, end in zip(*columns, strict=True)]
         raise PlanError(
             meta.name,
             f"{len(over)} different boxes hold the elements at {at}, extent {size}, of shape {meta.shape}: "

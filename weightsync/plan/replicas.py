@@ -8,12 +8,12 @@ import numpy as np
 
 from weightsync.plan.column import Column, narrowed
 from weightsync.plan.copies import repeated
-from weightsync.plan.layout import Int64, Layout
+from weightsync.plan.layout import Bool, Int64, Layout
 from weightsync.plan.match import Match, Shards
 from weightsync.plan.segment import Box
 from weightsync.plan.tensor_rows import first_alike, firsts
 
-NUM_ROUNDS = 16
+MOST_ROUNDS = 16
 """Updates in which each box that several ranks hold is compared once, after a first one that compares all.
 
 A rank that missed a step differs everywhere, so the next update finds it. To digest one sixteenth of a rank's
@@ -70,6 +70,23 @@ class Replicas:
         first, kind = np.unique(firsts(alike[matched.source]), return_inverse=True)
         return cls.of(kind, kind, source, shards.of_tensors(first))
 
+    @property
+    def num_rounds(self) -> int:
+        """In how many rounds the tensors that several ranks hold are compared. None of them is empty."""
+        return min(MOST_ROUNDS, int(self._is_shared().sum()))
+
+    def _is_shared(self) -> Bool:
+        shared: Bool = np.isin(self.kind, self.of_kind[self.count > 1])
+        return shared
+
+    def _rounds(self) -> Int64:
+        """Return the round of each tensor. Those of a kind are spread over all rounds."""
+        rounds = np.zeros(len(self.kind), np.int64)
+        shared = np.flatnonzero(self._is_shared())
+        order = shared[np.argsort(self.kind[shared], kind="stable")]
+        rounds[order] = np.arange(len(order)) % self.num_rounds
+        return rounds
+
     def claims(self, trainer: int) -> Claims:
         """Return what rank `trainer` and others hold."""
         kind, is_first = self.kind.astype(np.int64), self.place == 0
@@ -87,7 +104,7 @@ class Replicas:
             self.offset[rows].astype(np.int64),
             self.place[rows].astype(np.int64),
             self.count[rows].astype(np.int64),
-            self._turn()[tensor] % NUM_ROUNDS,
+            self._rounds()[tensor],
         )
 
     def turns(self, trainer: int) -> Turns:

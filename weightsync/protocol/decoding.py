@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from weightsync.errors import WireError
 
+_MOST = 200
+"""Characters of a cause, which may repeat what came."""
 D = TypeVar("D")
 T = TypeVar("T")
 
@@ -20,7 +22,7 @@ def decoded(decode: Callable[[D], T], data: D, kind: str = "a message of ours") 
     try:
         return decode(data)
     except Exception as error:
-        raise WireError(f"not {kind}: {error}") from error
+        raise WireError(f"not {kind}: {str(error)[:_MOST]}") from error
 
 
 def decoded_one(decode: Callable[[D], T], frames: Sequence[D], kind: str = "a message of ours") -> T:

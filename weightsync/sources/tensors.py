@@ -23,7 +23,6 @@ from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_place
 from weightsync.plan.experts import stack_experts
 from weightsync.plan.plan import by_tensor, holding
-from weightsync.plan.replicas import NUM_ROUNDS
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
@@ -312,7 +311,8 @@ class TensorSource(ABC):
                 self._finish()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
             if published and self._plan and self._plan.replicas:
-                self._before_offload = [self.compare_replicas([number]) for number in range(NUM_ROUNDS)]
+                rounds = range(self._plan.replicas.num_rounds)
+                self._before_offload = [self.compare_replicas([number]) for number in rounds]
             if self._copies:
                 for copy in self._copies.copies:
                     stored.setdefault(copy.segment.buffer, []).append(

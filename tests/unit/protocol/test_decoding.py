@@ -95,6 +95,9 @@ def test_an_error_of_any_depth_is_ours_or_a_wire_error(value: object) -> None:
 def test_the_error_says_what_was_expected_and_why_it_is_none() -> None:
     with pytest.raises(WireError, match=r"not a number: invalid literal.*'x'"):
         decoded(int, "x", "a number")
+    with pytest.raises(WireError) as told:
+        decoded(int, "x" * 100_000, "a number")
+    assert len(str(told.value)) < 300
     with pytest.raises(WireError, match="2 frames, where a number is 1"):
         decoded_one(int, ["1", "2"], "a number")
     assert decoded_one(int, ["1"]) == 1

@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.messages import PublishTask
+from weightsync.protocol.messages import PublishTask, combine
 from weightsync.sources.lora import LoraSource
 
 peft = pytest.importorskip("peft")
@@ -60,7 +60,7 @@ def published(source: LoraSource, dtype: str = "float32") -> dict[str, torch.Ten
     """Publish as the driver has it done, and return what travels."""
     layout = source.layout()
     assert layout.device == ""
-    plan = plan_of(layout, dtype)
+    plan = plan_of(layout, dtype=dtype)
     buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
     try:
         source.attach(plan, 0, buffer.handle)
@@ -76,18 +76,18 @@ def published(source: LoraSource, dtype: str = "float32") -> dict[str, torch.Ten
         buffer.close()
 
 
-def plan_of(layout: RankLayout, dtype: str) -> Plan:
-    wanted = tuple(type(meta)(meta.name, dtype, meta.shape) for meta in layout.tensors)
+def plan_of(*layouts: RankLayout, dtype: str) -> Plan:
+    wanted = tuple(type(meta)(meta.name, dtype, meta.shape) for meta in layouts[0].tensors)
     engine = Layout.from_ranks([RankLayout(wanted, tuple(map(Segment.whole, wanted)))])
-    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
-    sides = Layout.from_ranks([layout]), {"e": engine}
+    members = Members(num_holders=2, trainers=(0,) * len(layouts), engines=(("e", (1,)),))
+    sides = Layout.from_ranks(layouts), {"e": engine}
     return make_plan(*sides, members, bucket_bytes=1 << 20, max_staging_bytes=4 << 20)
 
 
 def attached(model: nn.Module) -> tuple[LoraSource, Plan, SharedBuffer]:
     """Return a source that publishes to a buffer. Both have to be closed."""
     source = LoraSource(model, "default")
-    plan = plan_of(source.layout(), "float32")
+    plan = plan_of(source.layout(), dtype="float32")
     buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
     source.attach(plan, 0, buffer.handle)
     return source, plan, buffer
@@ -237,7 +237,7 @@ def test_a_shard_publishes_the_model_that_its_trainer_has_now_whoever_calls_it()
     trainer = TrainerShard()
     trainer.model = adapted()
     shard = AdapterShard(trainer, "default")
-    plan = plan_of(shard.sync_layout().rank_layout(), "float32")
+    plan = plan_of(shard.sync_layout().rank_layout(), dtype="float32")
     buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
     shard.sync_attach(plan, 0, buffer.handle)
     first = shard.sync_publish(PublishTask(count=True)).fingerprint
@@ -247,3 +247,29 @@ def test_a_shard_publishes_the_model_that_its_trainer_has_now_whoever_calls_it()
     assert (shard.sync_publish(PublishTask(count=True)).fingerprint != first).any()
     shard.adapter.close()
     buffer.close()
+
+
+def test_ranks_of_one_adapter_that_differ_do_not_agree() -> None:
+    trainers = [TrainerShard(), TrainerShard()]
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.model = adapted()
+    shards = [AdapterShard(trainer, "default") for trainer in trainers]
+    plan = plan_of(*(shard.sync_layout().rank_layout() for shard in shards), dtype="float32")
+    assert plan.replicas
+    task = PublishTask(count=True, rounds=tuple(range(plan.replicas.num_rounds)))
+    buffers = [SharedBuffer.create(plan.send_buffer_nbytes(rank)) for rank in range(2)]
+    for rank, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
+        shard.sync_attach(plan, rank, buffer.handle)
+
+    def differ() -> bool:
+        said = [shard.sync_publish(task).agreement for shard in shards]
+        return bool(combine([each for each in said if each is not None]).any())
+
+    assert not differ()
+    with torch.no_grad():
+        next(each for name, each in trainers[1].model.named_parameters() if ".lora_B" in name)[0, 0] += 1
+    assert differ()
+    for shard, buffer in zip(shards, buffers, strict=True):
+        shard.adapter.close()
+        buffer.close()
