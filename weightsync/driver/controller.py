@@ -372,7 +372,7 @@ class Controller:
         if isinstance(loaded, BaseException):
             raise loaded
         if isinstance(published, BaseException):
-            self._give_up(loaded, "nobody said what the bytes that it took should be")
+            self._give_up(loaded, f"the received bytes cannot be verified: {published}")
             raise published
         return loaded
 
