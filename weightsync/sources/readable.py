@@ -16,7 +16,9 @@ from weightsync.plan import RankLayout
 def require_no_flat_parameters(model: torch.nn.Module) -> None:
     """Raise ConfigError if FSDP1 shards parameters: a ``state_dict`` would gather them on all ranks."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    for path, module in model.named_modules() if kind else ():
+    if kind is None:
+        return
+    for path, module in model.named_modules():
         if isinstance(module, kind) and module.sharding_strategy.name != "NO_SHARD":
             remedy = (
                 f"FSDP1 shards {path or 'it'} in flat parameters, which are not read: use fully_shard (FSDP2)"
