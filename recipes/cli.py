@@ -27,6 +27,7 @@ from weightsync.recipes.catalog import load
 from weightsync.recipes.cluster import existing_cluster, local_cluster
 from weightsync.recipes.doctor import diagnosis, diagnosis_json, is_fit
 from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
+from weightsync.recipes.hf_model import read_model
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.inputs import (
     at_least_one,
@@ -51,7 +52,6 @@ from weightsync.recipes.run_report import read_report
 from weightsync.recipes.schema import markdown as as_markdown
 from weightsync.recipes.schema import recipe_schema
 from weightsync.recipes.screen import Screen
-from weightsync.recipes.shapes import ModelShape
 from weightsync.recipes.time_shares import ON_CPUS
 from weightsync.report import Covered
 
@@ -159,7 +159,11 @@ def plan(
         str | None, typer.Argument(help="A YAML file, or the name of a shipped recipe; or give --model.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A YAML file, or a model of configs/models, such as qwen3-8b.")
+        str | None,
+        typer.Option(
+            help="A model of configs/models, such as qwen3-8b, or a YAML file; or a folder as Hugging Face "
+            "saves it, or its config.json."
+        ),
     ] = None,
     trainers: Annotated[
         str | None,
@@ -202,9 +206,11 @@ def plan(
         scene = recipe_scene(loaded, host, offloaded=offloaded)
     else:
         refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
+        name, shape, tensors = read_model(required("--model", model))
         scene = Scene(
-            name=required("--model", model),
-            model=load(ModelShape, required("--model", model), field="--model", kind="models"),
+            name=name,
+            model=shape,
+            tensors=tensors,
             trainers=parse_trainers(required("--trainers", trainers)),
             engines=many_engines(parse_engine(required("--engine", engine)), engines),
             apart=apart,

@@ -47,6 +47,7 @@ class Scene:
         offloaded: trainers publish into host memory.
         cluster: its name and its hosts, which are filled in order; None gives no times.
         names: of the engines; empty for engine-0, engine-1 and so on.
+        tensors: of the model, in its checkpoint; empty for those that its form tells.
         quantizations: how the checkpoint of each engine is quantised, None if it is not; empty if none is.
     """
 
@@ -60,6 +61,7 @@ class Scene:
     sync: SyncConfig = field(default_factory=SyncConfig)
     names: tuple[str, ...] = ()
     quantizations: tuple[Quantization | None, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
 
     def members(self) -> Members:
         """Return the members, with one holder for each GPU."""
@@ -247,7 +249,7 @@ def _held(tensors: Sequence[TensorMeta], quantization: Quantization | None) -> l
 
 
 def _sides(scene: Scene) -> _Sides:
-    tensors, members = checkpoint_tensors(scene.model), scene.members()
+    tensors, members = scene.tensors or checkpoint_tensors(scene.model), scene.members()
     quantizations = scene.quantizations or (None,) * len(scene.engines)
     kinds = [*zip(scene.engines, quantizations, strict=True)]
     layouts = {kind: engine_layout(_held(tensors, kind[1]), scene.model, kind[0]) for kind in set(kinds)}

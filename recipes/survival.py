@@ -33,10 +33,8 @@ def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
 def begun(recipe: Recipe, engines: Collection[str], left: Collection[str]) -> str:
     """Say how many trainers and `engines` are started, and how many of them are `left` and taken over."""
     num_left = sum(f"engine {name}" in left for name in engines)
-    trainers, new = (
-        count_text(recipe.trainers.count, "trainer"),
-        count_text(len(engines) - num_left, "engine"),
-    )
+    trainers = count_text(recipe.trainers.count, "trainer")
+    new = count_text(len(engines) - num_left, "engine")
     if not left:
         return f"start {trainers} and {new}"
     taken = f"take over {trainers} and {count_text(num_left, 'engine')}"

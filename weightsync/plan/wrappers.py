@@ -14,8 +14,6 @@ def unwrapped(name: str) -> str:
 
     Wrappers are those of DDP, `torch.compile`, activation checkpoints, FSDP1 and PEFT.
     """
-    if (
-        "module." in name or "_orig_mod." in name or "base_model." in name
-    ):  # most names, of ten thousands, have none
-        return _WRAPPERS.sub("", name)
-    return name
+    # Most names, of ten thousands, have none, and the pattern is slow.
+    may_have = "module." in name or "_orig_mod." in name or "base_model." in name
+    return _WRAPPERS.sub("", name) if may_have else name
