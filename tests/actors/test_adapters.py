@@ -17,8 +17,8 @@ from ray.actor import ActorHandle
 
 from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, EngineActor, PlanError, SyncConfig, WeightSync
 from weightsync.engines import Rollout
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
@@ -245,10 +245,9 @@ def test_the_pages_loop_prints_each_version(tmp_path: Path, capsys: pytest.Captu
     build_tiny_qwen3(tmp_path / "base")
     trainer = spawn(LoraTrainer, path, RANKS)
     ray.get(trainer.start.remote())
-    (code,) = blocks("docs/adapters.md")
     names = {"ray": ray, "WeightSync": WeightSync, "EngineActor": EngineActor, "path": path}
     names |= {"trainers": [trainer], "prompts": [PROMPT]}
-    exec(compile(code, "docs/adapters.md", "exec"), names)
+    names = run_block("docs/adapters.md", 0, names)
     printed = capsys.readouterr().out
     assert [f"math {version} " in printed for version in (1, 2, 3)] == [True] * 3
     assert printed.count("verified") == 3

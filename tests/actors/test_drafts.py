@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 
 from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, greedy
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import EngineError
@@ -230,10 +230,9 @@ def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.Ca
     path, draft = str(tmp_path / "base"), str(tmp_path / "draft")
     build_tiny_qwen3(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "draft")
-    _, code, *_ = blocks("docs/components.md")
     names = {"ray": ray, "WeightSync": WeightSync, "SyncConfig": SyncConfig, "EngineActor": EngineActor}
     names |= {"path": path, "draft_path": draft}
-    exec(compile(code, "docs/components.md", "exec"), names)
+    names = run_block("docs/components.md", 1, names)
     printed = capsys.readouterr().out
     assert "e0, model: version 1, what its loader got" in printed
     assert "e0, draft: version 1, live weights with those at its start; 21 tensors" in printed

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.actors.fleet import spawn, until
 from tests.contract.vllm_speculation import check_live
 from tests.models import build_tiny_eagle, build_tiny_qwen3, greedy
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, TrainerShard, WeightSync
 from weightsync.errors import PlanError, VerifyError
 from weightsync.faults import Fault, FaultPlan
@@ -298,12 +298,11 @@ def test_an_engine_that_its_user_made_follows_the_same_rules(fleet: Fleet) -> No
 def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, seed in (("base", 0), ("draft", 1)):
         build_tiny_qwen3(tmp_path / name, seed=seed)
-    *_, code, _ = blocks("docs/components.md")
-    names: dict[str, Any] = {"__name__": "__main__", "ray": ray, "WeightSync": WeightSync}
+    names: dict[str, Any] = {"ray": ray, "WeightSync": WeightSync}
     names |= {"SyncConfig": SyncConfig, "EngineActor": EngineActor, "TrainerShard": TrainerShard}
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM}
     names |= {"path": str(tmp_path / "base"), "draft_path": str(tmp_path / "draft")}
-    exec(compile(code, "docs/components.md", "exec"), names)
+    names = run_block("docs/components.md", 2, names)
     printed = capsys.readouterr().out
     assert "e0, model: version 1, what its loader got; 24 tensors, 461 kB" in printed
     assert "e0, draft: version 1, what its loader got; 24 tensors, 461 kB" in printed

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, build_tiny_router
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, TrainerShard, WeightSync
 
 CONFIG = SyncConfig(
@@ -144,11 +144,10 @@ def test_a_vllm_in_bfloat16_keeps_its_router_in_float32(fleet: Fleet, told: str)
 @pytest.mark.slow
 def test_the_pages_block_says_what_is_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_tiny_qwen3(tmp_path / "model")
-    *_, code = blocks("docs/components.md")
-    names: dict[str, Any] = {"__name__": "__main__", "ray": ray, "torch": torch, "WeightSync": WeightSync}
+    names: dict[str, Any] = {"ray": ray, "torch": torch, "WeightSync": WeightSync}
     names |= {"EngineActor": EngineActor, "TrainerShard": TrainerShard, "path": str(tmp_path / "model")}
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM}
-    exec(compile(code, "docs/components.md", "exec"), names)
+    names = run_block("docs/components.md", 3, names)
     printed = capsys.readouterr().out
     page = Path("docs/components.md").read_text(encoding="utf-8")
     for line in ("small", "exact"):

@@ -13,8 +13,8 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer, forget, spawn, until
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, VerifyError, WeightSync, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 
@@ -188,13 +188,11 @@ def test_fifty_versions_with_an_engine_killed_in_every_tenth(fleet: Fleet, pool:
         fleet.commit(number)
 
 
-@pytest.mark.faults
 def test_the_pages_block_prints_what_is_served(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"WeightSync": WeightSync}
     for model, width, engines in (("policy", 64, ("e0", "e1")), ("reward", 32, ("r0",))):
         names[f"{model}_trainers"] = [pool.get(Trainer, width, f"{model}-of-page")]
         names[f"{model}_engines"] = {name: pool.get(Engine, width, name, f"{name}-page") for name in engines}
-    code, *_ = blocks("docs/components.md")
-    exec(compile(code, "docs/components.md", "exec"), names)
+    run_block("docs/components.md", 0, names)
     printed = "\n".join(capsys.readouterr().out.splitlines()[-3:])
     assert printed in (Path(__file__).parents[2] / "docs/components.md").read_text(encoding="utf-8"), printed

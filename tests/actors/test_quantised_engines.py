@@ -19,9 +19,9 @@ from tests.actors.fleet import spawn, until
 from tests.actors.flipped_engine import FlippedEngine
 from tests.contract.test_vllm_quantized import Served, needs_kernel
 from tests.models import build_tiny_qwen3
+from tests.pages import run_block
 from tests.patience import patient
 from tests.quantised import CONFIGS, INT4, save_quantised
-from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import PlanError, VerifyError
@@ -67,8 +67,7 @@ def trainers(cluster: None, checkpoints: Checkpoints, tmp_path_factory) -> Itera
 @pytest.fixture(scope="module")
 def start(checkpoints: Checkpoints) -> Callable[[str], Any]:
     """As docs/quantised.md starts an engine."""
-    names: dict[str, Any] = {}
-    exec(compile(blocks("docs/quantised.md")[0], "docs/quantised.md", "exec"), names)
+    names = run_block("docs/quantised.md", 0)
     assert names["INT4"] == INT4
 
     def start_engine(kind: str) -> Any:

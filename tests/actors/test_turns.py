@@ -13,8 +13,8 @@ import ray
 from tests.actors.fleet import Engine, Trainer, spawn
 from tests.actors.turns import GREEDY, PROMPTS, Sleeper, Teacher
 from tests.models import build_tiny_qwen3
+from tests.pages import run_block
 from tests.patience import patient
-from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
 
@@ -65,7 +65,7 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
 
         names: dict[str, Any] = {"sync": sync, "trainers": [trainer], "engine": engine, "ray": ray}
         names |= {"version": 4, "prompts": PROMPTS, "sampling": GREEDY}
-        exec(compile(blocks("docs/guide.md")[0], "docs/guide.md", "exec"), names)
+        names = run_block("docs/guide.md", 0, names)
         assert names["rollout"].version == 4
         ray.get(trainer.onload.remote())
         assert names["rollout"].tokens == ray.get(trainer.says.remote()) != said[-1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.pages import run_block
 from tests.patience import patient
 
 os.environ |= {
@@ -27,6 +28,7 @@ os.environ |= {
 
 PROMPTS = [[5, 6, 7], [200, 3, 90, 41], [11] * 6]
 TIMEOUT_S = patient(60)
+HERE = {'"10.0.0.1"': '"127.0.0.1"', '"nccl"': '"gloo"'}
 
 
 class Client:
@@ -55,15 +57,9 @@ def main(folder: Path) -> None:
     from tests.models import build_tiny_qwen3, greedy
 
     models = [build_tiny_qwen3(folder / str(seed), seed=seed) for seed in (1, 2)]
-    llm = LLM(
-        str(folder / "1"),
-        load_format="dummy",
-        dtype="float32",
-        max_model_len=64,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
-    )
+    small = partial(LLM, dtype="float32", max_model_len=64, skip_tokenizer_init=True, enforce_eager=True)
+    names = {"LLM": small, "WeightTransferConfig": WeightTransferConfig, "path": str(folder / "1")}
+    llm = run_block("docs/guide.md", 1, names)["llm"]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 
     def said() -> list[list[int]]:
@@ -117,6 +113,18 @@ def main(folder: Path) -> None:
     llm.reset_prefix_cache()
     assert said() == wanted[0], "not the trainer's tokens after an update that failed"
     trainer.shutdown()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.distributed.weight_transfer.RayVLLMWeightSyncClient", Client)  # llm is no actor
+        names = {"engines": llm, "model": models[1], "num_workers": 1, "rank": 0}
+        names = run_block("docs/guide.md", 2, names, HERE)
+    llm.reset_prefix_cache()
+    assert said() == wanted[1], "not the trainer's tokens, as the page sends them"
+    names["trainer"].shutdown()
+    names = run_block("docs/guide.md", 3, {"llm": llm, "model": models[0], "num_workers": 1}, HERE)
+    llm.reset_prefix_cache()
+    assert said() == wanted[0], "not the trainer's tokens, as the page's sender sends them"
+    names["sender"].close()
 
 
 if __name__ == "__main__":

