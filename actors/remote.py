@@ -31,7 +31,7 @@ from weightsync.actors.control_channels import (
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import CALLS, ControlOffer
 from weightsync.config import Ports
-from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
+from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, PushTicket
@@ -56,10 +56,17 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
         raise PeerLostError(peer, _cause(str(error))) from error
     except RayTaskError as error:
         if isinstance(error.cause, WeightSyncError):
-            raise error.cause from error
+            raise _named(error.cause, peer) from error
         raise PeerError(peer, f"{type(error.cause).__name__}: {error.cause}") from error
     except RayError as error:
         raise PeerError(peer, f"{type(error).__name__}: {_cause(str(error))}") from error
+
+
+def _named(error: WeightSyncError, peer: str) -> WeightSyncError:
+    """Return `error`, with its engine's name: a rank does not know the name before it is attached."""
+    if isinstance(error, EngineError) and not error.engine:
+        return type(error)(peer.removeprefix("engine "), *error.args[1:])
+    return error
 
 
 def _cause(text: str) -> str:

@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -19,6 +19,7 @@ import torch
 
 from tests.actors.fleet import Engine, Modelless, Trainer, forget, spawn, until
 from tests.actors.intercept import Call, intercept
+from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors import control_channels
@@ -28,7 +29,7 @@ from weightsync.actors.metrics import Metrics
 from weightsync.channel.control import ControlOffer
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
+from weightsync.errors import EngineError, NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.report import SyncReport
 
@@ -161,16 +162,32 @@ def test_a_new_one_numbers_its_versions_above_those_that_engines_serve(make: Mak
         second.update_weights(6)
 
 
+def test_an_error_of_a_layout_names_the_engine(make: Make, pool: Pool) -> None:
+    sync = make()
+
+    def fail(engine: Any) -> None:
+        error = EngineError(
+            "", "layout", "ValueError: no place for w", 0
+        )  # a rank does not know its name yet
+        engine._engine.layout = mock.Mock(side_effect=error)
+
+    ray.get(sync.engines()["e1"].__ray_call__.remote(fail))
+    with pytest.raises(
+        EngineError, match=r"^engine e1, rank 0, failed in layout: ValueError: no place for w"
+    ):
+        sync.connect()
+    pool.kill(sync.engines()["e1"])
+
+
 def test_after_ctrl_c_the_next_update_waits_for_the_end_of_the_one_before(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = make()
     sync.connect()
-    update, main = Controller.update, threading.main_thread().ident
-    assert main
+    update = Controller.update
 
     async def interrupted(controller: Controller, *args: Any) -> SyncReport:
-        signal.pthread_kill(main, signal.SIGINT)
+        await interrupt_waiting_call()
         await asyncio.sleep(0.3)  # the next call comes meanwhile
         return await update(controller, *args)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync.actors.loop import LoopThread
 from weightsync.errors import StateError
@@ -29,7 +29,7 @@ class Work:
         self.may_end, self.ended = threading.Event(), False
 
     async def __call__(self) -> str:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await interrupt_waiting_call()
         while not self.may_end.is_set():
             await asyncio.sleep(0.01)
         self.ended = True
@@ -65,9 +65,7 @@ def test_an_interrupted_update_of_two_models_holds_up_calls_of_each(loop: LoopTh
 
 def test_whoever_waits_for_that_may_be_interrupted_too(loop: LoopThread) -> None:
     work = interrupt(loop)
-    threading.Timer(
-        0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    ).start()
+    loop.run_concurrently(interrupt_waiting_call())
     with pytest.raises(KeyboardInterrupt):
         loop.submit(second)
     assert not work.ended
