@@ -149,4 +149,5 @@ def test_copies_that_add_up_to_the_version_are_right_whichever_holder_has_them()
     found = {0: {"a": of(1), "b": of(7)}, 1: {"b": of(9), "c": of(2), "d": None}, 2: {"a": of(4)}}
     assert differing(found, of(7)) == [("b", 0), ("b", 1), ("d", 1)]
     assert differing(found, of(8)) == [(h, part) for part, its in found.items() for h in its]
-    assert differing({0: {"a": of(1)}, 1: {"a": None}}, of(1)) == [("a", 0), ("a", 1)]
+    assert differing({0: {"a": of(1)}, 1: {"a": None}}, of(1)) == [("a", 1)]
+    assert differing({0: {"a": of(1)}, 1: {}}, of(1)) == [], "its holder did not answer"

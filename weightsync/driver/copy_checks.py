@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from weightsync.config import SyncConfig
@@ -97,20 +97,14 @@ def differing(found: Found, expected: Fingerprint) -> list[Copy]:
     """Return the copies that do not add up to the version's fingerprint `expected`.
 
     If copies of a part differ, those are right that add up with the other parts. If none do, all are
-    returned: nothing can be filled from them.
+    returned: nothing can be filled from them. If nothing is known of a part, copies without a header are.
     """
-    right = next((each for each in _choices(found) if (combine(each) == expected).all()), None)
+    kinds = [{each.tobytes(): each for each in its.values() if each is not None} for its in found.values()]
+    ways = itertools.islice(itertools.product(*(kind.values() for kind in kinds)), _MAX_CHOICES)
+    right = next((each for each in ways if (combine(each) == expected).all()), None)
     return [
         (holder, part)
         for number, (part, its) in enumerate(found.items())
         for holder, digests in its.items()
-        if digests is None or right is None or (digests != right[number]).any()
+        if digests is None or (all(kinds) and (right is None or (digests != right[number]).any()))
     ]
-
-
-def _choices(found: Found) -> Iterator[Sequence[Fingerprint]]:
-    """Yield ways to choose the fingerprint of each part."""
-    kinds = [{each.tobytes(): each for each in its.values() if each is not None} for its in found.values()]
-    if all(kinds):
-        ways = itertools.product(*(kind.values() for kind in kinds))
-        yield from itertools.islice(ways, _MAX_CHOICES)

@@ -191,7 +191,7 @@ class Refiller:
         with clock.phase("verify"):
             assert self._snapshot_index.expected is not None
             wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
-            if wrong[name] and (
+            if wrong.get(name) and (
                 peer := await self._snapshot_index.drop_damaged(connection, name, refilled.bytes_from)
             ):
                 self._engine_group.enter([name], EngineState.STALE)
