@@ -31,6 +31,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
 from weightsync.driver.healing import Healer
 from weightsync.driver.joint_commit import JointMember
 from weightsync.driver.takeover import newest, note_served
@@ -261,10 +262,10 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """Wait until no engine is being healed and the committed version has been copied.
 
         Args:
-            timeout_s: seconds to wait for heals.
+            timeout_s: seconds to wait.
 
         Raises:
-            DeadlineError: engines are still being healed; names them.
+            DeadlineError: engines are still being healed, or holders still copy, or allocate memory for it.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -273,7 +274,9 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
                 await asyncio.sleep(_POLL_S)
             if busy:
                 raise DeadlineError("heal", [f"engine {name}" for name in busy], timeout_s)
-            await self._controller.snapshot_index.settled()
+            copied = {"holders": self._controller.snapshot_index.settled()}
+            left_s = max(0.0, deadline - time.monotonic())
+            (await gather_named(copied, "copying the committed version", left_s)).require()
 
         self._loop.run_concurrently(settled()).result()
 

@@ -1,4 +1,4 @@
-"""Holders take long to allocate memory for copies: nobody who connects or updates first waits for it."""
+"""Holders take long to allocate memory for copies: nobody who connects or updates waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn, until
 from tests.patience import patient
-from weightsync import SyncConfig, WeightSync
+from weightsync import DeadlineError, SyncConfig, WeightSync
 from weightsync.testing import Fault, FaultPlan
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(10), connect_timeout_s=patient(30))
@@ -60,11 +60,14 @@ def slow(caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
     rig.sync.close()
 
 
-def test_connect_and_the_first_update_do_not_wait(slow: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_connect_and_updates_do_not_wait_and_settle_does(slow: Rig, caplog: pytest.LogCaptureFixture) -> None:
     slow.sync.connect()
-    slow.update(1)
+    for version in (1, 2, 3):
+        slow.update(version)
     assert set(slow.sync.serving()) == {"e0", "e1"}
     assert THERE not in caplog.text
+    with pytest.raises(DeadlineError, match=r"copying the committed version: no answer .* from holders"):
+        slow.sync.settle(0.01)
     slow.sync.settle(patient(20))
     (line,) = (each.getMessage() for each in caplog.records if THERE in each.getMessage())
     assert float(line.split()[-2]) >= SLOW_S

@@ -18,7 +18,6 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connect import FlatLayout
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import HolderSilent
-from weightsync.driver.gather import GRACE_S
 from weightsync.driver.refill import GaveWayError
 from weightsync.errors import PeerLostError, StateError
 
@@ -109,41 +108,57 @@ def test_a_version_is_served_before_its_memory_is_there_and_then_copied(
     drive_slow(work)
 
 
-def test_a_second_update_waits_for_the_copy_of_the_first_and_its_memory() -> None:
+def test_no_update_waits_for_memory_and_the_newest_version_is_copied_once_it_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "weightsync")
+
     async def work(loop: Slow) -> None:
         await loop.connected()
-        await loop.controller.update(1)
-        updating = asyncio.create_task(loop.controller.update(2))
-        done, _ = await asyncio.wait([updating], timeout=0.1)
-        assert not done
+        for version in (1, 2, 3):
+            loop.train()
+            report = await asyncio.wait_for(loop.controller.update(version), patient(5))
+            assert report.engines == {"e0": version, "e1": version}
+            assert loop.called == ["prepare", "reserve"]
+        for version in (1, 2):
+            assert f"v{version}] holders keep no copy of it: memory for it is not there yet" in caplog.text
         loop.may.set()
-        assert (await updating).engines == {"e0": 2, "e1": 2}
         await loop.controller.snapshot_index.settled()
-        assert loop.called.count("snapshot") == 2
-        assert loop.kept() == [2]
+        assert loop.called == ["prepare", "reserve", "reserved", "snapshot"]
+        assert loop.kept() == [3]
+        loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+        assert (await loop.controller.refill("e1")).verified
+        assert loop.holds_the_models_weights("e1")
+        await loop.controller.update(4)
+        await loop.controller.snapshot_index.settled()
+        assert loop.kept() == [4]
 
     drive_slow(work)
 
 
-def test_a_second_update_waits_no_longer_for_memory_than_for_a_copy(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_update_waits_for_a_copy_that_has_begun() -> None:
     async def work(loop: Slow) -> None:
-        await loop.connected()
-        for version in (1, 2):
-            loop.train()
-            began = time.monotonic()
-            await loop.controller.update(version)
-        assert SHORT.timeout_s + GRACE_S <= time.monotonic() - began < SHORT.connect_timeout_s
-        assert "v1] holders keep no copy of it: memory for it is not there yet" in caplog.text
-        assert loop.controller.connected
         loop.may.set()
+        await loop.connected()
         await loop.controller.snapshot_index.settled()
-        assert loop.called.count("snapshot") == 1
-        assert loop.kept() == [2]
-        assert "v2]" not in caplog.text
+        holder, begun, may = loop.holders[0], threading.Event(), threading.Event()
+        snapshot = holder.snapshot
 
-    drive_slow(work, SHORT)
+        def late(*args: object) -> object:
+            begun.set()
+            assert may.wait(patient(20))
+            return snapshot(*args)  # type: ignore[arg-type]
+
+        holder.snapshot = late  # type: ignore[assignment, method-assign]
+        await loop.controller.update(1)
+        assert await asyncio.to_thread(begun.wait, patient(10))
+        updating = asyncio.create_task(loop.controller.update(2))
+        done, _ = await asyncio.wait([updating], timeout=0.1)
+        assert not done
+        may.set()
+        assert (await updating).engines == {"e0": 2, "e1": 2}
+
+    drive_slow(work)
 
 
 @pytest.mark.parametrize("copies", [[], ["snapshot"]])

@@ -33,6 +33,7 @@ logger = logging.getLogger("weightsync.driver.snapshot_index")
 
 _LATER_S = 0.002
 """How long after a commit copying starts, so that the update returns before Ray is asked to call holders."""
+_NO_MEMORY = "memory for it is not there yet"
 _UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
 """States of engines that are filled soon, unless they were given up."""
 
@@ -124,12 +125,11 @@ class SnapshotIndex:
         """Wait until send buffers and engines may be written again."""
         if (copying := self._copying) and not copying.done():
             # A copy has a deadline of its own, and then says which holder was silent. Its wait for memory has
-            # another, of connecting, which is longer than an update should take: it counts here, too, and
-            # what is then given up is a copy of the version that the waiting update replaces. As long as the
-            # memory is not there, no holder was asked to copy, so none reads what is written next.
+            # another, of connecting, which is longer than a call should take: it counts here, too. As long as
+            # the memory is not there, no holder was asked to copy, so none reads what is written next.
             done, _ = await asyncio.wait([copying], timeout=self._config.timeout_s + GRACE_S)
             if not done:
-                what = "memory for it is not there yet" if self.is_reserving else "copying it takes too long"
+                what = _NO_MEMORY if self.is_reserving else "copying it takes too long"
                 logger.warning("[driver · v%d] holders keep no copy of it: %s", self._begun, what)
             copying.cancel()
 
@@ -146,9 +146,13 @@ class SnapshotIndex:
     async def writable(self, released: Collection[str] = ()) -> None:
         """Wait until no memory of an engine is read, and send buffers may be written again.
 
-        Memory of engines in `released` is about to be released.
+        Memory of engines in `released` is about to be released. Without any, an update follows. It does not
+        wait for memory of copies: if that is not there, its version is copied in place of the one before.
         """
         self.live_sources.leave_out(released)
+        if self._copying and self.is_reserving and not released:  # no holder has been asked to copy
+            self._copying.cancel()
+            logger.info("[driver · v%d] holders keep no copy of it: %s", self._begun, _NO_MEMORY)
         await asyncio.gather(self.copied(), self.live_sources.withdrawn())
 
     async def kept(self) -> None:
