@@ -21,6 +21,7 @@ THIRD_PARTY = {
     "_StridedShard": "torch",
     "_checkpoint": "torch",
     "_compute_local_shape_and_global_offset": "torch",
+    "_current_frames": "sys",
     "_dynamo": "torch",
     "_exit": "os",
     "_get_original_loader": "vllm",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import ray
 import torch
@@ -119,6 +120,13 @@ class Engine(EngineActor):
         zeros = {name: torch.zeros_like(t) for name, t in build(width).state_dict().items()}
         self._engine = DictEngine(name, zeros)
 
+    async def forget(self) -> None:
+        self._engine.resume(0)
+
+    async def fail(self, error: Exception) -> None:
+        """Fail in each layout from now on."""
+        self._engine.layout = mock.Mock(side_effect=error)
+
     async def weights(self) -> Mapping[str, torch.Tensor]:
         return dict(self._engine.tensors)
 
@@ -128,7 +136,7 @@ class Engine(EngineActor):
 
 def forget(engines: Iterable[Any]) -> None:
     """Have engines serve no version, like new ones. Each test numbers its versions from 1 on."""
-    ray.get([engine.__ray_call__.remote(lambda self: self._engine.resume(0)) for engine in engines])
+    ray.get([engine.forget.remote() for engine in engines])
 
 
 class Counting(Trainer):

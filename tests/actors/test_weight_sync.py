@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import pytest
 import ray
@@ -164,14 +163,8 @@ def test_a_new_one_numbers_its_versions_above_those_that_engines_serve(make: Mak
 
 def test_an_error_of_a_layout_names_the_engine(make: Make, pool: Pool) -> None:
     sync = make()
-
-    def fail(engine: Any) -> None:
-        error = EngineError(
-            "", "layout", "ValueError: no place for w", 0
-        )  # a rank does not know its name yet
-        engine._engine.layout = mock.Mock(side_effect=error)
-
-    ray.get(sync.engines()["e1"].__ray_call__.remote(fail))
+    error = EngineError("", "layout", "ValueError: no place for w", 0)  # as of a rank before it is attached
+    ray.get(sync.engines()["e1"].fail.remote(error))
     with pytest.raises(
         EngineError, match=r"^engine e1, rank 0, failed in layout: ValueError: no place for w"
     ):
