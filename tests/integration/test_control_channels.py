@@ -292,10 +292,12 @@ class Cable:
         self._carries.set()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            await self._carries.wait()
-            writer.write(data)
-        writer.close()
+        try:
+            while data := await reader.read(1 << 16):
+                await self._carries.wait()
+                writer.write(data)
+        finally:
+            writer.close()
 
     def close(self) -> None:
         self._server.close()

@@ -74,7 +74,7 @@ def test_a_merged_weight_is_named_if_its_adapter_is_written(monkeypatch: pytest.
     model = adapted()
     source = make_source(model, merge="default")
     assert isinstance(source, TensorSource)
-    plan = plan_of(source.layout(), "float32")
+    plan = plan_of(source.layout(), dtype="float32")
     a = lora(model, "layers.1.up_proj", "A")
     found = written(source, plan, lambda: uncounted(a), monkeypatch)
     assert found == ("layers.1.up_proj.weight",)
@@ -83,7 +83,7 @@ def test_a_merged_weight_is_named_if_its_adapter_is_written(monkeypatch: pytest.
 def test_an_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     source = LoraSource(model, "default")
-    plan = plan_of(source.layout(), "float32")
+    plan = plan_of(source.layout(), dtype="float32")
     b = lora(model, "layers.0.down_proj", "B")
     found = written(source, plan, lambda: uncounted(b), monkeypatch)
     assert found == ("layers.0.down_proj.lora_B.weight",)
