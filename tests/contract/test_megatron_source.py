@@ -173,11 +173,7 @@ def held(
 
 
 def checkpoint_of(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint under the names of transformers' modules, which only Mixtral's files have otherwise."""
-    old = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    pattern = re.compile(rf"\b({'|'.join(old)})\b")
-    tensors = load_file(folder / "model.safetensors")
-    return {pattern.sub(lambda found: old[found[1]], name): tensor for name, tensor in tensors.items()}
+    return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("case", cases())
@@ -193,15 +189,16 @@ def test_all_ranks_together_hold_the_checkpoint_bit_for_bit(
 
 def in_stacks(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack experts as engines name them."""
-    found = {
-        name: tensor for name, tensor in checkpoint.items() if not re.search(r"\.experts\.\d+\..+_proj", name)
-    }
+    found = {name: tensor for name, tensor in checkpoint.items() if not re.search(r"\.experts\.\d+\.", name)}
     for base in {name.partition(".experts.")[0] for name in {*checkpoint} - {*found}}:
+        is_old = base.endswith("block_sparse_moe")
+        leaves = ("w1", "w3", "w2") if is_old else ("gate_proj", "up_proj", "down_proj")
         gate, up, down = (
-            torch.stack([checkpoint[f"{base}.experts.{number}.{leaf}_proj.weight"] for number in range(4)])
-            for leaf in ("gate", "up", "down")
+            torch.stack([checkpoint[f"{base}.experts.{number}.{leaf}.weight"] for number in range(4)])
+            for leaf in leaves
         )
-        found |= {f"{base}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{base}.experts.down_proj": down}
+        both = "w1_w3" if is_old else "gate_up_proj"
+        found |= {f"{base}.experts.{both}": torch.cat([gate, up], 1), f"{base}.experts.{leaves[2]}": down}
     return found
 
 

@@ -23,6 +23,7 @@ from weightsync.engines.stored_checkpoint import quantization_of, require_stored
 from weightsync.engines.vllm.api import (
     Reload,
     loaded_layers,
+    model_folder,
     packed_layers,
     set_environment,
     start,
@@ -141,27 +142,24 @@ class Served:
         set_environment()
         from vllm import EngineArgs, SamplingParams
 
-        self._engine = start(
+        self.engine = start(
             EngineArgs(
                 str(folder),
                 load_format=load_format,
-                dtype="bfloat16",
-                max_model_len=64,
                 skip_tokenizer_init=True,
-                enforce_eager=True,
-                **options,
+                **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True} | options,
             )
         )
         self._params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
-        core: Any = self._engine.engine_core
+        core: Any = self.engine.engine_core
         self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
 
     def says(self) -> list[int]:
-        self._engine.reset_prefix_cache()
-        self._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, self._params)
+        self.engine.reset_prefix_cache()
+        self.engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, self._params)
         said: list[int] = []
-        while self._engine.has_unfinished_requests():
-            for done in self._engine.step():
+        while self.engine.has_unfinished_requests():
+            for done in self.engine.step():
                 said = list(done.outputs[0].token_ids)
         return said
 
@@ -177,7 +175,7 @@ class Served:
         reload_model(self.runner.get_model(), tensors)
 
     def close(self) -> None:
-        stop(self._engine)
+        stop(self.engine)
 
 
 @pytest.fixture
@@ -262,7 +260,7 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
         served.close()
         weights.append({name: tensor.bfloat16() for name, tensor in named_tensors(model)[0].items()})
     fed = Served(tmp_path / "0-int4", "dummy")
-    checkpoint = checkpoint_of(fed.runner.model_config.hf_config, torch.bfloat16)
+    checkpoint = checkpoint_of(model_folder(fed.runner.model_config), torch.bfloat16)
     formats = formats_of(checkpoint, quantization_of(fed.runner.model_config.hf_config))
     try:
         for number in (0, 1, 0):

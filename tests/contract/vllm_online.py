@@ -312,7 +312,16 @@ class Online(nn.Module):
 
 def host_of(model: nn.Module, folder: Path, num_stages: int = 1, enable_eplb: bool = False) -> VllmHost:
     config = AutoConfig.from_pretrained(folder)
-    model_config = SimpleNamespace(hf_config=config, dtype=torch.bfloat16, quantization="fp8")
+    model_config = SimpleNamespace(
+        hf_config=config,
+        dtype=torch.bfloat16,
+        quantization="fp8",
+        model=str(folder),
+        hf_config_path=None,
+        hf_overrides={},
+        revision=None,
+        trust_remote_code=False,
+    )
     parallel = SimpleNamespace(pipeline_parallel_size=num_stages, enable_eplb=enable_eplb)
     vllm_config = SimpleNamespace(
         parallel_config=parallel,

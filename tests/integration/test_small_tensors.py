@@ -16,6 +16,7 @@ from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.torch_module import TorchEngine
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder.holder import Holder
@@ -59,8 +60,7 @@ def fleet(
     monkeypatch: pytest.MonkeyPatch, num_tensors: int, together: bool
 ) -> Iterator[tuple[ModuleSource, TorchEngine, Fleet]]:
     """A trainer, and an engine that has the model: on one holder, or each on its own."""
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda _: None)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: build(num_tensors))
+    monkeypatch.setattr(ModelFolder, "build", lambda *_: build(num_tensors))
     source, engine = ModuleSource(build(num_tensors)), TorchEngine("model", "e", {})
     holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(1 if together else 2)]
     member = EngineMember(LocalEngine(Counted(engine, "load")), (len(holders) - 1,))

@@ -6,8 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from weightsync.engines.model_folder import ModelFolder
+from weightsync.errors import ConfigError
+from weightsync.memory.file_names import FileNames
 from weightsync.memory.tensors import meta_of, named_tensors
 from weightsync.plan import TensorMeta
+from weightsync.plan.experts import expert_parts
 from weightsync.plan.segment import CASTABLE
 
 FULL = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,14 +48,31 @@ class Checkpoint:
         return replace(self, tensors=tuple(map(held_as, self.tensors)))
 
 
-def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint of transformers' model of a config, whose names trainers use."""
-    from transformers import AutoModelForCausalLM
+def checkpoint_of(folder: ModelFolder, dtype: torch.dtype) -> Checkpoint:
+    """Return the checkpoint of transformers' model of a folder, with the names that its files have.
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    Raises ConfigError if transformers has no model for it, or computes tensors from those of the files.
+    """
+    return checkpoint_of_model(folder.build(dtype, "meta"), folder.path)
+
+
+def checkpoint_of_model(model: torch.nn.Module, path: str) -> Checkpoint:
+    """Return the checkpoint of transformers' model. Raises as `checkpoint_of`."""
     tensors, tied = named_tensors(model)
+    in_files = FileNames.of(model, {*tensors, *(alias for alias, _ in tied)})
+    metas = tuple(meta_of(in_files.name(name), tensor) for name, tensor in tensors.items())
+    shapes = {meta.name: meta.shape for meta in metas}
+    for name, stored in in_files.computed.items():
+        own = in_files.name(name)
+        if [part for part, _ in expert_parts(own, shapes.get(own, ()), shapes)] == [own]:
+            remedy = (
+                f"transformers computes {name} from {stored} of the files, and the engine loads files: "
+                "serve this model with kind torch"
+            )
+            raise ConfigError("model", path, remedy)
     linears = frozenset(
-        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        in_files.name(f"{path}.weight")
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
     )
-    return Checkpoint(tuple(meta_of(name, tensor) for name, tensor in tensors.items()), tied, linears)
+    return Checkpoint(metas, tuple((in_files.name(a), in_files.name(b)) for a, b in tied), linears)

@@ -13,6 +13,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
 from weightsync.engines.live_writer import LiveWriter, exported
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import (
     ConfigError,
@@ -24,6 +25,7 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.memory.addresses import AddressGuard
+from weightsync.memory.file_names import FileNames
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment
@@ -38,7 +40,8 @@ class TorchOptions:
     """Options of this engine. One process holds the whole model, so `tensor_parallel_size` is 1.
 
     With `device` ``cuda``, the model is on the process's current GPU. With `enable_sleep_mode`, the engine
-    copies buckets itself: memory that a holder has mapped could not be released.
+    copies buckets itself: memory that a holder has mapped could not be released. With `trust_remote_code`, a
+    model's own code runs, if it has any. `revision` is of a model on the hub.
 
     Raises:
         ConfigError: naming the field, as ``options.<field>``.
@@ -48,6 +51,8 @@ class TorchOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel_size: int = 1
     enable_sleep_mode: bool = False
+    trust_remote_code: bool = False
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -67,13 +72,13 @@ class TorchEngine:
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Build the model of `model_path`'s config; its weights are not read."""
-        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         settings = load_dataclass(TorchOptions, options, field="options")
-        config = AutoConfig.from_pretrained(model_path)
+        folder = ModelFolder(model_path, settings.trust_remote_code, settings.revision)
         self._name = name
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
+        model = folder.build(getattr(torch, settings.dtype))
         self.model: PreTrainedModel = model.to(self._device).eval()
         # Otherwise the checkpoint's sampling defaults would apply where a call sets nothing.
         self.model.generation_config = GenerationConfig()
@@ -99,7 +104,9 @@ class TorchEngine:
     def _describe(self, tied: tuple[tuple[str, str], ...]) -> RankLayout:
         metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
         segments = tuple(Segment.whole(meta, byte_strides(self._tensors[meta.name])) for meta in metas)
-        return RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
+        layout = RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
+        given = [*self._tensors, *(alias for alias, _ in tied)]
+        return layout.renamed(FileNames.of(self.model, given).names)
 
     def can_export(self) -> Sequence[bool]:
         """Return whether `attach` would export the live memory. An engine that can sleep does not."""

@@ -2,21 +2,49 @@
 
 ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` become rows of ``experts.gate_up_proj``
 [E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj`` [E, H, I]. These names and shapes
-are those of transformers from version 5 on, which engines use.
+are those of transformers from version 5 on, which engines use. Files that call the matrices w1, w3 and w2, as
+Mixtral's do, have the stacks ``experts.w1_w3`` and ``experts.w2``. Experts without a gate have a stack
+``experts.up_proj`` [E, I, H].
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch
 
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-_EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How files name the matrices of an expert, and the two stacks of them."""
+
+    inner: str
+    inner_leaves: tuple[str, ...]
+    outer: str
+
+    def leaves(self, stack: str) -> tuple[str, ...]:
+        """Return the matrices that follow each other in the rows of `stack`."""
+        return self.inner_leaves if stack == self.inner else (self.outer,)
+
+    def stack_of(self, leaf: str) -> str:
+        """Return the stack that has the matrix `leaf` of each expert."""
+        return self.outer if leaf == self.outer else self.inner
+
+
+_KINDS = (
+    _Kind("gate_up_proj", ("gate_proj", "up_proj"), "down_proj"),
+    _Kind("w1_w3", ("w1", "w3"), "w2"),
+    _Kind("up_proj", ("up_proj",), "down_proj"),
+)
+_STACK = re.compile(r"(?P<base>.+\.experts)\.(?P<stack>gate_up_proj|up_proj|down_proj|w1_w3|w2)")
+_EXPERT = re.compile(
+    r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj|w[123])\.weight"
+)
 
 
 def expert_parts(
@@ -29,22 +57,41 @@ def expert_parts(
     Args:
         shapes: the shapes of all tensors of the checkpoint, by name.
     """
-    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
-    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
+    found = _STACK.fullmatch(name)
+    kind = found and _kind_of_stacks(found["base"], shapes)
+    if not found or not kind or found["stack"] not in (kind.inner, kind.outer):
         yield name, Box.whole(shape)
         return
     num_experts, rows, columns = shape
-    leaves = ("down_proj",) if name.endswith(_DOWN) else ("gate_proj", "up_proj")
+    leaves = kind.leaves(found["stack"])
     rows //= len(leaves)
     for expert in range(num_experts):
         for number, leaf in enumerate(leaves):
             box = Box((expert, number * rows, 0), (1, rows, columns))
-            yield f"{base}.experts.{expert}.{leaf}.weight", box
+            yield f"{found['base']}.{expert}.{leaf}.weight", box
 
 
-def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether shapes are those of a stack. Transposed stacks are left to the models' own loaders."""
-    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])
+def _kind_of_stacks(base: str, shapes: Mapping[str, tuple[int, ...]]) -> _Kind | None:
+    """Return the kind whose stacks are in `shapes`. Transposed stacks are left to the models' own loaders."""
+    for kind in _KINDS:
+        inner, outer = (shapes.get(f"{base}.{stack}", ()) for stack in (kind.inner, kind.outer))
+        if len(outer) == 3 and inner == (outer[0], len(kind.inner_leaves) * outer[2], outer[1]):
+            return kind
+    return None
+
+
+def stack_name(part: str, leaves: Sequence[str]) -> str | None:
+    """Return the name of the stack whose rows are `leaves` of each expert. None if no stack has them.
+
+    Args:
+        part: the name of an expert's first one in files.
+    """
+    found = _EXPERT.fullmatch(part)
+    for kind in _KINDS if found else ():
+        for stack in (kind.inner, kind.outer):
+            if found and kind.leaves(stack) == tuple(leaves):
+                return f"{found['base']}.{stack}"
+    return None
 
 
 def stacked(
@@ -79,7 +126,11 @@ def stack_experts(layout: RankLayout, num_experts: int) -> RankLayout:
     Args:
         num_experts: experts of a layer, on all ranks.
     """
-    places = {meta.name: _place(meta, num_experts) for meta in layout.tensors}
+    leaves = defaultdict[str, set[str]](set)
+    for found in filter(None, (_EXPERT.fullmatch(meta.name) for meta in layout.tensors)):
+        leaves[found["base"]].add(found["leaf"])
+    kinds = {base: _kind_of_leaves(each) for base, each in leaves.items()}
+    places = {meta.name: _place(meta, num_experts, kinds) for meta in layout.tensors}
     metas = {place[0].name: place[0] for place in places.values()}
     return replace(
         layout,
@@ -97,17 +148,26 @@ def _all_frozen(layout: RankLayout, places: Mapping[str, tuple[TensorMeta, objec
     )
 
 
-def _place(meta: TensorMeta, num_experts: int) -> tuple[TensorMeta, tuple[int, ...]]:
+def _kind_of_leaves(leaves: Collection[str]) -> _Kind | None:
+    """Return the kind of experts that have these matrices, or more. None if none has."""
+    whole = (kind for kind in _KINDS if {*kind.inner_leaves, kind.outer} == {*leaves})
+    some = (kind for kind in _KINDS if {*kind.inner_leaves, kind.outer} >= {*leaves})
+    return next(chain(whole, some), None)
+
+
+def _place(
+    meta: TensorMeta, num_experts: int, kinds: Mapping[str, _Kind | None]
+) -> tuple[TensorMeta, tuple[int, ...]]:
     """Return the tensor that `meta` is a part of, and where it starts there; itself if it is no expert."""
     found = _EXPERT.fullmatch(meta.name)
-    if not found:
+    kind = found and kinds[found["base"]]
+    if not found or not kind:
         return meta, ()
     rows, columns = meta.shape
-    number, leaf = int(found["number"]), found["leaf"]
-    if leaf == "down":
-        return TensorMeta(f"{found['base']}.down_proj", meta.dtype, (num_experts, rows, columns)), (number, 0)
-    stack = TensorMeta(f"{found['base']}.gate_up_proj", meta.dtype, (num_experts, 2 * rows, columns))
-    return stack, (number, rows if leaf == "up" else 0)
+    stack = kind.stack_of(found["leaf"])
+    leaves = kind.leaves(stack)
+    whole = TensorMeta(f"{found['base']}.{stack}", meta.dtype, (num_experts, len(leaves) * rows, columns))
+    return whole, (int(found["number"]), leaves.index(found["leaf"]) * rows)
 
 
 def _moved(segment: Segment, meta: TensorMeta, start: tuple[int, ...]) -> Segment:
@@ -124,20 +184,25 @@ def _stack(
 ) -> tuple[list[TensorMeta], list[Stretch]] | None:
     """Stack one layer's experts. Returns None if some are missing or differ in dtype or shape."""
     num_experts = 1 + max(number for number, _ in held)
-    kinds = {
+    kind = _kind_of_leaves({leaf for _, leaf in held})
+    if kind is None:
+        return None
+    leaves = (*kind.inner_leaves, kind.outer)
+    forms = {
         leaf: {(metas[i].dtype, metas[i].shape) for (_, each), i in held.items() if each == leaf}
-        for leaf in ("gate", "up", "down")
+        for leaf in leaves
     }
-    if len(held) != 3 * num_experts or any(len(kind) != 1 for kind in kinds.values()):
+    if len(held) != len(leaves) * num_experts or any(len(form) != 1 for form in forms.values()):
         return None
-    ((dtype, (inner, outer)),) = kinds["gate"]
-    if kinds["up"] != kinds["gate"] or kinds["down"] != {(dtype, (outer, inner))}:
+    ((dtype, (rows, columns)),) = forms[kind.inner_leaves[0]]
+    if any(forms[leaf] != {(dtype, (rows, columns))} for leaf in kind.inner_leaves):
         return None
-    gate_up = TensorMeta(f"{base}.gate_up_proj", dtype, (num_experts, 2 * inner, outer))
-    down = TensorMeta(f"{base}.down_proj", dtype, (num_experts, outer, inner))
-    stretches = []
-    for (number, leaf), index in held.items():
-        into, row = (down, 0) if leaf == "down" else (gate_up, inner if leaf == "up" else 0)
+    if forms[kind.outer] != {(dtype, (columns, rows))}:
+        return None
+    stacks, stretches = {}, []
+    for index in held.values():
+        stack, (number, row) = _place(metas[index], num_experts, {base: kind})
+        stacks[stack.name] = stack
         box = Box((number, row, 0), (1, *metas[index].shape))
-        stretches.append(replace(whole[index], tensor=into.name, box=box))
-    return [gate_up, down], stretches
+        stretches.append(replace(whole[index], tensor=stack.name, box=box))
+    return [*stacks.values()], stretches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from heapq import nlargest
@@ -324,6 +324,22 @@ class RankLayout:
     stored: tuple[TensorMeta, ...] = ()
     draft: Draft | None = None
     mesh: MeshPlace | None = field(default=None, compare=False)
+
+    def renamed(self, names: Mapping[str, str]) -> RankLayout:
+        """Return the layout with other names of tensors. Buffers keep theirs."""
+
+        def new(name: str) -> str:
+            return names.get(name, name)
+
+        stage = self.stage and replace(self.stage, shared=tuple(map(new, self.stage.shared)))
+        return replace(
+            self,
+            tensors=tuple(replace(meta, name=new(meta.name)) for meta in self.tensors),
+            segments=tuple(replace(each, tensor=new(each.tensor)) for each in self.segments),
+            tied=tuple((new(alias), new(name)) for alias, name in self.tied),
+            stage=stage,
+            frozen=tuple(map(new, self.frozen)),
+        )
 
     def takes_stored(self, names: Collection[str]) -> bool:
         """Whether `names` of tensors that come are those of `stored`. Only these have scales."""

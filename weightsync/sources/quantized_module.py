@@ -110,14 +110,15 @@ class QuantizedModuleSource(ModuleSource):
 
     def _forms(self, layout: RankLayout) -> dict[str, Format]:
         """Return the formats of linear layers, by name. Raises ConfigError for what a rank cannot make."""
-        linears = {
+        buffers = {
             unwrapped(f"{path}.weight")
             for path, module in self.model.named_modules()
             if isinstance(module, nn.Linear)
         }
+        linears = {segment.tensor for segment in layout.segments if unwrapped(segment.buffer) in buffers}
         found = {}
         for meta in layout.tensors:
-            form = self._quantization.of(meta.name) if unwrapped(meta.name) in linears else None
+            form = self._quantization.of(meta.name) if meta.name in linears else None
             if form is None:
                 continue
             if form.rule in (*MICROSCALING, *NEAREST) or form.block == (0, 0) or not form.symmetric:

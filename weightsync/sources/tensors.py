@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import warm_up
+from weightsync.memory.file_names import FileNames
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, segment_view
@@ -89,6 +91,7 @@ class TensorSource(ABC):
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
+        self._names: tuple[object, Mapping[str, str]] = None, {}
         self._layout: RankLayout | None = None
         self._exported: DeviceMemory | None = None
         self._send_buffer: SharedBuffer | None = None
@@ -150,7 +153,7 @@ class TensorSource(ABC):
         Raises ConfigError if a setting fits none of the names.
         """
         weights = self._weights()
-        unmatched = self._selection.check(weights.layout, weights.excluded)
+        unmatched = self._selection.check(self._as_in_files(weights.layout), weights.excluded)
         layout = self._selected(weights)
         if layout.stage:
             layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
@@ -161,8 +164,16 @@ class TensorSource(ABC):
         return self._exported.first() if self._exported else None
 
     def _selected(self, weights: LocalWeights) -> RankLayout:
-        chosen = self._selection.of(weights.layout)
+        chosen = self._selection.of(self._as_in_files(weights.layout))
         return stack_experts(chosen, weights.num_experts) if weights.num_experts else chosen
+
+    def _as_in_files(self, layout: RankLayout) -> RankLayout:
+        """Return a layout with the names that transformers gives its model's tensors in files."""
+        given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
+        key = type(self.model), given
+        if isinstance(self.model, torch.nn.Module) and self._names[0] != key:
+            self._names = key, FileNames.of(self.model, given).names
+        return layout.renamed(self._names[1]) if self._names[1] else layout
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.quantised import AWQ, GPTQ, INT4, by_library, same_bits
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.checkpoint import Checkpoint, checkpoint_of_model
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
@@ -49,7 +49,9 @@ def checkpoint(**sizes: int) -> Checkpoint:
         num_experts_per_tok=1,
         **{"moe_intermediate_size": 32, **sizes},
     )
-    return checkpoint_of(config, torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return checkpoint_of_model(model, "m")
 
 
 def test_linear_layers_and_single_experts_have_formats_and_nothing_else() -> None:

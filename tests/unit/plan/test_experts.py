@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.experts import stack_experts
+from weightsync.plan.balance import Stretch
+from weightsync.plan.experts import expert_parts, stack_experts, stack_name, stacked
 
 
 def rank_layout(experts: list[int], rows: int, columns: int) -> RankLayout:
@@ -41,6 +43,42 @@ def test_ranks_stack_what_they_hold(num_ranks: int, per_rank: int, rows: int, co
     assert (gate_up[:, :rows] == 0).all()
     assert (gate_up[:, rows:] == 1).all()
     assert (down == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "stacks"),
+    [
+        (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
+        (("w1", "w3", "w2"), ("w1_w3", "w2")),
+        (("up_proj", "down_proj"), ("up_proj", "down_proj")),
+    ],
+)
+def test_files_and_ranks_stack_what_loaders_get_one_by_one(
+    leaves: tuple[str, ...], stacks: tuple[str, str]
+) -> None:
+    *inner, outer = leaves
+    shapes = {leaf: (4, 3) if leaf == outer else (3, 4) for leaf in leaves}
+    metas = [
+        TensorMeta(f"moe.experts.{number}.{leaf}.weight", "int32", shape)
+        for number in range(2)
+        for leaf, shape in shapes.items()
+    ]
+    whole = [Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, 0, 0) for meta in metas]
+    names = [f"moe.experts.{stack}" for stack in stacks]
+    wanted = dict(zip(names, [(2, 3 * len(inner), 4), (2, 4, 3)], strict=True))
+    tensors, stretches = stacked(metas, whole)
+    layout = stack_experts(RankLayout(tuple(metas), tuple(map(Segment.whole, metas))), 2)
+    for found in (tensors, layout.tensors):
+        assert {meta.name: meta.shape for meta in found} == wanted
+    parts = {
+        part: (name, box) for name, shape in wanted.items() for part, box in expert_parts(name, shape, wanted)
+    }
+    boxes = [(each.tensor, each.box) for each in stretches]
+    assert boxes == [parts[meta.name] for meta in metas] == [(s.tensor, s.box) for s in layout.segments]
+    assert stack_name(f"moe.experts.0.{inner[0]}.weight", inner) == names[0]
+    assert stack_name(f"moe.experts.0.{outer}.weight", [outer]) == names[1]
+    assert stack_name("moe.experts.0.w4.weight", ["w4"]) is None
+    assert stacked(metas[1:], whole[1:])[0] == tuple(metas[1:]), "not all of a layer"
 
 
 def test_a_part_of_an_expert_keeps_its_place_in_memory() -> None:

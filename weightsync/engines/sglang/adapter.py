@@ -66,8 +66,10 @@ class SglangEngine(SlotServing):
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         speculation = Speculation.of(arguments, sessions)
         overrides = arguments.get("json_model_override_args") or "{}"
-        dtype = arguments["dtype"]
-        self._settings = RankSettings(name, model_path, dtype, sessions, speculation, overrides)
+        dtype, trusted = arguments["dtype"], bool(arguments.get("trust_remote_code"))
+        self._settings = RankSettings(
+            name, model_path, dtype, sessions, speculation, overrides, trusted, arguments.get("revision")
+        )
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()

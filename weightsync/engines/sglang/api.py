@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
@@ -63,7 +64,6 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
         ConfigError: an option that SGLang does not have, or that it cannot be updated with.
     """
     from sglang.srt.server_args import ServerArgs
-    from transformers import AutoConfig
 
     given = dict(options)
     if "tensor_parallel_size" in given:
@@ -78,7 +78,8 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "log_level": "warning", "tp_size": 1, **given}
     if settings["dtype"] == "auto":
         # SGLang's own "auto" turns float32 into float16.
-        dtype = AutoConfig.from_pretrained(model_path).dtype or torch.bfloat16
+        trusted, revision = bool(settings.get("trust_remote_code")), settings.get("revision")
+        dtype = model_folder(model_path, trusted, revision).config().dtype or torch.bfloat16
         settings["dtype"] = str(dtype).removeprefix("torch.")
     if settings["dtype"] not in _DTYPES:
         raise ConfigError("options.dtype", settings["dtype"], f"SGLang holds {', '.join(_DTYPES)}")
@@ -325,13 +326,16 @@ def packed_layers(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
     return {**_PACKED, **getattr(model, "packed_modules_mapping", {})}
 
 
-def model_config(path: str, overrides: str) -> Any:  # noqa: ANN401 - transformers'
-    """Return the config of a model, with ``json_model_override_args`` in it."""
-    from transformers import AutoConfig
+def model_folder(
+    path: str, trust_remote_code: bool = False, revision: str | None = None, overrides: str = "{}"
+) -> ModelFolder:
+    """Return where a model's configuration is. `overrides` are ``json_model_override_args``."""
 
-    config = AutoConfig.from_pretrained(path)
-    config.update(json.loads(overrides))
-    return config
+    def change(config: Any) -> Any:  # noqa: ANN401 - transformers'
+        config.update(json.loads(overrides))
+        return config
+
+    return ModelFolder(path, trust_remote_code, revision, change=change)
 
 
 class Loads:

@@ -6,7 +6,6 @@ import logging
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -15,8 +14,9 @@ from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.rank import Rank
-from weightsync.engines.sglang.api import Loads, loaded_layers, model_config, packed_layers
+from weightsync.engines.sglang.api import Loads, loaded_layers, model_folder, packed_layers
 from weightsync.engines.sglang.channels import trace_channels
 from weightsync.engines.sglang.draft import Speculation, draft_of
 from weightsync.engines.sglang.lora import LoraSlots
@@ -58,6 +58,7 @@ class RankSettings:
         repacks: whether SGLang processes weights again after each update, as quantized ones need.
         speculation: how it speculates, if with a draft model.
         overrides: ``json_model_override_args``.
+        trust_remote_code, revision: SGLang's options.
     """
 
     engine: str
@@ -66,6 +67,8 @@ class RankSettings:
     repacks: bool
     speculation: Speculation | None = None
     overrides: str = "{}"
+    trust_remote_code: bool = False
+    revision: str | None = None
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
@@ -116,9 +119,8 @@ class SglangHost:
 
     def checkpoint(self) -> Checkpoint:
         require_no_copies(self._model)
-        config = self._config()
-        quantization = quantization_of(config)
-        checkpoint = checkpoint_of(config, self._dtype).as_held(self._model)
+        quantization = quantization_of(self._folder().config())
+        checkpoint = checkpoint_of(self._folder(), self._dtype).as_held(self._model)
         if self._online:
             return self._quantised_online(checkpoint)
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
@@ -137,7 +139,7 @@ class SglangHost:
         speculation = self._settings.speculation
         if speculation is None or self._draft is None:
             return None
-        given = getattr(self._config(), FIELD, None)
+        given = getattr(self._folder().config(), FIELD, None)
         if given and not speculation.obstacle:
             speculation = replace(speculation, obstacle=(FIELD, given))
         return draft_of(speculation, self._draft, self._model, self._dtype, self._device, treatment)
@@ -147,8 +149,9 @@ class SglangHost:
         dtype: torch.dtype = getattr(torch, self._settings.dtype)
         return dtype
 
-    def _config(self) -> Any:  # noqa: ANN401 - transformers'
-        return model_config(self._settings.model_path, self._settings.overrides)
+    def _folder(self) -> ModelFolder:
+        its = self._settings
+        return model_folder(its.model_path, its.trust_remote_code, its.revision, its.overrides)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._load().load(weights)
@@ -172,7 +175,7 @@ class SglangHost:
 
     def _found_places(self) -> StoredPlaces:
         if self._online:
-            checkpoint = checkpoint_of(self._config(), self._dtype).as_held(self._model)
+            checkpoint = checkpoint_of(self._folder(), self._dtype).as_held(self._model)
             return trace_online(self._model, self._online, checkpoint, self._dtype, self._load)[1]
         if layers := transposed_layers(self._model):
             return trace_channels(self._model, layers, self._stored, self._dtype, self._load)

@@ -6,6 +6,7 @@ Sources: vLLM's documentation of ``worker_extension_cls`` and the layerwise relo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import logging
@@ -20,6 +21,7 @@ import torch
 from weightsync.engines.checks import require_gpus
 from weightsync.engines.kernel_state import KernelState, VolatileBuffers
 from weightsync.engines.loader_fill import FillCount, ToFill
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
@@ -70,7 +72,6 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
         ConfigError: an option that vLLM does not have or cannot be updated with, a dtype that its platform
             cannot hold, or more ranks than this process sees GPUs.
     """
-    from transformers import AutoConfig
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
@@ -94,7 +95,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
         require_gpus(settings.get("tensor_parallel_size", 1))
     if settings["dtype"] == "auto":
         # vLLM's own "auto" turns float32 into bfloat16.
-        dtype = AutoConfig.from_pretrained(model_path).dtype
+        folder = ModelFolder(model_path, bool(settings.get("trust_remote_code")), settings.get("revision"))
+        dtype = folder.config().dtype
         settings["dtype"] = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     held = [str(dtype).removeprefix("torch.") for dtype in current_platform.supported_dtypes]
     if settings["dtype"] not in ("auto", *held):
@@ -126,6 +128,25 @@ def _from_own_files(speculative: object) -> dict[str, Any]:
     if not hasattr(loaders, "get_draft_load_config"):
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return {**speculative, "draft_load_config": LoadConfig()}
+
+
+def model_folder(config: ModelConfig) -> ModelFolder:
+    """Return where a model's own configuration is. vLLM changes its copy as it starts."""
+    given: Any = config.hf_overrides
+    overrides, change = ({}, given) if callable(given) else (given, None)
+    path, revision = config.hf_config_path or config.model, config.revision
+    return ModelFolder(path, config.trust_remote_code, revision, overrides, change)
+
+
+@contextlib.contextmanager
+def building(config: VllmConfig) -> Iterator[None]:
+    """Have transformers build models outside of vLLM, which decorates classes that its backend uses."""
+    from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
+
+    uncompiled = copy.copy(config)
+    uncompiled.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
+    with set_current_vllm_config(uncompiled):
+        yield
 
 
 def draft_files(draft: torch.nn.Module, config: ModelConfig) -> Iterable[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import own_modules
 from weightsync.engines.trained_draft import TrainableDraft
 from weightsync.engines.vllm import mtp
-from weightsync.engines.vllm.api import ModelRunner, Reload, draft_files, file_headers
+from weightsync.engines.vllm.api import ModelRunner, Reload, draft_files, file_headers, model_folder
 from weightsync.engines.vllm.storage import why_not_live
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
@@ -78,7 +78,7 @@ class VllmTrainedDraft(TrainableDraft):
         Raises ConfigError if the files have no MTP layers.
         """
         if self.method == _WHOLE_MODEL:
-            return checkpoint_of(self.config.hf_config, self.config.dtype)
+            return checkpoint_of(model_folder(self.config), self.config.dtype)
         shared, begin = self.shared(), self._begin()
         stored = self._layers(begin) if begin else self._stored()
         return Checkpoint(tuple(each for each in stored if each.name not in shared), (), frozenset())

@@ -21,7 +21,9 @@ from weightsync.engines.stored_loader import find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
+    building,
     loaded_layers,
+    model_folder,
     packed_layers,
     require_updatable,
 )
@@ -78,7 +80,8 @@ class VllmHost:
         require_updatable(self._runner.vllm_config, self.model())
         config = self._runner.model_config
         quantization = quantization_of(config.hf_config)
-        checkpoint = checkpoint_of(config.hf_config, config.dtype)
+        with building(self._runner.vllm_config):
+            checkpoint = checkpoint_of(model_folder(config), config.dtype)
         if self._runner.vllm_config.parallel_config.pipeline_parallel_size == 1:  # else a rank holds a part
             checkpoint = checkpoint.as_held(self.model())
         self._stored = StoredCheckpoint.of(checkpoint, quantization)

@@ -75,21 +75,23 @@ def _latent_attention() -> Iterator[Rule]:
     yield Rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS)
 
 
-def _mlp(module: str = "mlp", name: str = "mlp") -> Iterator[Rule]:
-    gate, up, down = (f"{name}.{leaf}.weight" for leaf in _GATE_UP_DOWN)
+def _mlp(
+    module: str = "mlp", name: str = "mlp", leaves: tuple[str, str, str] = _GATE_UP_DOWN
+) -> Iterator[Rule]:
+    gate, up, down = (f"{name}.{leaf}.weight" for leaf in leaves)
     yield Rule(f"{module}.linear_fc1.weight", (gate, up), Cut.GATED)
     yield Rule(f"{module}.linear_fc2.weight", down, Cut.COLUMNS)
 
 
-def _experts() -> Iterator[Rule]:
-    """Yield routed experts and their router.
+def _experts(name: str = "mlp", leaves: tuple[str, str, str] = _GATE_UP_DOWN) -> Iterator[Rule]:
+    """Yield routed experts and their router, which files have in the module `name`.
 
     Experts are modules of their own, one parameter each in Transformer Engine's grouped layers, or stacked.
     """
-    expert = "mlp.experts.{expert}"
-    gate, up, down = (f"{expert}.{leaf}.weight" for leaf in _GATE_UP_DOWN)
-    yield Rule("mlp.router.weight", "mlp.gate.weight")
-    yield from _mlp("mlp.experts.local_experts.{expert}", expert)
+    expert = f"{name}.experts.{{expert}}"
+    gate, up, down = (f"{expert}.{leaf}.weight" for leaf in leaves)
+    yield Rule("mlp.router.weight", f"{name}.gate.weight")
+    yield from _mlp("mlp.experts.local_experts.{expert}", expert, leaves)
     yield Rule("mlp.experts.linear_fc1.weight{expert}", (gate, up), Cut.GATED)
     yield Rule("mlp.experts.linear_fc2.weight{expert}", down, Cut.COLUMNS)
     yield Rule("mlp.experts.weight1", (gate, up), Cut.STACKED_GATED)
@@ -143,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "kimi_k2": _family("kimi_k2", _DEEPSEEK, predicts=True),
         "llama": _family("llama", _DENSE),
         "mistral": _family("mistral", _DENSE),
-        "mixtral": _family("mixtral", _DENSE, _experts()),
+        "mixtral": _family("mixtral", _DENSE, _experts("block_sparse_moe", ("w1", "w3", "w2"))),
         "qwen2": _family("qwen2", _DENSE),
         "qwen3": _family("qwen3", _DENSE),
         "qwen3_moe": _family("qwen3_moe", _DENSE, _experts()),

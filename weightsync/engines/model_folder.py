@@ -1,0 +1,99 @@
+"""Builds transformers' model of a folder, from the configuration that is stored there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+"""Transformers' classes that choose a model by its configuration, in the order in which they are asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Where a model's own configuration is, which an engine may have changed in its copy.
+
+    Attributes:
+        path: a folder, or a name on the hub.
+        trust_remote_code: run the code that comes with the model, if it has any.
+        revision: of a model on the hub.
+        overrides: fields of the configuration that a user has set otherwise.
+        change: changes the configuration after that.
+    """
+
+    path: str
+    trust_remote_code: bool = False
+    revision: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[Any], Any] | None = None
+
+    def config(self) -> PreTrainedConfig:
+        """Read the configuration. Raises ConfigError if transformers does not know its type."""
+        return self._read()[0]
+
+    def build(self, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+        """Build the model, with random weights. Raises ConfigError if transformers has no class for it."""
+        config, kind = self._read()
+        with torch.device(device):
+            if kind:
+                model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+            else:
+                auto = self._auto(config)
+                model = auto.from_config(config, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        return model
+
+    def _read(self) -> tuple[PreTrainedConfig, type[PreTrainedModel] | None]:
+        """Return the configuration, and the class that it names, if transformers has that itself."""
+        import transformers
+
+        of_hub = {"revision": self.revision} if self.revision else {}
+        try:
+            stored, _ = transformers.PreTrainedConfig.get_config_dict(self.path, **of_hub)
+            kind = None if self._has_code(stored) else _named_class({**stored, **self.overrides})
+            given = {**of_hub, **self.overrides}
+            if kind is None:
+                given["trust_remote_code"] = self.trust_remote_code
+            reader = kind.config_class if kind else transformers.AutoConfig
+            config = reader.from_pretrained(self.path, **given)
+        except (OSError, ValueError) as error:
+            raise ConfigError("model", self.path, _remedy(str(error))) from error
+        return self.change(config) if self.change else config, kind
+
+    def _has_code(self, stored: Mapping[str, Any]) -> bool:
+        return self.trust_remote_code and bool(stored.get("auto_map"))
+
+    def _auto(self, config: Any) -> Any:  # noqa: ANN401 - transformers'
+        """Return the first of transformers' classes that maps the type of `config`."""
+        import transformers
+
+        mapped: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+        for name in _KINDS:
+            auto = getattr(transformers, name)
+            if (self.trust_remote_code and name in mapped) or type(config) in auto._model_mapping:
+                return auto
+        raise ConfigError("model", self.path, _remedy(f"it has no model of type {config.model_type}"))
+
+
+def _named_class(stored: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """Return transformers' class of the first of ``architectures``, which engines take, too."""
+    import transformers
+
+    names: Iterator[str] = iter(stored.get("architectures") or ())
+    kind = getattr(transformers, next(names, ""), None)
+    return kind if getattr(kind, "config_class", None) else None
+
+
+def _remedy(reason: str) -> str:
+    import transformers
+
+    first = next(iter(reason.strip().splitlines()), "")
+    remedy = "give a folder with its config.json, update transformers, or set trust_remote_code for its code"
+    return f"transformers {transformers.__version__} says: {first}; {remedy}"

@@ -1,0 +1,128 @@
+"""The names that tensors of transformers' models have in files, which engines' loaders take.
+
+From version 5 on, transformers renames tensors and stacks experts when it loads files, and undoes both when
+it saves them (``transformers.conversion_mapping``).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.plan.experts import stack_name
+
+_STACKS: Mapping[tuple[tuple[str, int | None], ...], int] = {
+    (("SplitModulelist", 0),): 1,
+    (("Chunk", 1), ("SplitModulelist", 0)): 2,
+}
+"""Operations by which experts leave a stack, with their dimensions: how many matrices each of them has."""
+_PREFIX = "PrefixChange"
+"""It adds or removes the name of a part of another model, which the class of this one does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """Names in files of a model's tensors.
+
+    Attributes:
+        names: those that differ, by the model's own names. Stacks of experts are named as `stack_name` does.
+        computed: tensors that files store in another form, with the names there.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    computed: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, names: Iterable[str]) -> FileNames:
+        """Return names in files of tensors, whose `names` may lack the path of the model in `module`."""
+        given = sorted(names)  # transformers sorts them, too
+        models = [*_pretrained(module)]
+        if not any(name.startswith(prefix) for name in given for prefix, _ in models):
+            models = [("", model) for _, model in models[:1]]
+        found: dict[str, str] = {}
+        computed: dict[str, str] = {}
+        for prefix, model in models:
+            converters, renamings = _to_files(model)
+            for name in (each for each in given if each.startswith(prefix) and (converters or renamings)):
+                own = name.removeprefix(prefix)
+                new, stored = _in_files(own, converters, renamings)
+                if new != own:
+                    found[name] = prefix + new
+                if stored:
+                    computed[name] = prefix + stored
+        return cls(found, computed)
+
+    def name(self, name: str) -> str:
+        """Return the name in files of one of the model's tensors."""
+        return self.names.get(name, name)
+
+
+def _in_files(name: str, converters: Sequence[Any], renamings: Sequence[Any]) -> tuple[str, str]:
+    """Return a tensor's name in files, and, if files have it in another form, the name of that."""
+    for converter in converters:
+        part, matched = converter.rename_source_key(name)
+        if matched is not None:
+            stored = _renamed(part, renamings)
+            stack = stack_name(stored.replace(".*.", ".0."), _leaves(converter))
+            return (stack, "") if stack else (_renamed(name, renamings), stored)
+    return _renamed(name, renamings), ""
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
+
+
+def _leaves(converter: Any) -> Sequence[str]:  # noqa: ANN401 - transformers'
+    """Return the matrices of an expert that leave a stack, in the order of their rows; () for others."""
+    operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in converter.operations)
+    if len(converter.target_patterns) != _STACKS.get(operations):
+        return ()
+    return [pattern.split(".")[-2] for pattern in converter.target_patterns if pattern.count(".") > 1]
+
+
+def _to_files(model: Any) -> tuple[Sequence[Any], Sequence[Any]]:  # noqa: ANN401 - transformers'
+    """Return transformers' conversions from a model to files: those of the form, and those of names alone."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found = get_model_conversion_mapping(_as_declared(model), add_legacy=False)
+    back = [each.reverse_transform() for each in reversed(found) if type(each).__name__ != _PREFIX]
+    converters = [each for each in back if hasattr(each, "operations")]
+    return converters, [each for each in back if not hasattr(each, "operations")]
+
+
+def _as_declared(model: Any) -> Any:  # noqa: ANN401 - transformers'
+    """Return a model of the same configuration whose classes are those that transformers looks up by name.
+
+    FSDP gives what it wraps a class of its own.
+    """
+    if all(_is_declared(type(each)) for _, each in _pretrained(model, nested=True)):
+        return model
+    declared = next(each for each in type(model).__mro__ if _is_declared(each))
+    with torch.device("meta"):
+        return declared(copy.deepcopy(model.config))
+
+
+def _is_declared(kind: type) -> bool:
+    return vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
+
+
+def _pretrained(module: nn.Module, *, nested: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield transformers' models in `module`, and the prefix of their tensors' names.
+
+    `nested`: also those that are parts of others.
+    """
+    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    outer: list[str] = []
+    for path, each in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(each, kind) and (nested or not prefix.startswith(tuple(outer))):
+            outer.append(prefix)
+            yield prefix, each
