@@ -33,13 +33,19 @@ _EXPERTS = {
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0, tied: bool = True) -> PreTrainedModel:
+def build_tiny_qwen3(
+    path: Path, moe: bool = False, seed: int = 0, tied: bool = True, rows: int = 32
+) -> PreTrainedModel:
     """Save a float32 model with random weights to `path` and return it.
 
     The dense one ties its output head to the embedding, if it is to be `tied`. The MoE one, with 8 experts of
-    which 2 run, does not.
+    `rows`, of which 2 run, does not.
     """
-    config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if moe else Qwen3Config(**_SHAPE, tie_word_embeddings=tied)
+    config = (
+        Qwen3MoeConfig(**_SHAPE, **_EXPERTS | {"moe_intermediate_size": rows})
+        if moe
+        else Qwen3Config(**_SHAPE, tie_word_embeddings=tied)
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     redraw(model, seed)
     model.save_pretrained(path)

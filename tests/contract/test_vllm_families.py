@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.contract.test_vllm_quantized import Served
 from tests.families import build_family
+from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines.vllm.adapter import VllmEngine
+from weightsync.engines.vllm.api import require_updatable
+from weightsync.errors import ConfigError
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
@@ -78,6 +82,36 @@ def test_transformers_builds_what_vllm_has_decorated_apart_from_it() -> None:
     with building(VllmConfig()), torch.device("meta"):
         names = Decorated(config).state_dict().keys()
     assert names == Olmo2Model(config).state_dict().keys()
+
+
+def test_experts_that_vllm_pads_are_refused_by_name() -> None:
+    """As it does on a CPU, if a rank has other than a multiple of 32 rows of each."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
+    model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2 * 48, 64), requires_grad=False)
+    record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model="folder"))
+    require_updatable(config, model)
+    model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2 * 64, 64), requires_grad=False)
+    with pytest.raises(
+        ConfigError, match=r"model: 'folder'.* pads the 48 rows .* in experts.* multiple of 32"
+    ):
+        require_updatable(config, model)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rows", [16, 48])
+def test_a_model_with_few_rows_of_each_expert_is_refused_when_it_connects(rows: int, tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path, moe=True, rows=rows)
+    engine = VllmEngine(str(tmp_path), "e", {"max_model_len": 64})
+    try:
+        with pytest.raises(
+            ConfigError, match=rf"pads the {rows} rows that a rank has of each expert in .*mlp"
+        ):
+            engine.layout()
+    finally:
+        engine.close()
 
 
 def check(family: str, tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
     A draft model is not looked at.
     """
     for name, module in model.named_modules():
+        if hasattr(module, "w13_weight"):
+            _require_unpadded(name, module, config.model_config.model)
         if "MoE" in type(module).__name__ and is_lora(module):
             _require_experts(name, module, config)
         if _has_drawn_scales(module) and config.load_config.load_format == "dummy":
@@ -201,6 +203,21 @@ def _require_experts(name: str, module: torch.nn.Module, config: VllmConfig) -> 
     if quantization is not None:
         remedy = f"leave enable_lora out: with it, no update of the quantised {name} is proven"
         raise ConfigError("quantization", quantization, remedy)
+
+
+def _require_unpadded(name: str, module: torch.nn.Module, path: str) -> None:
+    """Raise ConfigError if vLLM has padded experts, as on a CPU: its reload does not do that again."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded: torch.Tensor | None = get_layerwise_info(module).restore_metadata[0].get("w13_weight")
+    served: Any = module.w13_weight
+    if loaded is not None and served.dtype == loaded.dtype and served.numel() != loaded.numel():
+        rows = loaded.shape[1] // 2
+        remedy = (
+            f"vLLM pads the {rows} rows that a rank has of each expert in {name}, and no update could: have "
+            "moe_intermediate_size / tensor_parallel_size a multiple of 32, or serve this model on a GPU"
+        )
+        raise ConfigError("model", path, remedy)
 
 
 def _has_drawn_scales(module: torch.nn.Module) -> bool:
