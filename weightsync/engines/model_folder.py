@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 """Transformers' classes that choose a model by its configuration, in the order in which they are asked."""
 
+_MOST = 300
+"""Characters of an error of transformers, which may have a paragraph or hundreds of names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
@@ -63,7 +66,7 @@ class ModelFolder:
                 given["trust_remote_code"] = self.trust_remote_code
             reader = kind.config_class if kind else transformers.AutoConfig
             config = reader.from_pretrained(self.path, **given)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # transformers, its hub and a model's own code have many kinds
             raise ConfigError("model", self.path, _remedy(str(error))) from error
         return self.change(config) if self.change else config, kind
 
@@ -94,6 +97,6 @@ def _named_class(stored: Mapping[str, Any]) -> type[PreTrainedModel] | None:
 def _remedy(reason: str) -> str:
     import transformers
 
-    first = next(iter(reason.strip().splitlines()), "")
+    line = " ".join(reason.split())[:_MOST]
     remedy = "give a folder with its config.json, update transformers, or set trust_remote_code for its code"
-    return f"transformers {transformers.__version__} says: {first}; {remedy}"
+    return f"transformers {transformers.__version__} says: {line}; {remedy}"

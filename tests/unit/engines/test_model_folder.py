@@ -107,6 +107,7 @@ def test_the_class_is_the_first_of_the_architectures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        ({"model_type": "qwen3", "layer_types": ["mine"], "num_hidden_layers": 1}, "layer_types"),
         (None, "config.json"),
         ({"model_type": "mine"}, "mine"),
         ({"model_type": "blip_text_model"}, "blip_text"),
