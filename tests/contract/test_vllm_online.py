@@ -29,7 +29,7 @@ from tests.quantised import same_bits
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
-from weightsync.errors import PlanError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.protocol.device_memory import StoredTable
 
@@ -391,6 +391,10 @@ def test_ranks_that_agree_on_a_scale_load_together(
     assert host_of(alone, folder).checkpoint().converts
 
 
-def test_stages_of_a_pipeline_are_left_to_its_loader(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("size", ["data_parallel_size", "pipeline_parallel_size"])
+def test_ranks_that_calls_do_not_all_reach_or_that_have_some_layers_are_refused(
+    folder: Path, size: str
+) -> None:
     model = Online(folder).start(trained(folder, 0))
-    check_left_to_its_loader(host_of(model, folder, num_stages=2), "a rank of a pipeline", caplog)
+    with pytest.raises(ConfigError, match=f"options.{size}: 2 is not valid; leave it out"):
+        host_of(model, folder, **{size: 2}).checkpoint()

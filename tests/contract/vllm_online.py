@@ -310,7 +310,7 @@ class Online(nn.Module):
         return self.method.num_processed[0] + self.of_experts.num_processed[0]
 
 
-def host_of(model: nn.Module, folder: Path, num_stages: int = 1, enable_eplb: bool = False) -> VllmHost:
+def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **sizes: int) -> VllmHost:
     config = AutoConfig.from_pretrained(folder)
     model_config = SimpleNamespace(
         hf_config=config,
@@ -322,7 +322,7 @@ def host_of(model: nn.Module, folder: Path, num_stages: int = 1, enable_eplb: bo
         revision=None,
         trust_remote_code=False,
     )
-    parallel = SimpleNamespace(pipeline_parallel_size=num_stages, enable_eplb=enable_eplb)
+    parallel = SimpleNamespace(enable_eplb=enable_eplb, **sizes)
     vllm_config = SimpleNamespace(
         parallel_config=parallel,
         model_config=model_config,

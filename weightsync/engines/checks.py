@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -59,6 +60,13 @@ def require_gpus(tensor_parallel_size: int) -> None:
             tensor_parallel_size,
             f"its process sees {count_text(seen, 'GPU')}: {remedy}",
         )
+
+
+def refuse_sizes(options: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
+    """Raise ConfigError if an engine is to have several of what it has one of, with that option's remedy."""
+    for key, remedy in remedies.items():
+        if options.get(key) not in (None, 1):
+            raise ConfigError(f"options.{key}", options[key], remedy)
 
 
 def refuse_salt(treatment: PrefixCache, engine: str, reason: str) -> None:

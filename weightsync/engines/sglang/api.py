@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.checks import refuse_sizes
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.lora import Adapted
@@ -41,6 +42,12 @@ _FIXED = (
     "incremental_streaming_output",
     "weight_cache_mode",
 )
+_ONE = {
+    "dp_size": "leave it out: register an engine for each replica",
+    "pp_size": "leave it out: cut the model by tensor_parallel_size",
+    "nnodes": "leave it out: an engine's ranks are on one host",
+}
+"""Sizes that are 1, with remedies."""
 _PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -63,6 +70,7 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     Raises:
         ConfigError: an option that SGLang does not have, or that it cannot be updated with.
     """
+    refuse_sizes(options, _ONE)
     from sglang.srt.server_args import ServerArgs
 
     given = dict(options)

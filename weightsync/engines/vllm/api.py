@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weightsync.engines.checks import require_gpus
+from weightsync.engines.checks import refuse_sizes, require_gpus
 from weightsync.engines.kernel_state import KernelState, VolatileBuffers
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.model_folder import ModelFolder
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _FIXED = ("model", "load_format", "worker_extension_cls")
+_ONE = {
+    "data_parallel_size": "leave it out: register an engine for each replica",
+    "pipeline_parallel_size": "leave it out: cut the model by tensor_parallel_size",
+    "prefill_context_parallel_size": "leave it out: updates of such ranks are not tested",
+    "nnodes": "leave it out: an engine's ranks are on one host",
+}
+"""Sizes that are 1, with remedies."""
 _SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
@@ -81,13 +88,17 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
             raise ConfigError(f"options.{key}", value, "give it in options.speculative_config")
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known))
+    refuse_sizes(options, _ONE)
+    if current_platform.is_cpu() and options.get("enable_expert_parallel"):
+        remedy = "leave it out: on CPUs vLLM's kernel reads experts that a rank does not have"
+        raise ConfigError("options.enable_expert_parallel", True, remedy)
     settings = {"dtype": "auto", "skip_tokenizer_init": True, **options}
     settings.setdefault("disable_log_stats", not settings.get("speculative_config"))  # it counts drafts there
     if speculative := settings.get("speculative_config"):
         settings["speculative_config"] = _from_own_files(speculative)
     if current_platform.is_cpu():
         settings.setdefault("enforce_eager", True)
-    if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
+    if settings.get("tensor_parallel_size", 1) > 1:
         # Inside a Ray placement group, vLLM would start its ranks as actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
     check_sleep(settings, current_platform.is_sleep_mode_available())
@@ -162,6 +173,12 @@ def file_headers(config: ModelConfig) -> Mapping[str, Mapping[str, Any]]:
     from vllm.transformers_utils.config import get_safetensors_params_metadata
 
     return get_safetensors_params_metadata(config.model, revision=config.revision)  # type: ignore[no-any-return,unused-ignore]
+
+
+def require_one_replica(config: VllmConfig) -> None:
+    """Raise ConfigError if there are several replicas, or if a rank has some of the layers alone."""
+    parallel = config.parallel_config
+    refuse_sizes({key: getattr(parallel, key, 1) for key in _ONE}, _ONE)
 
 
 def require_no_draft(config: VllmConfig) -> None:
@@ -242,7 +259,11 @@ def check_sleep(settings: dict[str, Any], available: bool) -> None:
 
 
 def start(arguments: EngineArgs) -> LLMEngine:
-    """Start vLLM, which takes from seconds to minutes."""
+    """Start vLLM, which takes from seconds to minutes.
+
+    Raises ConfigError with vLLM's own words if options do not fit together or with the model.
+    """
+    from pydantic import ValidationError
     from vllm.v1.engine.llm_engine import LLMEngine
 
     # Without Triton, vLLM looks through all loaded modules and fails on this one's `lib`. Numba, which
@@ -250,6 +271,9 @@ def start(arguments: EngineArgs) -> LLMEngine:
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         return LLMEngine.from_engine_args(arguments)
+    except ValidationError as error:
+        says = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError("options", arguments.model, f"vLLM says of it: {says}") from error
     finally:
         if hidden is not None:
             sys.modules["llvmlite.binding.ffi"] = hidden

@@ -25,6 +25,7 @@ from weightsync.engines.vllm.api import (
     loaded_layers,
     model_folder,
     packed_layers,
+    require_one_replica,
     require_updatable,
 )
 from weightsync.engines.vllm.draft import draft_of
@@ -78,12 +79,12 @@ class VllmHost:
 
     def checkpoint(self) -> Checkpoint:
         require_updatable(self._runner.vllm_config, self.model())
+        require_one_replica(self._runner.vllm_config)
         config = self._runner.model_config
         quantization = quantization_of(config.hf_config)
         with building(self._runner.vllm_config):
             checkpoint = checkpoint_of(model_folder(config), config.dtype)
-        if self._runner.vllm_config.parallel_config.pipeline_parallel_size == 1:  # else a rank holds a part
-            checkpoint = checkpoint.as_held(self.model())
+        checkpoint = checkpoint.as_held(self.model())
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
         if not quantization.groups:
             return self._quantised_online(checkpoint)
@@ -115,10 +116,7 @@ class VllmHost:
             return StoredCheckpoint(), None
 
     def _require_fixed_layers(self) -> None:
-        parallel = self._runner.vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise UnprovableError("a rank of a pipeline has some of the layers")
-        if parallel.enable_eplb:
+        if self._runner.vllm_config.parallel_config.enable_eplb:
             raise UnprovableError("experts move between ranks (EPLB)")
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
