@@ -36,7 +36,8 @@ class CheckpointMethods:
             name: what `update_weights` calls it.
             files: safetensors files, index files, or folders with either.
             nodes: Ray's ids of the hosts that read, each an equal share; by default this process's host.
-            exclude: names of tensors that no engine wants. The draft's begin with ``draft/``.
+            exclude: names of tensors that no engine wants, or patterns such as ``visual.*``. The draft's
+                begin with ``draft/``.
             stored: serve quantised tensors as the files store them, to engines that are quantised alike.
                 Otherwise float8 weights become bfloat16.
             draft: files of a trained draft that engines speculate with. See docs/components.md.

@@ -27,6 +27,7 @@ THIRD_PARTY = {
     "_get_original_loader": "vllm",
     "_internal": "torch",
     "_k_scale_float": "vllm",
+    "_keep_in_fp32_modules": "transformers",
     "_registry": "vllm",
     "_local_tensor": "torch",
     "_modules": "torch",

@@ -6,13 +6,16 @@ import asyncio
 
 import pytest
 import torch
+from torch import nn
 
 from tests.fleets.direct import Direct
 from tests.fleets.loop import CONFIG, Loop
+from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
-from weightsync.errors import ConfigError, StateError
-from weightsync.testing import DictEngine, LocalEngine
+from weightsync.errors import ConfigError, PlanError, StateError
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 
 FROZEN = ["0.weight", "0.bias"]
 
@@ -146,3 +149,46 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"frozen.*zero\.\*"):
         asyncio.run(loop.controller.connect())
     loop.close()
+
+
+class WithTower(Loop):
+    """A trainer that has the second layer alone, and one more that has the first one, which nobody trains."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        self.tower = ModuleSource(self.model[0], names={"": "0."}, frozen=["*"])
+        self.fleet.trainers.append((LocalTrainer(self.tower), 1))
+
+    def source_of(self, model: nn.Module) -> ModuleSource:
+        return ModuleSource(model[1], names={"": "1."})
+
+    train = Frozen.train
+
+    def close(self) -> None:
+        self.tower.close()
+        super().close()
+
+
+def test_one_more_trainer_has_a_tower_that_the_others_lack() -> None:
+    async def work() -> None:
+        with pytest.raises(
+            PlanError, match=r"0\.weight: .*If nobody trains 0\.\* \(2 tensors\), register one"
+        ):
+            await alone.controller.connect()
+        await loop.controller.connect()
+        first, *later = [await update(loop, version) for version in (1, 2, 3)]
+        assert first.nbytes == sum(tensor.nbytes for tensor in loop.model.state_dict().values())
+        assert {report.nbytes for report in later} == {4 * (30 * 5 + 5)}
+        loop.engines["e0"].tensors["0.bias"].add_(1)
+        loop.train()
+        report = await loop.controller.update(4)
+        assert report.engines == {"e0": 0, "e1": 4}
+        assert "0.bias" in report.failures["e0"]
+
+    alone, loop = WithTower(CONFIG), WithTower(CONFIG)
+    del alone.fleet.trainers[1]
+    try:
+        asyncio.run(work())
+    finally:
+        alone.close()
+        loop.close()

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync.errors import DeadlineError, StateError
+from weightsync.errors import ConfigError, DeadlineError, StateError
 from weightsync.plan import Plan
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.adapters import AdapterSpec
+from weightsync.plan.layout_table import LayoutTable, unpack_names
+from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 _POLL_S = 0.005
@@ -55,8 +55,20 @@ class AdapterEngine:
         self._loading = self._closed = False
 
     def layout(self) -> Sequence[LayoutTable]:
-        """Return the layout of each rank, in the tensors' names of the spec."""
-        return self._on_ranks("layout")
+        """Return the layout of each rank, in the tensors' names of the spec.
+
+        Raises ConfigError for a tensor that no rank has a slot for.
+        """
+        ranks: list[LayoutTable] = self._on_ranks("layout")
+        held = {meta.name for each in ranks for meta in each.tensors.metas(unpack_names(each.names))}
+        if left := next((meta.name for meta in self._spec.tensors if meta.name not in held), ""):
+            module = left.removesuffix(LORA_A).removesuffix(LORA_B)
+            remedy = (
+                f"engine {self._name} has no slot for {left}: leave {module} out of the adapter, "
+                "or send merged weights (merge=)"
+            )
+            raise ConfigError("adapter", self._spec.name, remedy)
+        return ranks
 
     def can_export(self) -> Sequence[bool]:
         """Return for each rank whether holders on GPUs can write it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.engines.float32_parts import keep_float32
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class ModelFolder:
             else:
                 auto = self._auto(config)
                 model = auto.from_config(config, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        keep_float32(model, dtype)
         return model
 
     def _read(self) -> tuple[PreTrainedConfig, type[PreTrainedModel] | None]:

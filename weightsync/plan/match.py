@@ -13,7 +13,7 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.coverage import check_tiling, first_element
 from weightsync.plan.draft import DRAFT, in_model
 from weightsync.plan.layout import Int64, Layout
-from weightsync.plan.renames import left_out, renamed
+from weightsync.plan.renames import left_out, part_of, renamed
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
 from weightsync.plan.wrappers import unwrapped
 
@@ -57,10 +57,10 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
         if canonical not in taken or unwrapped(alias) != canonical  # one tensor of theirs is not two of ours
     }
     wanted = [first.tensors[number] for number in _travel_order(first)]
-    pairs = np.array([index.get(meta.name, aliases.get(meta.name, -1)) for meta in wanted], np.int64)
-    for number in np.flatnonzero(pairs < 0).tolist():
-        name = wanted[number].name
-        raise PlanError(name, _why_missing(name, source, [*index, *aliases], taken))
+    held = aliases | index
+    if missing := [meta.name for meta in wanted if meta.name not in held]:
+        raise _missing(missing, source, held, taken)
+    pairs = np.array([held[meta.name] for meta in wanted], np.int64)
     _check_used(source, pairs, wanted)
     for meta, number in zip(wanted, pairs.tolist(), strict=True):
         _check_pair(source.tensors[number], meta)
@@ -117,11 +117,22 @@ _NO_DRAFT = (
 )
 
 
-def _why_missing(name: str, source: Layout, known: Sequence[str], taken: Collection[str]) -> str:
-    if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in known):
-        return f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}"
-    hint = renamed(name, source, taken) or suggest(name, known)
-    return f"the engine needs it, no trainer or checkpoint declares it; {hint}"
+def _missing(
+    names: Sequence[str], source: Layout, held: Collection[str], taken: Collection[str]
+) -> PlanError:
+    """Return the error of tensors that only engines have. `held` has the source's names, `taken` engines'."""
+    name = names[0]
+    if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in held):
+        return PlanError(name, f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}")
+    hint = renamed(name, source, taken) or suggest(name, held)
+    problem = f"the engine needs it, no trainer or checkpoint declares it; {hint}"
+    pattern, count = part_of(name, names, held)
+    if count > 1:
+        problem += (
+            f". If nobody trains {pattern} ({count} tensors), register one more trainer that reads them from "
+            'the checkpoint, with frozen=["*"]'
+        )
+    return PlanError(name, problem)
 
 
 def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> None:
@@ -138,12 +149,15 @@ def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> N
 
 def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:
     if ours.shape != theirs.shape:
-        has_more_rows = ours.shape[1:] == theirs.shape[1:] and ours.shape[:1] > theirs.shape[:1]
-        hint = "; if rows pad the vocabulary, give the source the checkpoint's vocab_size"
+        has_other_rows = ours.shape[1:] == theirs.shape[1:] != ()
+        hint = (
+            "; if the vocabulary was resized or padded, start engines from a folder whose configuration has "
+            "the trainer's vocab_size; of Megatron-Core, give the source the checkpoint's"
+        )
         raise PlanError(
             theirs.name,
             f"shape {ours.shape} at the source, {theirs.shape} at the engine; "
-            f"both must declare the global shape of the checkpoint{hint if has_more_rows else ''}",
+            f"both must declare the global shape of the checkpoint{hint if has_other_rows else ''}",
         )
     if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= CASTABLE:
         raise PlanError(
@@ -180,7 +194,8 @@ def _check_ties(
                 raise PlanError(
                     alias,
                     f"engine {engine} ties it to {canonical}, the trainers hold two different tensors; "
-                    "tie them in the trainer's model, or build the engine without tied weights",
+                    "tie them in the trainer's model, leave the former out by "
+                    f"exclude={[alias]} if they are equal, or build the engine without tied weights",
                 )
 
 

@@ -68,9 +68,19 @@ def _as_given(prefix: str, source: Layout) -> str:
 
 def left_out(unused: Sequence[str], used: Collection[str]) -> str:
     """Return the value of `exclude` that leaves `unused` tensors out, and none of `used`."""
-    patterns = []
-    for name in unused:
-        first = name.partition(".")[0] + "."
-        shared = first == name + "." or any(each.startswith(first) for each in used)
-        patterns.append(name if shared else f"{first}*")
-    return f"exclude={json.dumps(list(dict.fromkeys(patterns))[:4])}"
+    patterns = dict.fromkeys(part_of(name, unused, used)[0] for name in unused)
+    return f"exclude={json.dumps([*patterns][:4])}"
+
+
+def part_of(name: str, names: Sequence[str], others: Collection[str]) -> tuple[str, int]:
+    """Return a pattern of a tensor's module of which `others` have no name, and how many of `names` fit it.
+
+    The outermost such module counts. Without one that has several tensors, the pattern is the name itself.
+    """
+    modules = name.split(".")
+    for depth in range(1, len(modules)):
+        prefix = ".".join((*modules[:depth], ""))
+        if not any(other.startswith(prefix) for other in others):
+            count = sum(each.startswith(prefix) for each in names)
+            return (f"{prefix}*", count) if count > 1 or depth == 1 else (name, 1)
+    return name, 1

@@ -67,7 +67,7 @@ class CheckpointStore:
         `exclude` and `stored` as in `contents_of_both`, whose errors it raises.
         """
         found = contents_of_both(paths, draft, exclude, stored)
-        self.tensors, self.origin = found.tensors, found.origin
+        self.tensors, self.origin, self._tied = found.tensors, found.origin, found.tied
         self._files = found.files
         self._shapes = {meta.name: meta for meta in found.tensors}
         self._mine = partition(found.stretches, num_shares)[share]
@@ -109,7 +109,8 @@ class CheckpointStore:
     def layout(self, rank: int, num_ranks: int) -> RankLayout:
         """Return the layout of rank `rank` of `num_ranks` on this host. May be called before `read`."""
         stretches = partition(self._held or self._mine, num_ranks)[rank]
-        return RankLayout(self.tensors, tuple(_segment(each) for each in stretches), device=MAPPED)
+        segments = tuple(_segment(each) for each in stretches)
+        return RankLayout(self.tensors, segments, self._tied, device=MAPPED)
 
     def export(self, rank: int, num_ranks: int) -> HostExport:
         """Return a rank's layout and memory for its holder. Raises StateError before `read` has ended."""
@@ -127,7 +128,9 @@ class CheckpointStore:
         Raises SourceChangedError if bytes of mapped files that are cast are no longer those that were read.
         """
         taken = {meta.name for meta in tensors}
-        own = [meta.name if meta.name in self._shapes else in_model(meta.name, taken) for meta in tensors]
+        aliases = dict(self._tied)
+        names = [aliases.get(meta.name, meta.name) for meta in tensors]
+        own = [name if name in self._shapes else in_model(name, taken) for name in names]
         dtypes = {name: meta.dtype for name, meta in zip(own, tensors, strict=True)}
         chunks = [
             chunk
@@ -139,7 +142,7 @@ class CheckpointStore:
             shares = [*threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)]
             self._require_as_read(chunks if self._mapped else (), threads)
         self._add_up(chunks, shares, dtypes)
-        found = [self._digests.get(key, 0) for key in dtypes.items()]
+        found = [self._digests.get((name, dtypes[name]), 0) for name in own]
         counts = {
             meta.name: self._nonfinite[name, meta.dtype] for name, meta in zip(own, tensors, strict=True)
         }

@@ -16,7 +16,7 @@ from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expe
 from weightsync.sources.deepspeed import check_engine
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import segment_of
-from weightsync.sources.peft_modules import adapted_modules, base_name
+from weightsync.sources.peft_modules import adapted_modules, base_name, require_plain_base
 from weightsync.sources.stacked_lora import StackedExperts
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.zero_partitions import (
@@ -147,14 +147,16 @@ class LoraSource(TensorSource):
     def _look_up(self) -> Mapping[str, _Trained]:
         """Find the adapter's parameters, by their names.
 
-        Raises ConfigError if there are none, if the adapter does more than A and B, or if a rank's part of
-        them cannot be read.
+        Raises ConfigError if there are none, if the adapter does more than A and B, if PEFT changed the base,
+        or if a rank's part of them cannot be read.
         """
         if hasattr(self.model, "autotp_size"):  # as DeepSpeed's engines have
             check_engine(self.model)
         self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
         found: dict[str, _Trained] = {}
-        for path, module in adapted_modules(self.model, self._adapter).items():
+        adapted = adapted_modules(self.model, self._adapter)
+        require_plain_base(self.model)
+        for path, module in adapted.items():
             found |= {its.name: its for its in _trained(base_name(path), module, self._adapter)}
         return found
 

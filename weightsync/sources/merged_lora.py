@@ -19,7 +19,8 @@ class MergedLoraSource(ModuleSource):
 
     Each version is computed in float32 from the base, which stays as it is, and rounded once to the base's
     dtype: versions leave no rounding behind. The results have memory of their own. Tensors of the base that
-    nobody trains travel with the first update alone (`TrainerShard`'s `frozen`).
+    nobody trains travel with the first update alone (`TrainerShard`'s `frozen`). While PEFT has the adapter
+    merged (``merge_adapter``), W is published as it is.
 
     All ranks publish together: A and B are gathered over the trainer's own process group.
     """
@@ -59,6 +60,9 @@ class MergedLoraSource(ModuleSource):
         super()._finish()
         live = super()._tensors()
         for its in self._merged.targets(self.model):
+            if its.is_merged:
+                its.held.copy_(local_tensor(live[its.name]))
+                continue
             rows, columns = self._boxes[its.name].slices()
             change = _whole(its.b)[rows].float() @ _whole(its.a)[:, columns].float() * its.scaling
             its.held.copy_(local_tensor(live[its.name]).float() + change)

@@ -34,6 +34,7 @@ class Target:
         a: the parameter A, which may be sharded.
         b: the parameter B, likewise.
         scaling: the factor of BA.
+        is_merged: whether PEFT has merged the adapter into the base (``merge_adapter``).
         held: memory for this rank's part of the result, as the base's part is laid out, without gaps.
     """
 
@@ -42,6 +43,7 @@ class Target:
     a: Any
     b: Any
     scaling: float
+    is_merged: bool
     held: torch.Tensor
 
 
@@ -81,13 +83,18 @@ class MergedWeights:
         return replace(layout, frozen=tuple(names))
 
     def targets(self, model: torch.nn.Module) -> Iterator[Target]:
-        """Yield what is to be merged. Raises StateError if other modules of `model` are adapted now."""
+        """Yield what is to be merged. Raises StateError if other modules of `model` are adapted now.
+
+        Raises StateError if PEFT has merged another adapter into the base.
+        """
+        _require_no_other(model, self._adapter)
         modules = {path + _WEIGHT: module for path, module in self._adapted(model).items()}
         for name in sorted(modules.keys() ^ self._held.keys()):
             raise StateError(f"{name} has begun or ceased to be adapted: call connect() again")
         for name, module in modules.items():
             a, b = (kind[self._adapter].weight for kind in (module.lora_A, module.lora_B))
-            yield Target(name, module, a, b, float(module.scaling[self._adapter]), self._held[name])
+            scaling, is_merged = float(module.scaling[self._adapter]), self._adapter in _merged(module)
+            yield Target(name, module, a, b, scaling, is_merged, self._held[name])
 
     def _allocate(self, model: torch.nn.Module, weights: LocalWeights) -> None:
         before, self._held = self._held, {}
@@ -148,6 +155,18 @@ class MergedWeights:
 def is_frozen(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a parameter that nobody trains."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _merged(module: Any) -> Sequence[str]:  # noqa: ANN401 - PEFT's
+    """Return the adapters that PEFT has merged into a module's own weights."""
+    return getattr(module, "merged_adapters", ())
+
+
+def _require_no_other(model: torch.nn.Module, adapter: str) -> None:
+    """Raise StateError if the base has another adapter's product in it, in any module."""
+    for path, module in model.named_modules():
+        if others := [each for each in _merged(module) if each != adapter]:
+            raise StateError(f"{path} has adapter {others[0]} merged into it: call unmerge_adapter() first")
 
 
 def _plain(name: str) -> str:

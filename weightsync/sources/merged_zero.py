@@ -62,10 +62,13 @@ class MergedZeroSource(DeepSpeedSource):
 
 
 def _merge(its: Target) -> None:
-    """Add BA to this rank's run of W. A and B are whole."""
+    """Add BA to this rank's run of W, unless PEFT has. A and B are whole."""
     weight = its.module.base_layer.weight
     start, stop = run_of(weight) if is_partitioned(weight) else (0, weight.numel())
     base = part_of(weight).reshape(-1)[: stop - start]
+    if its.is_merged:
+        its.held.view(-1)[: stop - start].copy_(base)
+        return
     columns = its.a.shape[1]
     first, last = start // columns, -(-stop // columns)  # the rows in which the run is
     rows = its.b[first:last].float() @ its.a.float() * its.scaling

@@ -23,6 +23,8 @@ _MORE = {
     "trainable_tokens_delta": "trainable tokens",
 }
 """What PEFT's modules have beside A and B, by attribute."""
+_OF_A_AND_B = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` that leave the base as it is."""
 
 
 def adapted_modules(model: torch.nn.Module, adapter: str, *, saves: bool = False) -> dict[str, Any]:
@@ -42,6 +44,23 @@ def adapted_modules(model: torch.nn.Module, adapter: str, *, saves: bool = False
     if not found:
         raise ConfigError("adapter", adapter, nearest(adapter, known) if known else "the model has none")
     return found
+
+
+def require_plain_base(model: torch.nn.Module) -> None:
+    """Raise ConfigError if PEFT changed the base when it made an adapter, as PiSSA and OLoRA do.
+
+    Adapters share the base, so all of them are looked at.
+    """
+    for module in model.modules():
+        configs: Any = getattr(module, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, Mapping) else ():
+            initialised = getattr(config, "init_lora_weights", True)
+            if initialised not in _OF_A_AND_B:
+                remedy = (
+                    f"it changed the base of adapter {name}, and engines serve the base of their checkpoint: "
+                    "send merged weights (merge=), or save the changed base for engines and set it to True"
+                )
+                raise ConfigError("init_lora_weights", initialised, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError, nearest, shortened
@@ -12,7 +13,9 @@ from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
 from weightsync.plan.draft import DRAFT
 from weightsync.plan.experts import stacked
+from weightsync.plan.segment import most_alike
 from weightsync.sources.float8_weights import scaled_weights
+from weightsync.sources.repeated_head import repeated_heads
 from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile, read_json
 
 _INDEX = ".safetensors.index.json"
@@ -36,11 +39,15 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Tensors of the files. A stretch is in ``files[stretch.buffer]``; `origin` is each tensor's file."""
+    """Tensors of the files. A stretch is in ``files[stretch.buffer]``; `origin` is each tensor's file.
+
+    `tied` has (alias, canonical) names of tensors that the files have twice. `tensors` has them once.
+    """
 
     files: tuple[StoredFile | DequantisedFile, ...]
     tensors: tuple[TensorMeta, ...]
     stretches: tuple[Stretch, ...]
+    tied: tuple[tuple[str, str], ...] = ()
 
     @property
     def origin(self) -> dict[str, str]:
@@ -54,12 +61,12 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
     in bfloat16, without their scales, where the ``config.json`` beside a file says how they are quantised.
 
     Args:
-        exclude: names, as in the files, of tensors that no engine takes.
+        exclude: names of tensors that no engine takes, as in the files, or patterns, as of `fnmatch`.
         stored: declare all tensors as the files have them, also float8 weights and single experts.
 
     Raises:
         ConfigError: a file is missing, is not a safetensors file, or is truncated; an index names a
-            file that does not exist or is outside the folder; `exclude` names a tensor that is in no file.
+            file that does not exist or is outside the folder; `exclude` fits no tensor of the files.
         PlanError: a tensor is in two files, is not in the file that the index names, or has an
             unknown dtype.
         SourceChangedError: a file changed while its header was read.
@@ -79,11 +86,18 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
             if name not in found or found[name].file is not file:
                 raise PlanError(name, f"the index names {path}, but it is not in it; download both again")
         files.append(file)
-    for name in exclude:
-        if name not in found:
-            raise ConfigError("exclude", name, nearest(name, found))
-        del found[name]
-    return _contents(files, found, [] if stored else scaled_weights(found), stack=not stored)
+    names = [*found]
+    for pattern in exclude:
+        left_out = [name for name in names if fnmatchcase(name, pattern)]
+        if not left_out:
+            raise ConfigError("exclude", pattern, nearest(pattern, most_alike(pattern, names)))
+        for name in left_out:
+            found.pop(name, None)
+    tied = tuple(repeated_heads(found))
+    for alias, _ in tied:
+        del found[alias]
+    made = _contents(files, found, [] if stored else scaled_weights(found), stack=not stored)
+    return replace(made, tied=tied)
 
 
 def contents_of_both(
@@ -105,6 +119,7 @@ def contents_of_both(
         (*of_model.files, *added.files),
         (*of_model.tensors, *(replace(meta, name=DRAFT + meta.name) for meta in added.tensors)),
         (*of_model.stretches, *stretches),
+        (*of_model.tied, *((DRAFT + alias, DRAFT + name) for alias, name in added.tied)),
     )
 
 

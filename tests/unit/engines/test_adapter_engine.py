@@ -10,8 +10,9 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.adapter_engine import AdapterEngine
-from weightsync.errors import DeadlineError, EngineError, StateError
-from weightsync.plan import TensorMeta
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
+from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 
 SPEC = AdapterSpec.of("math", [TensorMeta("up_proj.lora_A.weight", "float32", (2, 4))])
@@ -149,3 +150,16 @@ def test_slots_are_given_back_once_no_request_uses_them(engine: AdapterEngine, r
     assert ranks.closed
     with pytest.raises(StateError, match="is closed"), engine.use():
         pass
+
+
+@pytest.mark.parametrize("held", [[], ["up_proj.lora_A.weight"]], ids=["alone", "beside others"])
+def test_a_module_without_a_slot_is_refused_by_name(held: list[str]) -> None:
+    named = [*held, "lm_head.lora_A.weight", "lm_head.lora_B.weight"]
+    spec = AdapterSpec.of("math", [TensorMeta(name, "float32", (2, 2)) for name in named])
+    metas = tuple(meta for meta in spec.tensors if meta.name in held)
+    rank = LayoutTable.of(RankLayout(metas, tuple(map(Segment.whole, metas))))
+    engine = AdapterEngine("e0", spec, (7, 8), lambda method: [rank, rank])
+    with pytest.raises(
+        ConfigError, match=r"adapter: 'math' .* e0 has no slot for lm_head\.lora_A.*: leave lm_head out"
+    ):
+        engine.layout()

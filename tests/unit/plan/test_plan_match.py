@@ -145,6 +145,42 @@ def test_missing_and_extra_tensors_name_the_nearest() -> None:
         plan(whole(A, B), whole(A))
 
 
+TEXT = tuple(TensorMeta(f"model.language_model.{name}", "bfloat16", (4, 2)) for name in ("a", "b"))
+TOWER = tuple(TensorMeta(f"model.visual.blocks.{i}.weight", "bfloat16", (4, 2)) for i in range(3))
+
+
+def test_a_tower_that_no_trainer_has_is_named_with_what_may_hold_it() -> None:
+    says = (
+        r"^model\.visual\.blocks\.0\.weight: the engine needs it, .* declares it; .*"
+        r"If nobody trains model\.visual\.\* \(3 tensors\), register one more trainer .* frozen=\[\"\*\"\]$"
+    )
+    with pytest.raises(PlanError, match=says):
+        plan(whole(*TEXT), whole(*TOWER, *TEXT))
+    with pytest.raises(
+        PlanError, match=r"model\.language_model\.b: .*declares it; [^.]*'model\.language_model\.a'"
+    ):
+        plan(whole(*TEXT[:1]), whole(*TEXT))
+
+
+def test_a_tower_that_no_engine_has_is_named_with_the_pattern_that_excludes_it() -> None:
+    with pytest.raises(
+        PlanError, match=r"^model\.visual\.blocks\.0.* exclude=\["model\.visual\.\*"\], or rename"
+    ):
+        plan(whole(*TEXT, *TOWER), whole(*TEXT))
+    with pytest.raises(PlanError, match=r"exclude=\["model\.language_model\.b"\]"):
+        plan(whole(*TEXT), whole(*TEXT[:1]))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(32, 30), (30, 32)])
+def test_vocabularies_of_different_sizes_have_their_remedy(ours: int, theirs: int) -> None:
+    sides = (whole(TensorMeta("embed", "bfloat16", (rows, 8))) for rows in (ours, theirs))
+    with pytest.raises(PlanError, match="folder whose configuration has the trainer's vocab_size"):
+        plan(*sides)
+    with pytest.raises(PlanError) as told:
+        plan(whole(TensorMeta("bias", "bfloat16", (ours,))), whole(TensorMeta("bias", "bfloat16", (theirs,))))
+    assert "vocab" not in str(told.value)
+
+
 def test_engines_must_take_the_same() -> None:
     with pytest.raises(PlanError, match="b: engine e1 needs it, engine e0 does not"):
         plan(whole(A, B), whole(A), whole(A, B))
@@ -197,7 +233,10 @@ def test_a_tied_source_serves_an_engine_with_two_tensors() -> None:
 
 
 def test_an_engine_must_not_tie_two_tensors() -> None:
-    with pytest.raises(PlanError, match="b: engine e0 ties it to a, the trainers hold two different"):
+    with pytest.raises(
+        PlanError,
+        match=r"b: engine e0 ties it to a, the trainers hold two .* exclude=\['b'\] if they are equal",
+    ):
         plan(whole(A, B), whole(A, tied=(("b", "a"),)))
 
 

@@ -47,6 +47,56 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def tied_folder(folder: Path, head: torch.Tensor, **config: object) -> Path:
+    embedding = torch.arange(12.0).view(4, 3)
+    save_file({"model.embed_tokens.weight": embedding, "norm": torch.ones(4, 3)}, folder / ONE)
+    save_file({"lm_head.weight": head}, folder / TWO)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config", [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}]
+)
+def test_a_head_that_repeats_a_tied_embedding_is_an_alias_of_it(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    source = CheckpointStore([str(tied_folder(tmp_path, torch.arange(12.0).view(4, 3), **config))])
+    layout = source.layout(0, 1)
+    assert {meta.name for meta in layout.tensors} == {"model.embed_tokens.weight", "norm"}
+    assert layout.tied == (("lm_head.weight", "model.embed_tokens.weight"),)
+    source.read()
+    try:
+        wanted = [
+            TensorMeta(name, "float32", (4, 3)) for name in ("model.embed_tokens.weight", "lm_head.weight")
+        ]
+        first, second = source.published(wanted).digests  # of an engine that does not tie them
+        assert first == second != 0
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "config"),
+    [
+        (torch.arange(12.0).view(4, 3) + 1, {"tie_word_embeddings": True}),
+        (torch.arange(12.0).view(4, 3), {"tie_word_embeddings": False}),
+        (torch.arange(12.0).view(4, 3), {}),
+        (torch.arange(12.0).view(4, 3).bfloat16(), {"tie_word_embeddings": True}),
+    ],
+)
+def test_other_heads_are_tensors_of_their_own(
+    tmp_path: Path, head: torch.Tensor, config: dict[str, object]
+) -> None:
+    found = contents([str(tied_folder(tmp_path, head, **config))])
+    assert "lm_head.weight" in {meta.name for meta in found.tensors}
+    assert not found.tied
+
+
+def test_patterns_leave_tensors_out(folder: Path) -> None:
+    assert {meta.name for meta in contents([str(folder)], exclude=["[ab]", "a"]).tensors} == {"c", "d"}
+
+
 def write_index(folder: Path, weight_map: object) -> str:
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": weight_map}))

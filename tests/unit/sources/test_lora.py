@@ -184,6 +184,29 @@ def test_what_is_more_than_a_and_b_is_refused(settings: dict[str, Any], says: st
         LoraSource(adapted(**settings), "default").spec("math")
 
 
+@pytest.mark.parametrize("initialisation", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_whose_base_peft_changed_is_refused_with_the_remedy(initialisation: str) -> None:
+    model: Any = adapted(init_lora_weights=initialisation)
+    says = f"init_lora_weights: '{initialisation}' is not valid; it changed the base of adapter default"
+    with pytest.raises(ConfigError, match=says):
+        LoraSource(model, "default").spec("math")
+    model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"]))
+    with pytest.raises(ConfigError, match=says):
+        LoraSource(model, "second").spec("math")
+    model.peft_config["default"].init_lora_weights = True  # as the engine's checkpoint has the changed base
+    assert LoraSource(model, "default").spec("math").tensors
+
+
+@pytest.mark.parametrize("initialisation", [True, False, "gaussian", "orthogonal"])
+def test_initialisations_that_leave_the_base_as_it_is_are_taken(initialisation: object) -> None:
+    base = Model()
+    before = base.layers[0].up_proj.weight.clone()
+    config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=initialisation)
+    model = peft.get_peft_model(base, config)
+    assert LoraSource(model, "default").spec("math").tensors
+    assert torch.equal(model.get_submodule("base_model.model.layers.0.up_proj.base_layer").weight, before)
+
+
 def test_what_a_variant_of_lora_computes_is_refused() -> None:
     """As PEFT's aLoRA, which acts on some tokens alone. Engines compute plain LoRA."""
     model = adapted()

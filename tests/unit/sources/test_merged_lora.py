@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.unit.sources.test_lora import Model, adapted, published
 from tests.unit.sources.test_stacked_lora import stacked
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, StateError
 from weightsync.sources import make_source
 from weightsync.sources.merged_lora import MergedLoraSource
 
@@ -114,6 +114,35 @@ def test_modules_that_another_adapter_saves_are_the_bases() -> None:
     assert torch.equal(found["embed.weight"], wrapper.get_submodule("original_module").weight)
     second = published(MergedLoraSource(model, "second"))
     assert torch.equal(second["embed.weight"], wrapper.get_submodule("modules_to_save.second").weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_peft_has_merged_already_is_not_added_twice(dtype: str) -> None:
+    model: Any = adapted().to(getattr(torch, dtype))
+    source = MergedLoraSource(model, "default")
+    apart = published(source, dtype)
+    model.merge_adapter()
+    merged = published(source, dtype)
+    served = model.get_base_model().state_dict()
+    for name in merged:
+        own = name if name in served else name.replace("_proj.", "_proj.base_layer.")
+        assert torch.equal(merged[name], served[own]), name
+    model.unmerge_adapter()
+    again = published(source, dtype)
+    near = {"rtol": 2**-6, "atol": 2**-6} if dtype == "bfloat16" else {}
+    for name, value in apart.items():
+        torch.testing.assert_close(merged[name], value, **near)
+        torch.testing.assert_close(again[name], value, **near)
+
+
+def test_another_adapter_that_peft_has_merged_is_refused_wherever_it_is() -> None:
+    model: Any = adapted(target_modules=["up_proj"])
+    model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
+    source = MergedLoraSource(model, "default")
+    published(source)
+    model.merge_adapter(["second"])
+    with pytest.raises(StateError, match="down_proj has adapter second merged into it: call unmerge_adapter"):
+        published(source)
 
 
 def tied(**settings: Any) -> Any:
