@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from weightsync.engines.checkpoint import checkpoint_of
 from weightsync.engines.float32_parts import keep_float32
+from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.torch_module import TorchEngine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -44,7 +45,7 @@ def test_an_engine_has_the_dtypes_with_which_transformers_loads_the_model(tmp_pa
     engine = TorchEngine(str(tmp_path), "e0", {"dtype": dtype})
     (layout,) = engine.layout()
     assert {meta.name: f"torch.{meta.dtype}" for meta in layout.tensors} == wanted
-    described = checkpoint_of(loaded.config, getattr(torch, dtype))
+    described = checkpoint_of(ModelFolder(str(tmp_path)), getattr(torch, dtype))
     assert {meta.name: f"torch.{meta.dtype}" for meta in described.tensors} == wanted
     assert engine.model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 

@@ -164,10 +164,10 @@ def test_a_tower_that_no_trainer_has_is_named_with_what_may_hold_it() -> None:
 
 def test_a_tower_that_no_engine_has_is_named_with_the_pattern_that_excludes_it() -> None:
     with pytest.raises(
-        PlanError, match=r"^model\.visual\.blocks\.0.* exclude=\["model\.visual\.\*"\], or rename"
+        PlanError, match=r'^model\.visual\.blocks\.0.* exclude=\["model\.visual\.\*"\], or rename'
     ):
         plan(whole(*TEXT, *TOWER), whole(*TEXT))
-    with pytest.raises(PlanError, match=r"exclude=\["model\.language_model\.b"\]"):
+    with pytest.raises(PlanError, match=r'exclude=\["model\.language_model\.b"\]'):
         plan(whole(*TEXT), whole(*TEXT[:1]))
 
 
