@@ -24,7 +24,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.rank import Rank
-from weightsync.errors import ReadError, StateError, VerifyError
+from weightsync.errors import EngineError, ReadError, StateError, VerifyError
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
@@ -71,6 +71,7 @@ class Host:
             {name.replace(".", "_"): packed(torch.zeros_like(each)) for name, each in self._tensors.items()}
         )
         self.num_loads = 0
+        self.packs_twice = False
 
     def checkpoint(self) -> Checkpoint:
         metas = tuple(meta_of(name, each) for name, each in self._tensors.items())
@@ -90,7 +91,8 @@ class Host:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            self.packed[name.replace(".", "_")].data.copy_(packed(tensor))
+            held = self.packed[name.replace(".", "_")].data
+            held.add_(packed(tensor)) if self.packs_twice else held.copy_(packed(tensor))
 
     def finish(self) -> None: ...
 
@@ -285,5 +287,17 @@ def test_an_engine_of_another_kind_is_not_filled() -> None:
         assert not loop.controller.can_refill("e1")
         with pytest.raises(StateError, match="no holder keeps"):
             await loop.controller.refill("e1")
+
+    drive(work)
+
+
+def test_an_engine_in_which_an_equal_update_changes_bytes_does_not_serve() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        for name in ("e0", "e1"):
+            loop.engine(name).host.packs_twice = True
+        with pytest.raises(EngineError, match="made other live bytes of the same tensors"):
+            await loop.controller.update(2)
 
     drive(work)

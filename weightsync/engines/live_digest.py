@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from weightsync.engines.kernel_state import tensors_beside
-from weightsync.errors import TransportError
+from weightsync.errors import StateError, TransportError
 from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import digest_table, tensor_digests
 from weightsync.memory.kernels import DigestTable
@@ -136,6 +136,29 @@ class LiveParameters:
         if self._digests.follow(held) or not self._kind:
             how = "stored " if self._places else ""
             self._kind = how + kind_of(parameters_of(self.model), self._device)
+
+
+class EqualLoads:
+    """Compares what a load made of live parameters with what the last load of equal tensors made."""
+
+    def __init__(self, parameters: LiveParameters | None) -> None:
+        """`parameters` are digested after a load that has not digested them. None: such loads pass."""
+        self._parameters = parameters
+        self._last: tuple[bytes, LiveDigest] | None = None
+
+    def require(self, given: Digests, live: LiveDigest | None) -> None:
+        """Raise StateError if equal tensors made other bytes, as where a loader packs packed bytes.
+
+        Args:
+            given: the digests of the tensors that the loader got.
+            live: of what it made of them, if that was taken.
+        """
+        live = live or (self._parameters.digest() if self._parameters else None)
+        if live is None:
+            return
+        before, self._last = self._last, (given.tobytes(), live)
+        if before and before[0] == self._last[0] and before[1].kind == live.kind and before[1] != live:
+            raise StateError("the loader made other live bytes of the same tensors than in the last update")
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:

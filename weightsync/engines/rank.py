@@ -41,9 +41,6 @@ from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 class Host(Converts, Protocol):
     """Calls from a rank to the engine that it is part of."""
 
-    def model(self) -> torch.nn.Module:
-        """Return the model that serves."""
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run the model's own loader on tensors of `checkpoint`, which it iterates over lazily."""
 

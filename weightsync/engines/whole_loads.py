@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.live_digest import EqualLoads, LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink
 from weightsync.engines.whole_sink import Loader, WholeSink
 from weightsync.errors import PlanError, StateError, TransportError
@@ -27,6 +27,9 @@ from weightsync.protocol.messages import Loaded
 
 class Converts(Protocol):
     """An engine rank whose loader may convert tensors."""
+
+    def model(self) -> torch.nn.Module:
+        """Return the model that serves."""
 
     def converted(self) -> torch.nn.Module | None:
         """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
@@ -60,6 +63,8 @@ class WholeLoads:
         self._make_loader, self._takes_stored, self._logger = make_loader, takes_stored, logger
         model = host.converted()
         self._parameters = None if model is None else LiveParameters(model, device)
+        packed = LiveParameters(host.model(), device) if device.type == "cpu" else None
+        self._equal = EqualLoads(self._parameters or packed)
         self._tables: QuantizingTables | None = None
         self._has_kernels = not feed.casts  # they read slots
         self._exported: StoredPlaces | None = None
@@ -88,6 +93,8 @@ class WholeLoads:
         except Exception:
             sink.abandon()
             raise
+        if not sink.is_copied:
+            self._equal.require(digests, sink.live)
         self._prepare_next(by_holder=sink.is_copied or sink.quantized is not None)
         return Loaded(
             digests,

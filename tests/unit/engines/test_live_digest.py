@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from weightsync.engines import live_digest
-from weightsync.engines.live_digest import LiveParameters, require_complete
-from weightsync.errors import TransportError
+from weightsync.engines.live_digest import EqualLoads, LiveParameters, require_complete
+from weightsync.errors import StateError, TransportError
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Segment
@@ -150,3 +150,22 @@ def test_nothing_is_found_again_if_all_is_stored(monkeypatch: pytest.MonkeyPatch
     parameters.find()
     monkeypatch.setattr(live_digest, "parameters_of", None)
     parameters.digest(is_found=True, stored=places.digests())
+
+
+def test_an_equal_load_that_changes_live_bytes_is_refused() -> None:
+    held = model()
+    equal, given, other = EqualLoads(LiveParameters(held, CPU)), *np.eye(2, dtype=np.uint64)
+    equal.require(given, None)
+    equal.require(given, None)
+    held[0].packed.data.add_(1)
+    equal.require(other, None)
+    held[0].packed.data.add_(1)  # packed once more
+    with pytest.raises(StateError, match="made other live bytes of the same tensors"):
+        equal.require(other, None)
+    equal.require(other, None)
+
+
+def test_loads_that_are_not_digested_pass() -> None:
+    equal, given = EqualLoads(None), np.zeros(2, np.uint64)
+    equal.require(given, None)
+    equal.require(given, LiveParameters(model(), CPU).digest())
