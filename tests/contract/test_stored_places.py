@@ -16,7 +16,7 @@ from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_trace import UnprovableError
 from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.stored_loader import StoredLoader, find_places
-from weightsync.engines.vllm.api import Reload
+from weightsync.engines.vllm.reload import Reload
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan.formats import Format

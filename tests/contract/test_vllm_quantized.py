@@ -21,7 +21,6 @@ from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.stored_checkpoint import quantization_of, require_stored
 from weightsync.engines.vllm.api import (
-    Reload,
     loaded_layers,
     model_folder,
     packed_layers,
@@ -29,6 +28,7 @@ from weightsync.engines.vllm.api import (
     start,
     stop,
 )
+from weightsync.engines.vllm.reload import Reload
 from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
 from weightsync.memory.tensors import named_tensors

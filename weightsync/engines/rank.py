@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -55,6 +55,14 @@ class Host(Converts, Protocol):
 
         `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
         """
+
+
+@runtime_checkable
+class Rehearses(Protocol):
+    """A host that runs its loader without tensors."""
+
+    def rehearse(self) -> None:
+        """Raise ConfigError if the loader leaves out a tensor of `Host.checkpoint`. Nothing changes."""
 
 
 class Rank:
@@ -138,7 +146,7 @@ class Rank:
 
     def reload(self) -> LayoutTable:
         """Take whole tensors from now on, even if the layout was proven."""
-        self._layout = self._with_draft(_whole_layout(self._found_checkpoint(), device_id(self._device)))
+        self._layout = self._with_draft(self._whole_layout(self._found_checkpoint()))
         return LayoutTable.of(self._layout)
 
     def addresses(self) -> dict[str, int]:
@@ -311,10 +319,16 @@ class Rank:
             else:
                 self._live = traced.live
                 return traced.layout
-        return _whole_layout(checkpoint, device)
+        return self._whole_layout(checkpoint)
 
-
-def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:
-    segments = tuple(map(Segment.whole, checkpoint.tensors))
-    tensors, tied, converts = checkpoint.tensors, checkpoint.tied, checkpoint.converts
-    return RankLayout(tensors, segments, tied, device=device, converts=converts, stored=checkpoint.stored)
+    def _whole_layout(self, checkpoint: Checkpoint) -> RankLayout:
+        if isinstance(self._host, Rehearses):
+            self._host.rehearse()
+        return RankLayout(
+            checkpoint.tensors,
+            tuple(map(Segment.whole, checkpoint.tensors)),
+            checkpoint.tied,
+            device=device_id(self._device),
+            converts=checkpoint.converts,
+            stored=checkpoint.stored,
+        )

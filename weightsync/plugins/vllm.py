@@ -19,7 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.collectives.tensor_stream import TensorStream
-from weightsync.engines.vllm.api import LoadAccount, Reload, require_no_draft, require_updatable
+from weightsync.engines.vllm.api import require_no_draft, require_updatable
+from weightsync.engines.vllm.reload import LoadAccount, Reload
 from weightsync.errors import StateError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plugins.sender import Sender, device_of
@@ -78,7 +79,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Start a reload. Called from vLLM 0.32 on; 0.24 starts it itself."""
-        self._reload = Reload(self.model, self.model_config, self.device)
+        self._reload = Reload(self.model, self.model_config, self.device).witness()
 
     def finish_weight_update(self) -> None:
         """Finish the reload. Called from vLLM 0.32 on."""

@@ -9,21 +9,17 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.engines.checks import refuse_sizes, require_gpus
-from weightsync.engines.kernel_state import KernelState, VolatileBuffers
-from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
-from weightsync.engines.wrapped import is_lora, unwrapped
+from weightsync.engines.wrapped import is_lora
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -43,7 +39,6 @@ _ONE = {
 _SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
-_FROM_CONFIG = ("input_scale_ub",)
 _FULL_CACHES = ("auto", "bfloat16", "float16")
 
 
@@ -327,9 +322,9 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
 
 def loaded_layers(model: torch.nn.Module) -> dict[str, Mapping[str, torch.Tensor]]:
     """Return the parameters that vLLM's loader fills, before it processes them, by the paths of modules."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return {path: get_layerwise_info(each).restore_metadata[0] for path, each in model.named_modules()}
+    return {
+        path: layerwise().get_layerwise_info(each).restore_metadata[0] for path, each in model.named_modules()
+    }
 
 
 def packed_layers(model: torch.nn.Module) -> Mapping[str, list[str]]:
@@ -338,179 +333,16 @@ def packed_layers(model: torch.nn.Module) -> Mapping[str, list[str]]:
     return packed
 
 
-class Reload:
-    """One layerwise reload: vLLM loads each module separately and copies it into live parameters."""
-
-    def __init__(self, model: torch.nn.Module, config: ModelConfig, device: torch.device) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        self._model, self._config, self._device = model, config, device
-        # On a CPU, experts are packed again after the reload, by the kernels that it made.
-        self._kernels = None if device.type == "cpu" else KernelState.of_references(model)
-        self._volatile = VolatileBuffers(model)
-        with torch.device(device):
-            initialize_layerwise_reload(self._model)
-        self._account = LoadAccount(model)
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give whole tensors to the loader, which keeps them until their module is complete."""
-        with torch.no_grad(), torch.device(self._device):
-            self._account.load(weights)
-
-    def require_all(self) -> None:
-        """Raise RuntimeError, with names, if the loader left a tensor out."""
-        self._account.require_all()
-
-    def finish(self) -> None:
-        """Make the tensors live. Raises RuntimeError if the loader left a tensor out."""
-        self.require_all()
-        self._finalize()
-        if self._device.type == "cpu":
-            with torch.no_grad(), torch.device(self._device):
-                _pack_again(self._model)
-
-    def abandon(self) -> None:
-        """Leave the reload, so that the next one starts over. The weights are then a mix."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        # Without this, the next reload would skip half-loaded modules and continue their counts.
-        for module in self._model.modules():
-            info = get_layerwise_info(module)
-            info.load_numel = 0
-            info.loaded_weights.clear()
-        self._finalize()
-
-    def _finalize(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with torch.no_grad(), torch.device(self._device), _without_failed_to_load():
-            finalize_layerwise_reload(self._model, self._config)
-        self._volatile.put_back()
-        if self._kernels:
-            self._kernels.put_back()
-
-
-_Came = tuple[str, torch.Size, torch.dtype]
-"""Name, shape and dtype of a checkpoint's tensor that a loader got."""
-
-_WHOLE: WeakKeyDictionary[torch.nn.Module, frozenset[_Came]] = WeakKeyDictionary()
-"""Tensors that filled a model completely. The same tensors need not be counted again."""
-
-
-class LoadAccount:
-    """Calls a model's ``load_weights``, and counts what it has filled since the reload began."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None,
-    ) -> None:
-        """Start counting in a running reload. `load` defaults to the model's ``load_weights``."""
-        self._model = model
-        self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
-        self._expected = _WHOLE.get(model)
-        self._count = None if self._expected else FillCount(_to_fill(model))
-        self._came: set[_Came] = set()
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give tensors to the loader, by a checkpoint's names."""
-        named = list(weights)
-        self._came.update((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        with self._count or contextlib.nullcontext(), unwrapped(self._model):
-            self._load(named)
-
-    def require_all(self) -> None:
-        """Raise RuntimeError, with names, if a tensor that the loader fills is not full.
-
-        If other tensors came than those that filled the model before, the next update counts again.
-        """
-        if self._count:
-            missing = self._count.missing(name for name, _, _ in self._came)
-        else:
-            assert self._expected
-            missing = [
-                f"{name} {tuple(shape)}" for name, shape, _ in sorted(self._expected - self._came, key=str)
-            ]
-            if self._came - self._expected:
-                missing.append("what was given other names, shapes or dtypes than before")
-        if missing:
-            _WHOLE.pop(self._model, None)
-            some = ", ".join(missing[:3])
-            raise RuntimeError(f"vLLM's loader left out {some}: {len(missing)} tensors are not whole")
-        _WHOLE[self._model] = frozenset(self._came)
-
-
-def _to_fill(model: torch.nn.Module) -> dict[str, ToFill]:
-    """Return the tensors that a checkpoint has to fill in a running reload, by name.
-
-    During a reload, a module has the parameters that its loader knows, even if it serves others (quantized,
-    packed). Parameters that a checkpoint need not have are left out: second names of tied parameters, scales
-    of caches, which have defaults, and those computed by online quantization.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    wanted: dict[str, ToFill] = {}
-    known: set[int] = set()
-    for path, module in model.named_modules():
-        if hasattr(module, "kv_cache_dtype"):
-            continue
-        served, _ = get_layerwise_info(module).kernel_tensors or (module._parameters, {})
-        parameters = {name: each for name, each in module._parameters.items() if each is not None}
-        for name, parameter in parameters.items():
-            first = id(served.get(name, parameter))
-            if first not in known and not _is_computed(module, name):
-                wanted[_join(path, name)] = ToFill(parameter, _load_numel(parameter))
-            known.add(first)
-        for name, buffer in module._buffers.items():
-            # In modules with parameters, vLLM replaces buffers that it reloads; others keep their values.
-            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
-                wanted[_join(path, name)] = ToFill(buffer, _load_numel(buffer), needed=bool(parameters))
-    return wanted
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _load_numel(tensor: torch.Tensor) -> int:
-    """Return the number of elements without padding that vLLM declares."""
-    numel: int = getattr(tensor, "weight_loader_numel", tensor.numel())
-    return numel
-
-
-def _is_computed(module: torch.nn.Module, name: str) -> bool:
-    if name in _FROM_CONFIG:
-        return True
-    # Methods that quantize full-precision checkpoints online, by their names in 0.24 to 0.33.
-    method = type(getattr(module, "quant_method", None)).__name__
-    return name.endswith("_scale") and ("Online" in method or method == "ExpertsInt8MoEMethod")
-
-
-@contextlib.contextmanager
-def _without_failed_to_load() -> Iterator[None]:
-    """Keep vLLM from warning of modules without weights, such as rotary embeddings, at each update.
-
-    `LoadAccount` has already checked that everything was loaded.
-    """
+def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
+    """Return the functions of vLLM's layerwise reload."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    def passes(record: logging.LogRecord) -> bool:
-        return record.msg != "%s: Failed to load weights"
-
-    layerwise.logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        layerwise.logger.removeFilter(passes)
+    return layerwise
 
 
-def _pack_again(model: torch.nn.Module) -> None:
-    """Pack weights for the CPU that a reload does not: experts, and a tied head."""
-    for module in model.modules():
-        if is_lora(module):
-            continue  # it has the attributes of the layer that it wraps
-        method: Any = getattr(module, "quant_method", None)
-        if hasattr(module, "w13_weight"):
-            method.moe_kernel.fused_experts.process_weights_after_loading(module)
-        elif hasattr(module, "cpu_linear") and module.weight.numel():  # type: ignore[operator]
-            method.process_weights_after_loading(module)
+def materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory for a parameter or buffer on the meta device, of its class and with its attributes."""
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+    with device:
+        return materialize_meta_tensor(tensor)  # type: ignore[no-any-return,unused-ignore]

@@ -14,7 +14,8 @@ import torch
 from weightsync.config import Treatment
 from weightsync.engines.checkpoint import FULL
 from weightsync.engines.draft_model import DraftModel, own_tensors, shares_weights
-from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, Reload, draft_files
+from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, draft_files
+from weightsync.engines.vllm.reload import Reload
 from weightsync.engines.vllm.trained_draft import VllmTrainedDraft
 from weightsync.errors import ConfigError
 

@@ -12,7 +12,8 @@ from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.draft_model import own_modules
 from weightsync.engines.trained_draft import TrainableDraft
 from weightsync.engines.vllm import mtp
-from weightsync.engines.vllm.api import ModelRunner, Reload, draft_files, file_headers, model_folder
+from weightsync.engines.vllm.api import ModelRunner, draft_files, file_headers, model_folder
+from weightsync.engines.vllm.reload import Reload
 from weightsync.engines.vllm.storage import why_not_live
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
@@ -122,7 +123,7 @@ class VllmTrainedDraft(TrainableDraft):
 
     def loader(self) -> Reload:
         """Begin a reload of the draft's own modules."""
-        return Reload(self.own, self.config, self.device)
+        return Reload(self.own, self.config, self.device).witness()
 
     def stored_otherwise(self) -> str:
         """Return which layer may repack its weights, "" if none does."""

@@ -20,7 +20,6 @@ from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_
 from weightsync.engines.stored_loader import find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
-    Reload,
     building,
     loaded_layers,
     model_folder,
@@ -32,6 +31,7 @@ from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.online import online_loader, trace_online
 from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
+from weightsync.engines.vllm.reload import Reload, rehearse
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
 from weightsync.engines.wrapped import unwrapped
@@ -85,7 +85,7 @@ class VllmHost:
         with building(self._runner.vllm_config):
             checkpoint = checkpoint_of(model_folder(config), config.dtype)
         checkpoint = checkpoint.as_held(self.model())
-        self._stored = StoredCheckpoint.of(checkpoint, quantization)
+        self._whole, self._stored = checkpoint, StoredCheckpoint.of(checkpoint, quantization)
         if not quantization.groups:
             return self._quantised_online(checkpoint)
         layers, packed = loaded_layers(self.model()), packed_layers(self.model())
@@ -94,7 +94,6 @@ class VllmHost:
 
     def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with what vLLM makes of it as it loads. It takes the tensors as they are."""
-        self._whole = checkpoint
         if (addresses := self._live_addresses()) != self._addresses:
             self._addresses = addresses
             self._online, self._places = self._found_online(checkpoint)
@@ -151,11 +150,18 @@ class VllmHost:
 
     def loader(self, stored: bool) -> Loader:
         if self._online.formats:
-            return online_loader(self._online.formats, self.places(), self._reload)
-        return self._stored.loader(self.places(), self._reload, stored)
+            return online_loader(self._online.formats, self.places(), self._load)
+        return self._stored.loader(self.places(), self._load, stored)
+
+    def rehearse(self) -> None:
+        if self._whole and not self._stored.formats:
+            rehearse(self.model(), self._runner.model_config, self._device, self._whole.tensors)
 
     def _live_addresses(self) -> Sequence[int]:
         return [each.data_ptr() for _, each in parameters_of(self.model())]
+
+    def _load(self) -> Reload:
+        return self._reload().witness()
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)
