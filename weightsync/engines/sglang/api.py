@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from weightsync.engines.checks import refuse_sizes
+from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.lora import Adapted
@@ -349,17 +351,29 @@ def model_folder(
 class Loads:
     """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, is_counted: bool = False) -> None:
+        """`is_counted`: no trace has proven that the loader fills each parameter."""
         self._model = model
+        self._count: FillCount | None = None
+        if is_counted:
+            wanted = {name: ToFill(each, 1) for name, each in parameters_of(model) if each.numel()}
+            self._count = FillCount(wanted)
         self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. SGLang does not report which names its loader took."""
-        with unwrapped(self._model) if self._is_wrapped else nullcontext():
+        whole = unwrapped(self._model) if self._is_wrapped else nullcontext()
+        with self._count or nullcontext(), whole:
             self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """Do nothing: SGLang processes the weights at the end of its session."""
+        """Raise RuntimeError, with names, if the loader wrote nothing to a parameter.
+
+        SGLang processes the weights at the end of its session.
+        """
+        if self._count and (missing := self._count.missing()):
+            some = ", ".join(missing[:3])
+            raise RuntimeError(f"SGLang's loader left out {some}: {len(missing)} tensors got nothing")
 
     def abandon(self) -> None:
         """Do nothing: the next update writes all weights again."""

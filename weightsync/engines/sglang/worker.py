@@ -199,6 +199,8 @@ class SglangHost:
         return [each.data_ptr() for _, each in parameters_of(self._model)]
 
     def loader(self, stored: bool) -> Loader:
+        if not self._stored.formats:
+            return Loads(self._model, is_counted=True)
         return self._stored.loader(self.places(), self._load, stored)
 
     def _load(self) -> Loads:
