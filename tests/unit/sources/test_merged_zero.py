@@ -8,16 +8,21 @@ import pytest
 import torch
 
 from tests.unit.sources.test_lora import adapted
+from weightsync.memory.tensors import meta_of, named_tensors
+from weightsync.plan import RankLayout, Segment
+from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.merged_weights import MergedWeights
 from weightsync.sources.merged_zero import _merge
-from weightsync.sources.module import ModuleSource
 
 pytest.importorskip("peft")
 
 
 def merged(model: Any) -> dict[str, torch.Tensor]:
     weights = MergedWeights("default")
-    weights.of(model, ModuleSource(model).describe())
+    tensors, tied = named_tensors(model)
+    metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+    layout = RankLayout(metas, tuple(map(Segment.whole, metas)), tied)
+    weights.of(model, LocalWeights(layout, tensors))
     for target in weights.targets(model):
         with torch.no_grad():
             _merge(target)
