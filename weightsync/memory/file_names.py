@@ -105,7 +105,8 @@ def _as_declared(model: Any) -> Any:  # noqa: ANN401 - transformers'
     """
     if all(_is_declared(type(each)) for _, each in _pretrained(model, nested=True)):
         return model
-    declared = next(each for each in type(model).__mro__ if _is_declared(each))
+    # FSDP's own class comes first, and is declared, too.
+    declared = next(each for each in type(model).__mro__ if issubclass(each, _kind()) and _is_declared(each))
     with torch.device("meta"):
         return declared(copy.deepcopy(model.config))
 
@@ -119,10 +120,15 @@ def _pretrained(module: nn.Module, *, nested: bool = False) -> Iterator[tuple[st
 
     `nested`: also those that are parts of others.
     """
-    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    kind = _kind()
     outer: list[str] = []
     for path, each in module.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(each, kind) and (nested or not prefix.startswith(tuple(outer))):
             outer.append(prefix)
             yield prefix, each
+
+
+def _kind() -> Any:  # noqa: ANN401 - transformers' class
+    """Return the base class of transformers' models, () if transformers is not imported."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())

@@ -124,10 +124,10 @@ def _missing(
     name = names[0]
     if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in held):
         return PlanError(name, f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}")
-    hint = renamed(name, source, taken) or suggest(name, held)
-    problem = f"the engine needs it, no trainer or checkpoint declares it; {hint}"
+    hint = renamed(name, source, taken)
+    problem = f"the engine needs it, no trainer or checkpoint declares it; {hint or suggest(name, held)}"
     pattern, count = part_of(name, names, held)
-    if count > 1:
+    if count > 1 and not hint:
         problem += (
             f". If nobody trains {pattern} ({count} tensors), register one more trainer that reads them from "
             'the checkpoint, with frozen=["*"]'

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import MixtralConfig, OlmoHybridConfig
 
 from tests.families import FAMILIES, build_family
@@ -57,7 +58,7 @@ def test_a_class_that_fsdp_has_made_and_a_wrapper_change_nothing(tmp_path: Path)
         model = build_family(tmp_path / family, family)
         names = FileNames.of(model, model.state_dict()).names
         assert names
-        model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+        model.__class__ = type(f"FSDP{type(model).__name__}", (FSDPModule, type(model)), {})
         assert FileNames.of(model, model.state_dict()).names == names
         wrapper = nn.ModuleDict({"policy": model, "value": nn.Linear(2, 1)})
         prefixed = {f"policy.{old}": f"policy.{new}" for old, new in names.items()}
