@@ -207,7 +207,7 @@ def check_refusals(engine: VllmEngine, spec: AdapterSpec) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("options", [{}, {"fully_sharded_loras": True}, {"enable_expert_parallel": True}])
+@pytest.mark.parametrize("options", [{}, {"fully_sharded_loras": True}])
 def test_slots_of_two_ranks_hold_what_vllm_reads_from_files(
     options: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
