@@ -67,6 +67,8 @@ def make(pool: Pool) -> Iterator[Make]:
     def run(trainers: int = 1, engines: int = 2, colocated: bool = False, **settings: object) -> WeightSync:
         place = "s" if colocated else "x"
         shards = [pool.get(Trainer, "", f"s{i}") for i in range(trainers)]
+        if trainers > 1:  # replicas: a test before may have trained one of them
+            ray.get([shard.train.remote(0) for shard in shards])
         served = {f"e{i}": pool.get(Engine, f"e{i}", f"{place}{i}") for i in range(engines)}
         sync = WeightSync(SyncConfig(**({"bucket_bytes": 8192, "timeout_s": patient(10)} | settings)))
         sync.register_trainers(shards)
