@@ -243,9 +243,6 @@ class _Copies:
         self._addresses = self._find()
         self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
         self._modules_of_b = [its.module for its in self._found if its.is_b]
-        pairs = zip(self._held, self._locals, strict=True)
-        # On the host, a product in place rounds the factor to B's dtype first.
-        self._in_place = all(local.is_cuda and local.dtype == copied.dtype for copied, local in pairs)
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
@@ -259,13 +256,12 @@ class _Copies:
             torch.cuda.synchronize(device)
         values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
-        if not self._in_place:  # B is rounded once, after its product
-            products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
-            for number, product in zip(self._rows_of_b, products, strict=True):
-                values[number] = product
+        # B is rounded once, after its product. Holders may read the copy while it is made again:
+        # it must never have B without the factor.
+        products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
+        for number, product in zip(self._rows_of_b, products, strict=True):
+            values[number] = product
         torch._foreach_copy_(self._held, values)
-        if self._in_place:
-            torch._foreach_mul_([self._held[number] for number in self._rows_of_b], factors)
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._locals))
