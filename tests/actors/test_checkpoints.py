@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
+from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, forget, spawn
 from tests.actors.local_cluster import forking_python
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
@@ -71,6 +71,7 @@ def make(engines: dict[str, Any]) -> Iterator[Make]:
         made.append(sync)
         return sync
 
+    forget(engines.values())
     yield run
     for sync in made:
         sync.close()

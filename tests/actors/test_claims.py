@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, until
+from tests.actors.fleet import Engine, Trainer, forget, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError
@@ -100,6 +100,7 @@ def test_one_whose_driver_lives_keeps_its_actors_and_one_whose_driver_died_loses
     actors: dict[str, Any],
 ) -> None:
     address = ray.get_runtime_context().gcs_address
+    forget([actors["e0"]])
     with subprocess.Popen(
         [sys.executable, "-m", "tests.actors.claimer", address, NAMESPACE],
         cwd=Path(__file__).parents[2],

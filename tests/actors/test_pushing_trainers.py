@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Pushing, spawn
+from tests.actors.fleet import Engine, Pushing, forget, spawn
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.errors import DeadlineError, WeightSyncError
@@ -35,6 +35,7 @@ def sync(engines: list[Any]) -> Iterator[WeightSync]:
         timeout_s=patient(5),
         connect_timeout_s=patient(30),
     )
+    forget(engines)
     with WeightSync(config) as sync:
         sync.register_trainers([spawn(Pushing, WIDTH, f"s{i}") for i in range(2)])
         sync.register_engines({f"e{i}": engine for i, engine in enumerate(engines)})

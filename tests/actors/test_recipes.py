@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.actors.test_quickstart import weightsync
 from weightsync.recipes.forecast import planned
@@ -71,6 +72,9 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "AVX2", reason="vLLM's kernel for four bits needs AVX-512"
+)
 @pytest.mark.parametrize(
     ("quantize", "converts"),
     [
