@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from weightsync.errors import TransportError
 from weightsync.holder import quantizing_copy, second_copy
-from weightsync.memory import quantizing_reads, quantizing_tables
+from weightsync.memory import host, quantizing_reads, quantizing_tables
 from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
 from weightsync.memory.quantize import quantize, quantize_together
 from weightsync.memory.quantize_kernels import MatrixDigests
@@ -150,7 +152,46 @@ class LaunchGraph:
         self.launch = launch
 
 
+@dataclass
+class Runtime:
+    """CUDA's page locks and copies, for torch and CuPy. A copy across the border of two locks is refused.
+
+    Locks beyond `most` are refused, too.
+    """
+
+    most: int = sys.maxsize
+    locked: dict[int, int] = field(default_factory=dict)
+    memcpyDefault = 4  # noqa: N815
+
+    def cudaHostRegister(self, address: int, nbytes: int, _: int) -> int:  # noqa: N802
+        assert not any(self._parts(address, nbytes)), "locked twice"
+        if len(self.locked) == self.most:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+    def memcpyAsync(self, target: int, source: int, nbytes: int, _: int, __: int) -> None:  # noqa: N802
+        for address in (target, source):
+            if any(part != nbytes for part in self._parts(address, nbytes)):
+                raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+        ctypes.memmove(target, source, nbytes)
+
+    def setDevice(self, _: int) -> None: ...  # noqa: N802
+
+    def _parts(self, address: int, nbytes: int) -> Iterator[int]:
+        """Yield how many of the bytes are in each lock."""
+        for at, its in [*self.locked.items()]:  # of any thread
+            if (part := min(address + nbytes, at + its) - max(address, at)) > 0:
+                yield part
+
+
 class Stream:
+    cuda_stream = 0
+
     def synchronize(self) -> None: ...
 
     def record_event(self) -> Stream:
@@ -178,8 +219,28 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `second_copy` use these in place of a GPU's memory, kernel and stream."""
+    """Have `second_copy` use these in place of a GPU's memory, copies, kernel and stream."""
+    use_runtime(monkeypatch)
     for double in (CopyTable, DeviceBuffer):
         monkeypatch.setattr(second_copy, double.__name__, double)
     monkeypatch.setattr(DeviceBuffer, "num_short", 0)
+
+
+def use_runtime(
+    monkeypatch: pytest.MonkeyPatch, runtime: Runtime | None = None, part_nbytes: int = 512
+) -> Runtime:
+    """Have memory page-locked and copied by `runtime`, and return it. Parts have `part_nbytes` bytes."""
+    runtime = runtime or Runtime()
+    monkeypatch.setattr(host, "PART_NBYTES", part_nbytes)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", _check)
+    return runtime
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA error {status}")

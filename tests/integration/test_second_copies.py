@@ -135,7 +135,6 @@ def test_a_byte_that_changes_in_the_second_copy_is_found(monkeypatch: pytest.Mon
         with pytest.raises(VerifyError, match=r"0\.weight"):
             await updated(loop, 2)
         assert {each.record.state for each in loop.fleet.engines.values()} == {EngineState.STALE}
-        monkeypatch.undo()
 
     drive(work, ON_DEVICE, Apart)
 

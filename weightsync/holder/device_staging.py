@@ -18,6 +18,7 @@ from weightsync.holder.quantizing_copy import QuantizingCopy, sources_on
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
+from weightsync.memory import cuda
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, MappedTensors
 from weightsync.memory.host import SharedBuffer
@@ -306,8 +307,9 @@ class DeviceStaging:
         return [self.mark(f"filling of bucket {bucket}", timeout_s)]
 
     def _load(self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        slot, stream = self.slot(bucket).data_ptr(), torch.cuda.current_stream()
         for offset, held in parts:
-            self.slot(bucket)[offset : offset + len(held)].copy_(held, non_blocking=True)
+            cuda.copy(slot + offset, held.data_ptr(), len(held), stream)
 
     def mark(self, what: str, timeout_s: float) -> Pending:
         return _Event(self._filling.record_event(), what, self._index, timeout_s)

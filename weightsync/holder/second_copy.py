@@ -11,6 +11,7 @@ import torch
 
 from weightsync.errors import DeadlineError, ReadError
 from weightsync.holder.snapshots import Held
+from weightsync.memory import cuda
 from weightsync.memory.bucket_copies import portion_rows
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.kernels import CopyTable
@@ -75,11 +76,12 @@ class SecondCopy:
             raise DeadlineError("stage", ("an earlier copy to the GPU",), timeout_s)
         try:
             self._holds = None
-            data = {part: its.bytes for part, its in held.items()}
+            start = {part: its.bytes.data_ptr() for part, its in held.items()}
             with queue.queue():
+                stream = torch.cuda.current_stream()
                 for portion, place in self._portions:
-                    end = portion.source + portion.nbytes
-                    place.copy_(data[portion.part][portion.source : end], non_blocking=True)
+                    source = start[portion.part] + portion.source
+                    cuda.copy(place.data_ptr(), source, portion.nbytes, stream)
                 queue.mark("copying to the second copy", timeout_s).wait()
             for part, its in held.items():
                 wanted = SnapshotHeader(snapshot.version, snapshot.layout, part)

@@ -239,7 +239,7 @@ class SnapshotStore:
             for offer in offers:
                 if (held := before.pop(offer.memory, None)) is None:
                     held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
-                    held.buffer.pin()
+                    held.buffer.pin(in_parts=True)
                 now.append(held)
         finally:
             for held in before.values():
@@ -389,7 +389,7 @@ class SnapshotStore:
         if part in taken and not _fits(taken, part, nbytes):
             self._drop(taken, part)
         if part not in taken:
-            buffer = SharedBuffer.create(HEADER_NBYTES + nbytes)
+            buffer = SharedBuffer.create(HEADER_NBYTES + nbytes, in_parts=True)
             try:
                 server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device, self._ports)
             except BaseException:

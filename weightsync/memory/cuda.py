@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import TransportError
+from weightsync.memory.host import to_border
 
 _EXTRAS = "install weightsync with the extra cuda12 or cuda13, whichever torch.version.cuda says"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -149,7 +150,10 @@ def unlock_pages(address: int) -> None:
 def copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
     """Start copying `nbytes` from address `source` to `target`, in page-locked memory or on a device."""
     runtime = _runtime()
-    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.cuda_stream)
+    while nbytes:  # CUDA refuses to copy memory across the border of two parts, see `SharedBuffer.pin`
+        part = min(nbytes, to_border(target), to_border(source))
+        runtime.memcpyAsync(target, source, part, runtime.memcpyDefault, stream.cuda_stream)
+        target, source, nbytes = target + part, source + part, nbytes - part
 
 
 def view(address: int, nbytes: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from weightsync.protocol.handles import BufferHandle
 _madvise = ctypes.CDLL(None).madvise  # unlike mmap.madvise it releases the GIL
 POPULATE_READ, POPULATE_WRITE = 22, 23  # since Linux 5.14
 PART_NBYTES = 256 << 20
-"""Bytes that one thread touches at a time."""
+"""Bytes that one thread touches at a time, and that are page-locked at once in a large buffer."""
 
 
 class SharedBuffer:
@@ -33,7 +33,7 @@ class SharedBuffer:
 
     def __init__(self, fd: int, handle: BufferHandle, *, is_new: bool = False, touch: bool = True) -> None:
         self.handle = handle
-        self._fd, self._pinned = fd, False
+        self._fd, self._pinned = fd, list[int]()
         # The first touch of a page is many times slower than a write, so no update should do it.
         may = mmap.PROT_READ if handle.is_file else mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch and not is_new else 0)
@@ -44,8 +44,11 @@ class SharedBuffer:
             _touch(self.tensor)
 
     @classmethod
-    def create(cls, nbytes: int) -> SharedBuffer:
-        """Allocate a zeroed buffer. Raises TransportError when the host is short of memory."""
+    def create(cls, nbytes: int, *, in_parts: bool = False) -> SharedBuffer:
+        """Allocate a zeroed buffer, with `in_parts` as in `pin`.
+
+        Raises TransportError when the host is short of memory.
+        """
         # Checked first: if memory runs out, the kernel kills processes, and not always this one.
         available = psutil.virtual_memory().available
         if nbytes > available:
@@ -56,7 +59,7 @@ class SharedBuffer:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, max(nbytes, 1))
         buffer = cls(fd, BufferHandle(os.getpid(), fd, name, nbytes), is_new=True)
-        buffer.pin()
+        buffer.pin(in_parts=in_parts)
         return buffer
 
     @classmethod
@@ -87,19 +90,32 @@ class SharedBuffer:
             self._fd = -1
             self.tensor = self.tensor[:0].clone()
 
-    def pin(self) -> None:
-        """Page-lock the memory for this process's device copies, if there is a device."""
-        if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
+    def pin(self, *, in_parts: bool = False) -> None:
+        """Page-lock the memory for this process's device copies, if there is a device.
+
+        Closes the buffer if that fails. CUDA lets no other call of the process through meanwhile. With
+        `in_parts`, calls get through between two parts, but only `cuda.copy` may copy to or from a device.
+        """
+        # Only snapshots need parts: they are large, and locked while updates run. Other buffers are small, or
+        # locked by `connect`, and torch copies them, which does not cut copies where two parts meet.
+        if not torch.cuda.is_available() or self._pinned:
+            return
+        at, left = self.tensor.data_ptr(), self.handle.nbytes
+        try:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(
-                int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, 0))
-            )
-            self._pinned = True
+            while left:
+                part = min(left, to_border(at)) if in_parts else left
+                torch.cuda.check_error(int(runtime.cudaHostRegister(at, part, 0)))
+                self._pinned.append(at)
+                at, left = at + part, left - part
+        except BaseException:
+            self.close()
+            raise
 
     def _unpin(self) -> None:
-        if self._pinned:
+        while self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
+            torch.cuda.check_error(int(runtime.cudaHostUnregister(self._pinned.pop())))
 
 
 def open_memory(handle: BufferHandle, flags: int) -> int:
@@ -117,6 +133,11 @@ def open_memory(handle: BufferHandle, flags: int) -> int:
         raise PeerLostError(
             f"process {handle.pid}", f"its shared memory cannot be opened: {error}"
         ) from error
+
+
+def to_border(address: int) -> int:
+    """Return the bytes from `address` to the next address where two page-locked parts may meet."""
+    return PART_NBYTES - address % PART_NBYTES
 
 
 def num_threads(most: int) -> int:

@@ -170,10 +170,10 @@ class Slow:
     def __init__(self) -> None:
         self.begun, self.may, self.made = threading.Event(), threading.Event(), list[SharedBuffer]()
 
-    def create(self, nbytes: int) -> SharedBuffer:
+    def create(self, nbytes: int, *, in_parts: bool) -> SharedBuffer:
         self.begun.set()
         assert self.may.wait(patient(20))
-        self.made.append(SharedBuffer.create(nbytes))
+        self.made.append(SharedBuffer.create(nbytes, in_parts=in_parts))
         return self.made[-1]
 
 

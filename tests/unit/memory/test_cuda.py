@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.forked import said_by
+from tests.kernel_doubles import Runtime, Stream, use_runtime
 from weightsync.errors import TransportError
 from weightsync.memory import cuda, kernels
+from weightsync.memory.host import PART_NBYTES
 
 
 @pytest.mark.parametrize("call", [cuda.nccl, cuda.nccl_versions, lambda: cuda.malloc(1)])
@@ -77,3 +81,27 @@ def test_ones_own_handle_is_the_memory_itself(runtime: _Runtime) -> None:
     assert cuda.open_handle(b"ours") == 64
     cuda.close_handle(b"ours")
     assert runtime.unmapped == []
+
+
+_addresses = st.builds(lambda part, near: part * PART_NBYTES + near, st.integers(1, 9), st.integers(-9, 9))
+
+
+@given(target=_addresses, source=_addresses, nbytes=st.integers(0, 9) | st.integers(0, 3 * PART_NBYTES))
+def test_a_copy_is_cut_where_page_locked_parts_may_meet(target: int, source: int, nbytes: int) -> None:
+    copied: list[tuple[int, int, int]] = []
+
+    class Recorded(Runtime):
+        def memcpyAsync(self, target: int, source: int, nbytes: int, _: int, __: int) -> None:  # noqa: N802
+            copied.append((target, source, nbytes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_runtime(patch, Recorded(), PART_NBYTES)
+        cuda.copy(target, source, nbytes, Stream())  # type: ignore[arg-type]
+    at = 0
+    for to, come, part in copied:
+        assert (to, come) == (target + at, source + at)
+        assert to // PART_NBYTES == (to + part - 1) // PART_NBYTES
+        assert come // PART_NBYTES == (come + part - 1) // PART_NBYTES
+        at += part
+    assert at == nbytes
+    assert len(copied) <= 2 * -(-nbytes // PART_NBYTES) + 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.forked import forking
+from tests.kernel_doubles import Runtime, use_runtime
 from tests.patience import patient
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.memory import host as memory
@@ -88,6 +89,44 @@ def test_an_empty_buffer_is_legal_and_an_impossible_one_is_refused() -> None:
     empty.close()
     with pytest.raises(TransportError, match="cannot take"):
         SharedBuffer.create(1 << 60)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return use_runtime(monkeypatch, part_nbytes=1 << 20)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 20, (7 << 19) + 5])
+def test_memory_is_page_locked_in_parts_if_it_may_be(runtime: Runtime, nbytes: int) -> None:
+    whole, in_parts = SharedBuffer.create(nbytes), SharedBuffer.create(nbytes, in_parts=True)
+    assert runtime.locked.pop(whole.tensor.data_ptr()) == nbytes
+    end = in_parts.tensor.data_ptr()
+    for at, part in sorted(runtime.locked.items()):
+        assert at == end, "a gap, or two locks of one page"
+        assert at // (1 << 20) == (at + part - 1) // (1 << 20), "across a border"
+        end = at + part
+    assert end == in_parts.tensor.data_ptr() + nbytes
+    runtime.locked[whole.tensor.data_ptr()] = nbytes
+    for buffer in (whole, in_parts):
+        buffer.close()
+        buffer.close()
+    assert runtime.locked == {}
+
+
+def test_memory_that_cannot_be_page_locked_is_closed_and_keeps_no_lock(runtime: Runtime) -> None:
+    SharedBuffer.create(1).close()
+    before, runtime.most = len(os.listdir("/proc/self/fd")), 2
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        SharedBuffer.create(4 << 20, in_parts=True)
+    assert (runtime.locked, len(os.listdir("/proc/self/fd"))) == ({}, before)
+    owned = SharedBuffer.create(4 << 20)
+    mapped = SharedBuffer.open(owned.handle)
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        mapped.pin(in_parts=True)
+    assert [*runtime.locked] == [owned.tensor.data_ptr()]
+    mapped.close()
+    owned.close()
+    assert (runtime.locked, len(os.listdir("/proc/self/fd"))) == ({}, before)
 
 
 @pytest.mark.parametrize("advice", [memory.POPULATE_WRITE, 9999], ids=["today", "an older kernel"])
