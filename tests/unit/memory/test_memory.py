@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +140,26 @@ def test_new_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert shared_kib() - before == nbytes >> 10
     assert not buffer.tensor.any()
     buffer.close()
+
+
+@pytest.mark.parametrize("advice", [memory.POPULATE_READ, 9999], ids=["today", "an older kernel"])
+def test_mapped_memory_is_there_before_it_is_used_and_other_threads_run_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(memory, "POPULATE_READ", advice)
+    made: list[int] = []
+
+    def mapped(fd: int, nbytes: int, flags: int = mmap.MAP_SHARED, prot: int = 3) -> mmap.mmap:
+        made.append(flags)
+        return mmap.mmap(fd, nbytes, flags, prot)
+
+    owned = SharedBuffer.create(16 << 20)
+    monkeypatch.setattr(memory, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": mapped}))
+    before, seen = shared_kib(), SharedBuffer.open(owned.handle)
+    assert shared_kib() - before == 16 << 10
+    assert made == [mmap.MAP_SHARED], "mmap holds the interpreter's lock while it maps pages"
+    seen.close()
+    owned.close()
 
 
 @pytest.mark.parametrize("advice", [memory.POPULATE_READ, 9999], ids=["today", "an older kernel"])
