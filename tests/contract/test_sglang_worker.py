@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import psutil
@@ -362,6 +363,55 @@ def test_weights_that_are_processed_need_an_sglang_that_does_it_again(tmp_path: 
         else:
             with pytest.raises(ConfigError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
                 host.checkpoint()
+
+
+class Latent(nn.Module):
+    """Fuses two tensors that come in one call, and derives a third, as DeepSeek does."""
+
+    packed_modules_mapping = MappingProxyType({"fused": ["q_a_proj", "kv_a_proj"]})
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"fused": nn.Linear(2, 3, bias=False)})
+        self.attn.derived, self.in_place = torch.zeros(3, 2), in_place
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        came = {name.split(".")[1]: tensor for name, tensor in weights}
+        if came.keys() == {"q_a_proj", "kv_a_proj"}:
+            self.attn["fused"].weight.copy_(torch.cat([came["q_a_proj"], came["kv_a_proj"]]))
+
+    def post_load_weights(self) -> None:
+        made = 2 * self.attn["fused"].weight
+        self.attn.derived = self.attn.derived.copy_(made) if self.in_place else made
+
+
+def latent(in_place: bool, path: Path) -> tuple[Latent, sglang_worker.SglangHost]:
+    build_tiny_qwen3(path)
+    model = Latent(in_place)
+    settings = RankSettings("e0", str(path), "bfloat16", repacks=False)
+    return model, sglang_worker.SglangHost(model, torch.device("cpu"), settings)
+
+
+@torch.no_grad()
+def test_each_load_fuses_what_came_apart_and_derives_again(tmp_path: Path) -> None:
+    model, host = latent(True, tmp_path)
+    host.checkpoint()
+    for value in (1.0, 2.0):
+        loader = host.loader(stored=False)
+        for name, rows in (("attn.q_a_proj.weight", 1), ("attn.kv_a_proj.weight", 2)):
+            loader.load([(name, torch.full((rows, 2), value))])
+        loader.finish()
+        assert model.attn["fused"].weight.eq(value).all()
+        assert model.attn.derived.eq(2 * value).all()
+    loader = host.loader(stored=False)
+    loader.load([("attn.q_a_proj.weight", torch.ones(1, 2))])
+    with pytest.raises(RuntimeError, match=r"left out attn\.fused\.weight: 1 tensors got nothing"):
+        loader.finish()
+
+
+def test_a_model_that_derives_tensors_in_other_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"derives attn\.derived in other memory each time"):
+        latent(False, tmp_path)[1].checkpoint()
 
 
 @pytest.mark.parametrize("repacks", [True, False])

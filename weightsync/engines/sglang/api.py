@@ -25,8 +25,10 @@ from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
+from weightsync.engines.sglang.storage import derive_again
 from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 
@@ -355,25 +357,33 @@ class Loads:
         """`is_counted`: no trace has proven that the loader fills each parameter."""
         self._model = model
         self._count: FillCount | None = None
+        self._fused: FusedParts | None = None
         if is_counted:
             wanted = {name: ToFill(each, 1) for name, each in parameters_of(model) if each.numel()}
             self._count = FillCount(wanted)
+            self._fused = FusedParts(packed_layers(model))
         self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors. SGLang does not report which names its loader took."""
+        self._give(self._fused.complete(weights) if self._fused else weights)
+
+    def _give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         whole = unwrapped(self._model) if self._is_wrapped else nullcontext()
         with self._count or nullcontext(), whole:
             self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """Raise RuntimeError, with names, if the loader wrote nothing to a parameter.
+        """Derive tensors, and raise RuntimeError, with names, if the loader wrote nothing to a parameter.
 
         SGLang processes the weights at the end of its session.
         """
+        if self._fused:
+            self._give(self._fused.rest())
         if self._count and (missing := self._count.missing()):
             some = ", ".join(missing[:3])
             raise RuntimeError(f"SGLang's loader left out {some}: {len(missing)} tensors got nothing")
+        derive_again(self._model)
 
     def abandon(self) -> None:
         """Do nothing: the next update writes all weights again."""

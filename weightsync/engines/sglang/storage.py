@@ -28,6 +28,8 @@ _ONLINE = {"Fp8LinearMethod": "fp8", "Fp8MoEMethod": "fp8", "W8A8Fp8LinearMethod
 """Methods that may quantise full-precision weights to FP8, and the ``quantization`` that has them."""
 _COPIES = ("_weight_fp32",)
 """Where layers keep a copy of a weight that they make once: routers of GLM-4 MoE, in float32."""
+_DERIVE = "post_load_weights"
+"""SGLang's method of models that derive tensors from weights, as DeepSeek's projections of MLA."""
 _PLAIN_RUNNERS = ("triton", "deep_gemm")
 """SGLang's kernels of experts that read weights and scales as they were loaded."""
 
@@ -39,6 +41,35 @@ def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
     layers that use their weights as they were loaded.
     """
     return _why_not(model, device, _why_not_plain)
+
+
+def processed_once(model: torch.nn.Module, device: torch.device) -> str:
+    """Return why a load cannot repeat what SGLang does with weights when it starts; "" if it can.
+
+    Tensors that a model derives from its weights are derived again, where they are.
+    """
+    if reason := _why_not_layers(model, device, _why_not_plain):
+        return reason
+    before = _addresses(model)
+    derive_again(model)
+    moved = next((name for name, at in _addresses(model).items() if before.get(name) != at), "")
+    return f"SGLang derives {moved} in other memory each time, which CUDA graphs do not read" if moved else ""
+
+
+def derive_again(model: torch.nn.Module) -> None:
+    """Have a model derive tensors from its weights, as SGLang does after it has drawn dummies."""
+    if hasattr(model, _DERIVE):
+        getattr(model, _DERIVE)()
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Return the addresses of all tensors that modules hold."""
+    return {
+        f"{path}.{name}": each.data_ptr()
+        for path, module in model.named_modules()
+        for name, each in {**vars(module), **module._parameters, **module._buffers}.items()
+        if isinstance(each, torch.Tensor)
+    }
 
 
 def require_no_copies(model: torch.nn.Module) -> None:
@@ -136,11 +167,17 @@ def _is_online(module: torch.nn.Module) -> bool:
 
 
 def _why_not(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
+    if hasattr(model, _DERIVE):
+        return f"{type(model).__name__} derives tensors from its weights"
+    return _why_not_layers(model, device, of)
+
+
+def _why_not_layers(
+    model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]
+) -> str:
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
         return f"{away} is not on {device}"
-    if hasattr(model, "post_load_weights"):
-        return f"{type(model).__name__} derives tensors from its weights"
     reasons = ((name, of(module)) for name, module in model.named_modules())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
 

@@ -26,6 +26,7 @@ from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.engines.sglang.storage import (
     online_layers,
     online_option,
+    processed_once,
     require_kept,
     require_no_copies,
     require_online,
@@ -220,7 +221,8 @@ class SglangHost:
 
     def _require_loadable(self) -> None:
         """Raise ConfigError if a load would not be all that SGLang does with weights."""
-        reason = self.stored_otherwise()
-        if reason and not self._settings.repacks:
-            remedy = f"{reason}, and SGLang before 0.5.21 does not do that again: serve it with vLLM"
+        if self._settings.repacks:
+            return
+        if reason := processed_once(self._model, self._device):
+            remedy = f"{reason}, and no load of an SGLang before 0.5.21 makes up for it: serve it with vLLM"
             raise ConfigError("model", type(self._model).__name__, remedy)
