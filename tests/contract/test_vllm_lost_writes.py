@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -191,3 +192,18 @@ def test_a_loader_that_reads_values_is_counted_in_the_first_update() -> None:
     model = recorded(Model(read))
     rehearse(model, CONFIG, CPU, METAS)
     update(model, tensors(1.0))
+
+
+@pytest.mark.parametrize("write", [as_vllm, directly])
+def test_a_tensor_comes_in_the_dtype_that_is_kept_whatever_its_name(write: Write) -> None:
+    halves = [dataclasses.replace(meta, dtype="bfloat16") for meta in METAS]
+    assert rehearse(recorded(Model(write)), CONFIG, CPU, halves) == tuple(METAS)
+
+
+def test_a_parameter_that_a_loader_makes_anew_is_named_when_connecting() -> None:
+    def renew(layer: nn.Module, parameter: nn.Parameter, weight: torch.Tensor) -> None:
+        as_vllm(layer, parameter, weight)
+        layer.bias = nn.Parameter(torch.zeros(4))
+
+    with pytest.raises(ConfigError, match=r"vLLM makes layers\.\d\.bias anew in each load"):
+        rehearse(recorded(Model(renew)), CONFIG, CPU, METAS)

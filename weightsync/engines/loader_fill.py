@@ -62,6 +62,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._filled = dict.fromkeys(tensors, 0)
         self._lost: set[str] = set()
         self._direct: dict[str, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         self._seen: set[tuple[object, ...]] = set()
 
     @property
@@ -73,6 +74,10 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Return how many elements were led to memory since the last call, by the tensor's name."""
         direct, self._direct = self._direct, {}
         return direct
+
+    def dtype_of(self, source: torch.Tensor) -> torch.dtype:
+        """Return the dtype of what `source` was copied to first, or its own if it was not."""
+        return self._dtypes.get(storage_number(source), source.dtype)
 
     def missing(self, handed: Iterable[str] = ()) -> list[str]:
         """Return the names of tensors that are not full, with counts if partly written.
@@ -124,6 +129,8 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self._names[storage_number(memory)] = name
                 args = (_as_view(memory, target), *args[1:])
         outcome = target if number in self._unwritten else func(*args, **kwargs)
+        if name and func is _ATEN.copy_.default:
+            self._dtypes.setdefault(storage_number(args[1]), target.dtype)
         if name:
             numel = self._note(name, target, args[1] if func is _ATEN.copy_.default else target)
             if is_direct:

@@ -28,7 +28,7 @@ from weightsync.errors import EngineError, StateError, TransportError, WeightSyn
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id
-from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
 from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
 from weightsync.plan.layout_table import LayoutTable
@@ -61,8 +61,11 @@ class Host(Converts, Protocol):
 class Rehearses(Protocol):
     """A host that runs its loader without tensors."""
 
-    def rehearse(self) -> None:
-        """Raise ConfigError if the loader leaves out a tensor of `Host.checkpoint`. Nothing changes."""
+    def rehearse(self) -> Sequence[TensorMeta]:
+        """Return the tensors of `Host.checkpoint` that are known in the dtypes that the loader keeps.
+
+        Nothing changes. Raises ConfigError if the loader leaves out a tensor.
+        """
 
 
 class Rank:
@@ -322,11 +325,12 @@ class Rank:
         return self._whole_layout(checkpoint)
 
     def _whole_layout(self, checkpoint: Checkpoint) -> RankLayout:
-        if isinstance(self._host, Rehearses):
-            self._host.rehearse()
+        kept = self._host.rehearse() if isinstance(self._host, Rehearses) else ()
+        by_name = {meta.name: meta for meta in kept}
+        tensors = tuple(by_name.get(meta.name, meta) for meta in checkpoint.tensors)
         return RankLayout(
-            checkpoint.tensors,
-            tuple(map(Segment.whole, checkpoint.tensors)),
+            tensors,
+            tuple(map(Segment.whole, tensors)),
             checkpoint.tied,
             device=device_id(self._device),
             converts=checkpoint.converts,

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import TensorMeta
+from weightsync.plan.segment import CASTABLE
 
 _NEVER_WHOLE = -(1 << 60)
 _FROM_CONFIG = ("input_scale_ub",)
@@ -69,6 +70,10 @@ class Reload:
         """Raise RuntimeError, with names, if the loader left a tensor out."""
         self._account.require_all()
 
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """As `LoadAccount.dtype_of`."""
+        return self._account.dtype_of(tensor)
+
     def finish(self) -> None:
         """Make the tensors live. Raises RuntimeError, with names, if one of them is not."""
         self.require_all()
@@ -113,33 +118,47 @@ def rehearse(
     model: torch.nn.Module,
     config: Any,  # noqa: ANN401 - vLLM's ModelConfig
     device: torch.device,
-    tensors: Iterable[TensorMeta],
-) -> None:
+    tensors: Sequence[TensorMeta],
+) -> tuple[TensorMeta, ...]:
     """Run the loader on placeholders of `tensors`, which changes nothing.
 
-    Raises ConfigError, with names, if the loader fails, or leaves a tensor out.
+    Returns `tensors` in the dtypes in which the loader keeps them, such as float32 for what a state space
+    is computed from.
+
+    Raises ConfigError, with names, if the loader fails, leaves a tensor out, or makes a parameter.
     """
     shapes = {meta.name: meta.shape for meta in tensors}
+    wholes = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta") for meta in tensors]
     placeholders = [
         each
-        for meta in tensors
-        for each in as_loaded(
-            meta.name, torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta"), shapes
-        )
+        for meta, whole in zip(tensors, wholes, strict=True)
+        for each in as_loaded(meta.name, whole, shapes)
     ]
     reload = Reload(model, config, device, rehearses=True)
+    had = dict(model.named_parameters())
     try:
         reload.load(placeholders)
         reload.require_all()
     except Exception as error:
-        if _reads_values(error):
-            return  # which placeholders do not have: the first load is counted all the same
-        remedy = (
-            f"its loader does not take the checkpoint that trainers send: {error or type(error).__name__}"
-        )
-        raise ConfigError("model", type(model).__name__, remedy) from error
+        if not _reads_values(error):
+            remedy = (
+                f"its loader does not take the checkpoint that trainers send: {error or type(error).__name__}"
+            )
+            raise ConfigError("model", type(model).__name__, remedy) from error
+        # Placeholders have no values: the first load is counted all the same.
     finally:
+        dtypes = [str(reload.dtype_of(whole)).removeprefix("torch.") for whole in wholes]
+        made = [name for name, _ in model.named_parameters() if name not in had]
         reload.abandon()
+    if made:
+        remedy = (
+            f"vLLM makes {made[0]} anew in each load, so updates cannot write it: serve it with kind torch"
+        )
+        raise ConfigError("model", type(model).__name__, remedy)
+    return tuple(
+        dataclasses.replace(meta, dtype=dtype) if {dtype, meta.dtype} <= CASTABLE else meta
+        for dtype, meta in zip(dtypes, tensors, strict=True)
+    )
 
 
 def _reads_values(error: Exception) -> bool:
@@ -247,6 +266,10 @@ class LoadAccount:
         """Return how many elements vLLM has counted of each module that it has not made live yet."""
         found = ((path, layerwise().get_layerwise_info(each)) for path, each in self._homes.items())
         return {path: info.load_numel for path, info in found if info.load_numel_total}
+
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which the loader keeps what it took of `tensor`, while it is counted."""
+        return self._count.dtype_of(tensor) if self._count else tensor.dtype
 
     def filled_layers(self) -> set[str]:
         """Return the paths of modules all of whose parameters come from the checkpoint, without padding."""

@@ -37,6 +37,7 @@ from weightsync.engines.whole_sink import Loader
 from weightsync.engines.wrapped import unwrapped
 from weightsync.errors import PlanError
 from weightsync.memory.stored_places import StoredPlaces
+from weightsync.plan import TensorMeta
 
 logger = logging.getLogger("weightsync.engines.vllm")
 
@@ -153,9 +154,10 @@ class VllmHost:
             return online_loader(self._online.formats, self.places(), self._load)
         return self._stored.loader(self.places(), self._load, stored)
 
-    def rehearse(self) -> None:
-        if self._whole and not self._stored.formats:
-            rehearse(self.model(), self._runner.model_config, self._device, self._whole.tensors)
+    def rehearse(self) -> Sequence[TensorMeta]:
+        if self._whole is None or self._stored.formats:
+            return ()
+        return rehearse(self.model(), self._runner.model_config, self._device, self._whole.tensors)
 
     def _live_addresses(self) -> Sequence[int]:
         return [each.data_ptr() for _, each in parameters_of(self.model())]
