@@ -1,9 +1,7 @@
-"""A real vLLM of families of its own kinds computes with the bytes of a vLLM that loaded their files."""
+"""What vLLM needs to know of a family before it connects; test_families.py has the families themselves."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,52 +11,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.contract.test_vllm_quantized import Served
-from tests.families import FAMILIES, build_family
 from tests.models import build_tiny_qwen3
-from tests.patience import patient
-from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
-from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.api import require_updatable
 from weightsync.errors import ConfigError
-from weightsync.holder.holder import Holder
-from weightsync.sources.module import ModuleSource
-from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-CONFIG = SyncConfig(timeout_s=patient(60), connect_timeout_s=patient(60))
-PROMPTS = [[5, 6, 7], [200, 3, 90, 41]]
-SAMPLING = {"max_tokens": 12, "temperature": 0.0}
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    family: {"limit_mm_per_prompt": {"image": 0, "video": 0}, "skip_mm_profiling": True}
-    for family in ("gemma3", "qwen2_vl", "qwen3_vl")
-}
-
-
-def live(engine: Any) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters and buffers that vLLM's engine computes with."""
-    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    model = runner.get_model()
-    return {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
-
-
-async def update(source: ModuleSource, engine: VllmEngine, models: list[torch.nn.Module]) -> None:
-    holder = Holder("holder", "127.0.0.1")
-    try:
-        members = {"e": EngineMember(LocalEngine(engine), (0,))}
-        controller = Controller(CONFIG, Fleet([(LocalTrainer(source), 0)], members, [LocalPeer(holder)]))
-        await controller.connect()
-        for version, model in enumerate(models, 1):
-            source.replace(model)
-            await controller.update(version)
-    finally:
-        source.close()
-        holder.close()
 
 
 def test_transformers_builds_what_vllm_has_decorated_apart_from_it() -> None:
@@ -112,32 +73,3 @@ def test_a_model_with_few_rows_of_each_expert_is_refused_when_it_connects(rows: 
             engine.layout()
     finally:
         engine.close()
-
-
-def check(family: str, tmp_path: Path) -> None:
-    if family in OPTIONS:
-        pytest.importorskip("torchvision", reason="vLLM imports these models with torchvision alone")
-    options = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", **OPTIONS.get(family, {})}
-    models = [build_family(tmp_path / str(seed), family, seed) for seed in range(2)]
-    engine = VllmEngine(str(tmp_path / "0"), "e", options)
-    try:
-        asyncio.run(update(ModuleSource(models[0]), engine, models))
-        served, said = engine.call(live), engine.generate(PROMPTS, SAMPLING).tokens
-    finally:
-        engine.close()
-    loaded = Served(tmp_path / "1", "auto", **options)
-    try:
-        wanted = live(loaded.engine)
-        assert served.keys() == wanted.keys()
-        differ = [name for name in wanted if not torch.equal(served[name], wanted[name])]
-        assert not differ
-        assert said[0] == loaded.says()[: len(said[0])]
-    finally:
-        loaded.close()
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"nemotron_h_moe"}))
-def test_its_bytes_and_tokens_are_those_of_files(family: str, tmp_path: Path) -> None:
-    """On a CPU, vLLM does not serve experts without a gate."""
-    check(family, tmp_path)

@@ -1,4 +1,7 @@
-"""An engine that is fed from one process which holds all weights: every rank's slots on its own GPU."""
+"""An engine that is fed from one process which holds all weights: every rank's slots on its own GPU.
+
+Without a GPU, slots are in host memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import make_engine
+from weightsync.engines.whole_sink import synchronize
 from weightsync.memory.device import DeviceBuffer
+from weightsync.memory.file_names import FileNames
+from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Layout, Members, RankLayout, make_plan
 from weightsync.protocol.messages import Digests
@@ -34,7 +40,7 @@ class FedEngine:
         self.threads = ThreadPoolExecutor(2)
         self.layouts: list[RankLayout] = []
         self.feeds: list[HolderFeed] = []
-        self.slots: list[list[DeviceBuffer]] = []
+        self.slots: list[list[DeviceBuffer | SharedBuffer]] = []
 
     def connect(self, model: PreTrainedModel) -> None:
         """A new epoch, with the layout that the engine has now."""
@@ -42,15 +48,14 @@ class FedEngine:
         self.layouts = rank_layouts(self.engine)
         ranks = range(1, self.num_ranks + 1)
         self.plan = make_plan(
-            Layout.from_ranks([source_layout(*named_tensors(model))]),
+            Layout.from_ranks([source_layout(*in_files(model))]),
             {"e0": Layout.from_ranks(self.layouts)},
             Members(self.num_ranks + 1, (0,), (("e0", tuple(ranks)),)),
             bucket_bytes=BUCKET_BYTES,
             max_staging_bytes=8 << 20,
         )
         for rank, layout in zip(ranks, self.layouts, strict=True):
-            with torch.cuda.device(_index(layout.device)):
-                self.slots.append([DeviceBuffer.create(BUCKET_BYTES) for _ in range(self.plan.slots)])
+            self.slots.append([_slot(layout.device) for _ in range(self.plan.slots)])
             handles = tuple(slot.handle for slot in self.slots[-1])
             self.feeds.append(HolderFeed(f"h{rank}", "e0", handles, None, -1))
         tickets = [feed.ticket for feed in self.feeds]
@@ -64,7 +69,7 @@ class FedEngine:
         self.version += 1
         self.engine.pause("keep", TIMEOUT_S)
         loaded = self.threads.submit(self.engine.load, self.version, TIMEOUT_S)
-        tensors = named_tensors(model)[0]
+        tensors = in_files(model)[0]
         for bucket in self.plan.buckets():
             index = bucket.index % self.plan.slots
             for slots in self.slots:
@@ -74,7 +79,7 @@ class FedEngine:
                     slots[index].tensor[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(
                         torch.uint8
                     )
-                torch.cuda.synchronize(slots[index].tensor.device)
+                synchronize(slots[index].tensor.device)
             for feed in self.feeds:
                 feed.offer(self.version, bucket.index)
             for feed in self.feeds:
@@ -101,6 +106,20 @@ class FedEngine:
             for slot in slots:
                 slot.close()
         self.feeds, self.slots = [], []
+
+
+def in_files(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
+    """Return a model's tensors, and its (alias, canonical) names, under the names that they have in files."""
+    tensors, tied = named_tensors(model)
+    name = FileNames.of(model, tensors).name
+    return {name(own): each for own, each in tensors.items()}, tuple((name(a), name(b)) for a, b in tied)
+
+
+def _slot(device: str) -> DeviceBuffer | SharedBuffer:
+    if not device:
+        return SharedBuffer.create(BUCKET_BYTES)
+    with torch.cuda.device(_index(device)):
+        return DeviceBuffer.create(BUCKET_BYTES)
 
 
 def _index(device: str) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["Live", "hashes"]
+from tests.contract.live_model import held
+
+__all__ = ["Live", "all_hashes", "hashes"]
 
 Live = list[Mapping[str, str]]
 """Each rank's live parameters, as SHA-256 of their bytes in order of their elements."""
@@ -16,6 +18,11 @@ Live = list[Mapping[str, str]]
 def hashes(model: torch.nn.Module) -> Mapping[str, str]:
     """Hash each parameter of a rank's model."""
     return {name: _hash(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def all_hashes(model: torch.nn.Module) -> Mapping[str, str]:
+    """Hash each parameter and buffer of a rank's model, and each tensor that a module keeps beside them."""
+    return {name: _hash(each) for name, each in held(model).items()}
 
 
 def _hash(tensor: torch.Tensor) -> str:

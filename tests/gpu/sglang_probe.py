@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.live_bytes import Live, hashes
+from tests.gpu.live_bytes import Live, all_hashes, hashes
 from tests.patience import patient
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "SLOTS_LOADER",
     "Answers",
     "answers_of",
+    "held",
+    "held_of",
     "label_of",
     "live",
     "live_of",
@@ -64,7 +66,9 @@ async def probe(manager: Any) -> Answers:
 
     draw, answers = torch.Generator().manual_seed(0), []
     for number in range(6):
-        prompt = torch.randint(3, 5000, (5 + 9 * number,), generator=draw).tolist()
+        prompt = torch.randint(
+            3, min(5000, manager.model_config.vocab_size), (5 + 9 * number,), generator=draw
+        ).tolist()
         request = GenerateReqInput(
             input_ids=prompt,
             sampling_params={"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True},
@@ -86,7 +90,12 @@ async def probe(manager: Any) -> Answers:
 
 async def live(manager: Any, num_ranks: int) -> Live:
     """What the kernels of each rank read, in their layout. The engine was started with `LOADER`."""
-    return await _written(manager, num_ranks, LOADER)
+    return [each["parameters"] for each in await _written(manager, num_ranks, LOADER)]
+
+
+async def held(manager: Any, num_ranks: int) -> Live:
+    """All that each rank's modules hold, buffers and derived tensors included. Likewise."""
+    return [each["all"] for each in await _written(manager, num_ranks, LOADER)]
 
 
 async def slots(manager: Any, num_ranks: int) -> list[Mapping[str, Any]]:
@@ -112,8 +121,9 @@ async def _written(manager: Any, num_ranks: int, loader: str) -> list[Any]:
 
 
 def write_hashes(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Run by SGLang in each rank's process: write `hashes` to the file that the only tensor is named for."""
-    Path(named_tensors[0][0]).write_text(json.dumps(hashes(model)))
+    """Run by SGLang in each rank's process: write hashes to the file that the only tensor is named for."""
+    found = {"parameters": hashes(model), "all": all_hashes(model)}
+    Path(named_tensors[0][0]).write_text(json.dumps(found))
 
 
 def write_slots(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -138,6 +148,13 @@ def live_of(engine: Any) -> Live:
     """Of our adapter, likewise."""
     server = engine.loop.server
     asked = asyncio.run_coroutine_threadsafe(live(server.manager, server.num_ranks), server.loop)
+    return asked.result(patient(120))
+
+
+def held_of(engine: Any) -> Live:
+    """Of our adapter, likewise."""
+    server = engine.loop.server
+    asked = asyncio.run_coroutine_threadsafe(held(server.manager, server.num_ranks), server.loop)
     return asked.result(patient(120))
 
 

@@ -69,8 +69,8 @@ def served(checkpoint: str) -> str:
     were compiled apart may differ in the last bit of a float, and some tokens later in a word.
     """
     link = Path(checkpoint).parent / "served"
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint, target_is_directory=True)
+    link.with_name("next").symlink_to(checkpoint, target_is_directory=True)
+    link.with_name("next").replace(link)  # at once: another vLLM may start from it
     return str(link)
 
 

@@ -2,7 +2,8 @@
 
 python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS LIVE [OPTIONS]
 
-OPTIONS are further engine arguments, as JSON.
+OPTIONS are further engine arguments, as JSON. All that it holds, and not only parameters, is in `held.json`
+beside LIVE.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import sys
 from pathlib import Path
 
-from tests.gpu.vllm_probe import OPTIONS, live, probe
+from tests.gpu.vllm_probe import OPTIONS, held, live, probe
 from weightsync.engines.vllm.api import set_environment
 
 
-def main(model: str, tensor_parallel_size: str, answers: str, held: str, options: str = "{}") -> None:
+def main(model: str, tensor_parallel_size: str, answers: str, parameters: str, options: str = "{}") -> None:
     set_environment()  # as our engine has it
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,12 +27,12 @@ def main(model: str, tensor_parallel_size: str, answers: str, held: str, options
             tensor_parallel_size=int(tensor_parallel_size),
             skip_tokenizer_init=True,
             disable_log_stats=True,
-            **OPTIONS,
-            **json.loads(options),
+            **OPTIONS | json.loads(options),
         )
     )
     Path(answers).write_text(json.dumps(probe(llm)))
-    Path(held).write_text(json.dumps(live(llm)))
+    Path(parameters).write_text(json.dumps(live(llm)))
+    Path(parameters).with_name("held.json").write_text(json.dumps(held(llm)))
     llm.engine_core.shutdown()
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tests.gpu.live_bytes import Live, hashes
+from tests.gpu.live_bytes import Live, all_hashes, hashes
 from weightsync.engines.kernel_state import tensors_beside
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.protocol.messages import Digests
 
-__all__ = ["OPTIONS", "Answers", "beside", "flip", "kernels", "live", "probe"]
+__all__ = ["OPTIONS", "Answers", "beside", "flip", "held", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 256 << 20,  # no measuring, which neighbours on the GPU disturb
 }
 NUM_TOKENS, TOP = 24, 5
+_OF_IMAGES = 6  # tokens at the end of small vocabularies
 
 Answers = list[Mapping[str, Any]]
 
@@ -40,9 +41,9 @@ def probe(llm: Any) -> Answers:
         ignore_eos=True,
         detokenize=False,
     )
-    draw = torch.Generator().manual_seed(0)
+    draw, top = torch.Generator().manual_seed(0), llm.model_config.get_vocab_size() - _OF_IMAGES
     for number in range(6):
-        prompt = torch.randint(3, 5000, (5 + 9 * number,), generator=draw).tolist()
+        prompt = torch.randint(3, min(5000, top), (5 + 9 * number,), generator=draw).tolist()
         llm.add_request(f"probe-{number}", {"type": "token", "prompt_token_ids": prompt}, params)
     answers = {}
     while len(answers) < 6:
@@ -60,6 +61,11 @@ def probe(llm: Any) -> Answers:
 def live(llm: Any) -> Live:
     """What the kernels read, in their layout."""
     return llm.collective_rpc(_live)
+
+
+def held(llm: Any) -> Live:
+    """All that each rank's modules hold, buffers and derived tensors included."""
+    return llm.collective_rpc(_held)
 
 
 def kernels(llm: Any) -> set[str]:
@@ -93,6 +99,10 @@ def _flip(worker: Any, leaf: str) -> None:
 
 def _live(worker: Any) -> Mapping[str, str]:
     return hashes(worker.get_model())
+
+
+def _held(worker: Any) -> Mapping[str, str]:
+    return all_hashes(worker.get_model())
 
 
 def _kernels(worker: Any) -> set[str]:

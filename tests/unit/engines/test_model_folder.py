@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import MixtralConfig, OlmoHybridConfig
 
-from tests.families import FAMILIES, build_family
+from tests.families import RENAMED, build_family
 from weightsync.engines.checkpoint import checkpoint_of
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.torch_module import TorchEngine
@@ -39,7 +39,7 @@ class OwnModel(PreTrainedModel):
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RENAMED)
 def test_engine_trainer_and_files_name_the_same_tensors(family: str, tmp_path: Path) -> None:
     model = build_family(tmp_path, family)
     wanted = {(meta.name, meta.dtype, meta.shape) for meta in contents([str(tmp_path)]).tensors}
