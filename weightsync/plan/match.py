@@ -58,7 +58,7 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
     }
     wanted = [first.tensors[number] for number in _travel_order(first)]
     held = aliases | index
-    if missing := [meta.name for meta in wanted if meta.name not in held]:
+    if missing := [meta for meta in wanted if meta.name not in held]:
         raise _missing(missing, source, held, taken)
     pairs = np.array([held[meta.name] for meta in wanted], np.int64)
     _check_used(source, pairs, wanted)
@@ -118,13 +118,14 @@ _NO_DRAFT = (
 
 
 def _missing(
-    names: Sequence[str], source: Layout, held: Collection[str], taken: Collection[str]
+    missing: Sequence[TensorMeta], source: Layout, held: Collection[str], taken: Collection[str]
 ) -> PlanError:
     """Return the error of tensors that only engines have. `held` has the source's names, `taken` engines'."""
+    names = [meta.name for meta in missing]
     name = names[0]
     if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in held):
         return PlanError(name, f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}")
-    hint = renamed(name, source, taken)
+    hint = renamed(missing[0], source, taken)
     problem = f"the engine needs it, no trainer or checkpoint declares it; {hint or suggest(name, held)}"
     pattern, count = part_of(name, names, held)
     if count > 1 and not hint:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from weightsync.plan.layout import Layout
+from weightsync.plan.segment import TensorMeta
 from weightsync.plan.wrappers import unwrapped
 
 _ADAPTED = re.compile(r"\.(?:base_layer|original_module|(?:lora_\w+|modules_to_save)\.([^.]+))(?:\.|$)")
@@ -16,7 +17,7 @@ _ADAPTED = re.compile(r"\.(?:base_layer|original_module|(?:lora_\w+|modules_to_s
 _MOST_TRIED = 32
 
 
-def renamed(missing: str, source: Layout, taken: Collection[str]) -> str:
+def renamed(missing: TensorMeta, source: Layout, taken: Collection[str]) -> str:
     """Return what gives trainers' tensors the names that engines take, `missing` among them; "" if unknown.
 
     `taken` has the names of all tensors of the engines.
@@ -36,10 +37,12 @@ def _merge(source: Layout) -> str:
     return f"it is a PEFT model with an adapter: give TrainerShard {given}, or call {slots}"
 
 
-def _names(missing: str, source: Layout, taken: Collection[str]) -> str:
-    known = [*(meta.name for meta in source.tensors), *dict(source.tied)]
+def _names(missing: TensorMeta, source: Layout, taken: Collection[str]) -> str:
+    shapes = {meta.name: meta.shape for meta in source.tensors}
+    known = shapes | {alias: shapes.get(name, ()) for alias, name in source.tied}
     lacking = {*taken}.difference(known)
-    pairs = dict.fromkeys(_prefixes(missing, [name for name in known if name not in taken]))
+    others = [name for name, shape in known.items() if name not in taken and shape == missing.shape]
+    pairs = dict.fromkeys(_prefixes(missing.name, others))
     for old, new in islice(pairs, _MOST_TRIED):
         made = {new + name.removeprefix(old) for name in known if name.startswith(old)}
         if lacking <= made:

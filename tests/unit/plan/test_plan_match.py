@@ -139,6 +139,9 @@ def test_missing_and_extra_tensors_name_the_nearest() -> None:
         PlanError, match=r'declares it; give TrainerShard names=\{"model\.layer\.": "model\.layers\."\}'
     ):
         plan(whole(typo, A), whole(layer, A))
+    part = replace(typo, shape=(2, 2))  # of what the engine has, which another name does not make whole
+    with pytest.raises(PlanError, match=r"did you mean 'model\.layer\.0\.up"):
+        plan(whole(part, A), whole(layer, A))
     with pytest.raises(
         PlanError, match="b: a trainer or checkpoint declares it, but no engine has it; leave it out"
     ):
