@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines import Engine
 from weightsync.engines.torch_module import TorchEngine
 from weightsync.engines.vllm.adapter import VllmEngine
-from weightsync.errors import PlanError, WeightSyncError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.holder import Holder
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan.layout import Layout
@@ -45,6 +46,8 @@ CONFIG = SyncConfig(timeout_s=patient(120), connect_timeout_s=patient(120))
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 8
 SAMPLING = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+OPTIONS: Mapping[str, Any] = {"max_model_len": 64, "enforce_eager": True, "dtype": "bfloat16"}
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}, "skip_mm_profiling": True}
 REFUSED: Mapping[str, str] = {"phi": r"vLLM makes lm_head\.bias anew in each load"}
 """Families that vLLM serves and our engine refuses when it connects, with what the error has to say."""
@@ -122,7 +125,7 @@ def test_transformers_computes_with_what_the_files_have(
     record_property("tensors", len(named_tensors(loaded)[0]))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+@needs_vllm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_computes_with_what_the_files_have(
     family: str,
@@ -130,46 +133,78 @@ def test_vllm_computes_with_what_the_files_have(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Its second version twice: equal weights change nothing."""
-    options: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True, "dtype": "bfloat16"}
+    options = OPTIONS
     if hasattr(models[0].config, "vision_config"):
         pytest.importorskip("torchvision", reason="vLLM imports these models with torchvision alone")
-        options |= TEXT_ONLY
+        options = {**OPTIONS, **TEXT_ONLY}
     try:
-        wanted, logits, said = served_from(tmp_path / "1", options)
+        wanted = served_from(tmp_path / "1", options)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises
         record_property("vllm", f"not served: {_line(error)}")
+        forget_groups()
         pytest.skip(f"vLLM does not serve it: {_line(error)}")
     engine = VllmEngine(str(tmp_path / "0"), "e", options)
     try:
         if family in REFUSED:
-            with pytest.raises(WeightSyncError, match=REFUSED[family]) as refused:
-                asyncio.run(update(engine, models, lambda: None))
+            with pytest.raises(ConfigError, match=REFUSED[family]) as refused:
+                engine.layout()
             record_property("vllm", f"refused: {_line(refused.value)}")
-            return
-        after: list[dict[str, torch.Tensor]] = []
-        report = asyncio.run(update(engine, [*models, models[1]], lambda: after.append(engine.call(_held))))
-        assert differing(after[1], wanted) == []
-        assert differing(after[2], wanted) == [], "an equal update changes it"
-        ours = engine.call(_logits_of)
-        assert engine.generate([PROMPT], SAMPLING).tokens[0] == said[:NUM_TOKENS]
-        assert all(torch.equal(*pair) for pair in zip(ours, logits, strict=False))
+        else:
+            record_property("vllm", check(engine, models, wanted).proofs["e"])
     finally:
         engine.close()
-    record_property("vllm", report.proofs["e"])
 
 
-def served_from(
-    folder: Path, options: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], list[int]]:
-    """Return what a vLLM that loads a folder holds, its logits, and its greedy tokens."""
-    loaded = Served(folder, "auto", **options)
+@needs_vllm
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "llama", "mixtral", "qwen3_moe"])
+def test_vllms_transformers_backend_does_so_too(models: Sequence[PreTrainedModel], tmp_path: Path) -> None:
+    options = {**OPTIONS, "model_impl": "transformers"}
+    wanted = served_from(tmp_path / "1", options)
+    engine = VllmEngine(str(tmp_path / "0"), "e", options)
     try:
-        model = loaded.runner.get_model()
-        wanted, logits = held(model), logits_of(model)
-        return wanted, logits, loaded.says()
+        check(engine, models, wanted)
     finally:
-        loaded.close()
+        engine.close()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a vLLM that loaded files holds, the logits of its steps, and its greedy tokens."""
+
+    held: Mapping[str, torch.Tensor]
+    logits: Sequence[torch.Tensor]
+    tokens: Sequence[int]
+
+
+def check(engine: VllmEngine, models: Sequence[PreTrainedModel], wanted: Loaded) -> SyncReport:
+    """Move all versions to an engine, the last one twice, which changes nothing. Return the last report."""
+    after: list[dict[str, torch.Tensor]] = []
+    report = asyncio.run(update(engine, [*models, models[-1]], lambda: after.append(engine.call(_held))))
+    assert differing(after[1], wanted.held) == []
+    assert differing(after[2], wanted.held) == [], "an equal update changes it"
+    logits = engine.call(_logits_of)
+    assert engine.generate([PROMPT], SAMPLING).tokens[0] == wanted.tokens[:NUM_TOKENS]
+    assert len(logits) >= NUM_TOKENS
+    assert all(torch.equal(*pair) for pair in zip(logits, wanted.logits, strict=False))
+    return report
+
+
+def forget_groups() -> None:
+    """End the groups of ranks of a vLLM that did not start, which the next one would take for its own."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def served_from(folder: Path, options: Mapping[str, Any]) -> Loaded:
+    served = Served(folder, "auto", **options)
+    try:
+        model = served.runner.get_model()
+        found, logits = held(model), logits_of(model)
+        return Loaded(found, logits, served.says())
+    finally:
+        served.close()
 
 
 def _model(llm: Any) -> torch.nn.Module:
