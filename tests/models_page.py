@@ -21,40 +21,45 @@ PAGE, RESULTS = ROOT / "docs/models.md", ROOT / "benchmarks/results/models.json"
 COLUMNS = ("class", "tensors", "files", "torch", "vllm")
 HEAD = """# Models
 
-Made by `bash scripts/models`, which runs tests marked `models` (half an hour) and writes what they found.
+Made by `bash scripts/models`, which runs the tests marked `models` (ten minutes) and writes what they found.
 A family is one entry of `tests/families.py`: a small model with random weights and the options of published
 ones. A plain trainer sends two versions in float32 to an engine that started with the first.
 
 | column | what was compared |
 |---|---|
 | files | `save_pretrained` writes the trainer's tensors, so that `register_checkpoint` takes the folder |
-| torch | all that the transformers engine computes with, byte for byte, and greedy tokens |
+| torch | all tensors of the transformers engine, byte for byte, and greedy tokens |
 | vllm | the same in vLLM's CPU build in bfloat16, and logits; the second version came twice |
 
-Both are equal to those of the same model when it has loaded the files of the second version, without us. The
-cell says what the engine compared in each update, as `SyncReport.proofs` does. Vision towers are compared; no
-images were asked about. *not served* has the words of vLLM alone, *refused* those of `connect()`.
+The engine was compared with the same engine after that had loaded the files of the second version itself.
+A cell repeats `SyncReport.proofs`: what each update compared. Vision towers are compared, but no test sends
+images. *not served* quotes vLLM, which does not run the model here even when it loads the files itself.
+*refused* quotes the error of `connect()`.
 
 """
 
-
 TAIL = """
+vLLM needs torchvision for models with images. These rows ran with torchvision 0.28.0 without its compiled
+operators, since they do not load beside a CPU build of torch. Without torchvision the tests skip.
+
 ## On a GPU
 
-`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16 with engines that loaded the files. On one
-H200 on 2026-11-28 it passed with vLLM 0.24.0 (DeepSeek-V3 with YaRN and CUDA graphs, and Qwen3-VL: their
-loader; Mixtral: live weights) and with SGLang 0.5.17 (DeepSeek-V3: its loader; Mixtral: live weights). vLLM
-0.24 itself does not load a GPT-OSS that is not in MXFP4 (`KeyError`); no GPU has run it here.
+`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16. It passed on one H200 on 2026-11-28: with
+vLLM 0.24.0 for DeepSeek-V3 with YaRN and CUDA graphs (loader), Qwen3-VL (loader) and Mixtral (live
+weights), and with SGLang 0.5.17 for DeepSeek-V3 (loader) and Mixtral (live weights). The library was that
+of commit ab555972. vLLM's loader has got tensors in other dtypes since f8236070, which no GPU has run. vLLM
+0.24 raises a `KeyError` for a GPT-OSS in bfloat16, also when it loads the files itself: no GPU has run that
+family here.
 
-## Loaders that write for themselves
+## Loaders that write directly
 
-Most loaders of vLLM give each tensor to a parameter's `weight_loader`, which vLLM repeats once the
-parameter has memory. These of vLLM 0.32 also write parameters or buffers directly: `bailing_moe_v3`,
-`bert`, `colbert`, `gpt_oss`, `llama_eagle3`, `longcat_flash_ngram`, `mimo_v2`, `mllama4`, `qwen3_eagle3`,
-`step3_text`, `step3p5`. Such writes are led to memory that becomes live, and counted; where that cannot be,
-`connect()` names the tensor. These replace a parameter, and are refused by its name: `adapters`
-(`score.bias`), `cohere_asr`, `medusa` (`token_map`), and the transformers backend for an output head with a
-bias (Phi).
+Most loaders of vLLM give each tensor to the `weight_loader` of a parameter. vLLM repeats this call once the
+parameter has memory. By their source, these loaders of vLLM 0.32 also write parameters or buffers directly:
+`bailing_moe_v3`, `bert`, `colbert`, `gpt_oss`, `llama_eagle3`, `longcat_flash_ngram`, `mimo_v2`, `mllama4`,
+`qwen3_eagle3`, `step3_text`, `step3p5`. Updates lead such writes to memory that becomes live, and count
+them. Where that cannot be, `connect()` names the tensor. By their source, `adapters`, `cohere_asr`,
+`medusa` and the transformers backend (an output head with a bias, as in Phi) replace a parameter.
+`connect()` refuses a model whose loader does that; the tests show it with Phi and with a small loader.
 """
 
 

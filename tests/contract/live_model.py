@@ -12,7 +12,7 @@ __all__ = ["differing", "held", "logits_of"]
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy parameters, buffers and what modules hold beside them, but for constants of torch.fx."""
+    """Copy parameters, buffers and tensors that modules keep beside them, without constants of torch.fx."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         its = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))

@@ -409,6 +409,19 @@ def test_each_load_fuses_what_came_apart_and_derives_again(tmp_path: Path) -> No
         loader.finish()
 
 
+@torch.no_grad()
+def test_no_load_derives_where_sglang_does_after_its_session(tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path)
+    model = Latent(in_place=True)
+    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks=True)
+    loader = sglang_worker.SglangHost(model, torch.device("cpu"), settings).loader(stored=False)
+    names = [("attn.q_a_proj.weight", 1), ("attn.kv_a_proj.weight", 2)]
+    loader.load([(name, torch.ones(rows, 2)) for name, rows in names])
+    loader.finish()
+    assert model.attn["fused"].weight.eq(1).all()
+    assert model.attn.derived.eq(0).all()
+
+
 def test_a_model_that_derives_tensors_in_other_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"derives attn\.derived in other memory each time"):
         latent(False, tmp_path)[1].checkpoint()

@@ -129,10 +129,10 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self._names[storage_number(memory)] = name
                 args = (_as_view(memory, target), *args[1:])
         outcome = target if number in self._unwritten else func(*args, **kwargs)
-        if name and func is _ATEN.copy_.default:
-            self._dtypes.setdefault(storage_number(args[1]), target.dtype)
         if name:
-            numel = self._note(name, target, args[1] if func is _ATEN.copy_.default else target)
+            source = args[1] if func is _ATEN.copy_.default else target
+            self._dtypes.setdefault(storage_number(source), target.dtype)
+            numel = self._note(name, target, source)
             if is_direct:
                 self._direct[name] = self._direct.get(name, 0) + numel
         return target if is_direct else outcome

@@ -353,9 +353,13 @@ def model_folder(
 class Loads:
     """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
-    def __init__(self, model: torch.nn.Module, is_counted: bool = False) -> None:
-        """`is_counted`: no trace has proven that the loader fills each parameter."""
-        self._model = model
+    def __init__(self, model: torch.nn.Module, is_counted: bool = False, derives: bool = False) -> None:
+        """
+        Args:
+            is_counted: no trace has proven that the loader fills each parameter.
+            derives: SGLang does not process weights at the end of a session, so `finish` derives tensors.
+        """
+        self._model, self._derives = model, derives
         self._count: FillCount | None = None
         self._fused: FusedParts | None = None
         if is_counted:
@@ -374,16 +378,14 @@ class Loads:
             self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """Derive tensors, and raise RuntimeError, with names, if the loader wrote nothing to a parameter.
-
-        SGLang processes the weights at the end of its session.
-        """
+        """Derive tensors. Raises RuntimeError, with names, if the loader wrote nothing to a parameter."""
         if self._fused:
             self._give(self._fused.rest())
         if self._count and (missing := self._count.missing()):
             some = ", ".join(missing[:3])
             raise RuntimeError(f"SGLang's loader left out {some}: {len(missing)} tensors got nothing")
-        derive_again(self._model)
+        if self._derives:
+            derive_again(self._model)
 
     def abandon(self) -> None:
         """Do nothing: the next update writes all weights again."""

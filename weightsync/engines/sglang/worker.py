@@ -201,7 +201,7 @@ class SglangHost:
 
     def loader(self, stored: bool) -> Loader:
         if not self._stored.formats:
-            return Loads(self._model, is_counted=True)
+            return Loads(self._model, is_counted=True, derives=not self._settings.repacks)
         return self._stored.loader(self.places(), self._load, stored)
 
     def _load(self) -> Loads:
