@@ -25,9 +25,10 @@ their comparison. ``applied`` is its phases pause + move + verify: from publishe
                       each time. Nothing is verified. Its plan is made once (``plan ms``) and its
                       process group stays.
 ``vllm``: Qwen3-8B, the whole model on one trainer GPU, to a real vLLM of one rank with dummy weights;
- ``nccl`` on another GPU and ``ipc`` on the trainer's own.
-  nccl, ipc           a trainer actor and an actor with a ``vllm.LLM``: ``start_weight_update`` + sending +
-                      ``finish_weight_update``, packed or not, on the driver's wall clock
+ ``ipc`` on the trainer's own GPU, the others on another.
+  nccl, ipc, nccl_m2n, sharded_rdt
+                      a trainer actor and an actor with a ``vllm.LLM``, joined by vLLM's own trainer side:
+                      its ``send_weights``, packed or not, on the driver's wall clock
   tensor by tensor    one call and one NCCL broadcast for each parameter, vLLM's loader, as in OpenRLHF
 
 Every part has its own time limit. A peer that is not installed is left out.
@@ -36,6 +37,7 @@ Every part has its own time limit. A peer that is not installed is left out.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import sys
@@ -54,7 +56,7 @@ from benchmarks.gpu_fleet import start_fleet
 from benchmarks.isolate import asked, emit, run_part, stage
 from benchmarks.models import model_of, save_config, shape_of
 from benchmarks.peer_awex import uneven
-from benchmarks.peer_vllm import OwnVllm, VllmTrainer, VllmUnderTest
+from benchmarks.peer_vllm import BACKENDS, OwnVllm, VllmTrainer, VllmUnderTest
 from benchmarks.updates import (
     MODES,
     NUM_WARM,
@@ -127,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--moe-layers", type=int, default=4, help="of Qwen3-30B-A3B, in awex's comparison")
     parser.add_argument("--cpu", action="store_true", help="awex over gloo, a tiny model: a smoke test")
-    parser.add_argument("--backend", nargs="+", default=["nccl", "ipc"], choices=["nccl", "ipc"])
+    parser.add_argument("--backend", nargs="+", default=["nccl", "ipc"], choices=BACKENDS)
     parser.add_argument("--graphs", action="store_true", help="vLLM captures CUDA graphs: a slower start")
     parser.add_argument("--bucket-mib", type=int, default=256, help="ours")
     parser.add_argument("--mode", default="auto", choices=MODES, help="ours")
@@ -197,10 +199,10 @@ def _vllm_parts(
     args: argparse.Namespace, num_gpus: int, common: dict[str, Any], notes: list[str]
 ) -> Iterator[list[Part]]:
     for backend in args.backend:
-        if backend == "nccl" and num_gpus < 2:
-            notes.append("vllm nccl: needs two GPUs, left out")
+        if backend != "ipc" and num_gpus < 2:
+            notes.append(f"vllm {backend}: needs two GPUs, left out")
             continue
-        row = {"table": "vLLM", "placement": "one GPU to another" if backend == "nccl" else "same GPU"}
+        row = {"table": "vLLM", "placement": "same GPU" if backend == "ipc" else "one GPU to another"}
         spec = common | {"backend": backend, "layers": args.layers, "graphs": args.graphs}
         yield [Part(row, spec | {"vllm": "theirs"}), Part(row, spec | {"vllm": "ours"})]
 
@@ -236,7 +238,7 @@ def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
 
 def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
     model = model_of("8b", 0, spec["layers"])
-    pair = gpus[:2] if spec["backend"] == "nccl" else (gpus[-1], gpus[-1])
+    pair = (gpus[-1], gpus[-1]) if spec["backend"] == "ipc" else gpus[:2]
     options: dict[str, Any] = {
         "gpu_memory_utilization": 0.4,
         "max_model_len": 1024,
@@ -272,24 +274,32 @@ def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, 
 
 
 def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
-    def nccl(packed: bool) -> None:
-        ray.get([engine.take_nccl.remote(packed), trainer.send_nccl.remote(packed)])
+    """Return vLLM's ways by `backend`. Each connects in its first round, which is not timed."""
 
-    def ipc(packed: bool) -> None:
-        ray.get(engine.start.remote())
-        ray.get(trainer.send_ipc.remote(engine, packed))
-        ray.get(engine.finish.remote())
+    def way(**settings: object) -> Way:
+        opened = functools.cache(lambda: ray.get(trainer.open.remote(engine, backend, settings)))
+        return lambda: (opened(), ray.get(trainer.send.remote()))
 
     def each() -> None:
         ray.get(trainer.send_each.remote(engine))
         ray.get(engine.synchronize.remote())
 
+    if backend == "sharded_rdt":
+        return {"vLLM sharded_rdt": way(num_consumers=1)}
     if backend == "ipc":
-        return {"vLLM ipc packed": lambda: ipc(True), "vLLM ipc": lambda: ipc(False)}
-    port = free_port()
-    ray.get([engine.join.remote(port), trainer.join.remote(port)])
-    named: dict[str, Way] = {"vLLM nccl packed": lambda: nccl(True), "vLLM nccl": lambda: nccl(False)}
-    return named | {"tensor by tensor": each}
+        # vLLM's default of 1 GiB refuses the embedding, which is larger.
+        return {
+            "vLLM ipc packed": way(packed=True, packed_buffer_size_bytes=2 << 30),
+            "vLLM ipc": way(packed=False),
+        }
+    meeting = {"master_address": "127.0.0.1", "world_size": 2}
+    if backend == "nccl_m2n":
+        return {"vLLM nccl_m2n": way(master_port=free_port(), **meeting)}
+    return {
+        "vLLM nccl packed": way(master_port=free_port(), packed=True, **meeting),
+        "vLLM nccl": way(master_port=free_port(), packed=False, **meeting),
+        "tensor by tensor": each,
+    }
 
 
 def _rounds(

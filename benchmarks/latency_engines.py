@@ -39,7 +39,7 @@ class SglangLatency(EngineActor):
         self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
 
     async def update_from_tensors(self, payloads: Sequence[bytes], load_format: str | None) -> None:
-        """Make one SGLang call with each rank's payload, in a session if supported."""
+        """Make one SGLang call with each rank's payload: a probe's, or SGLang's own in its session."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -47,8 +47,11 @@ class SglangLatency(EngineActor):
         )
 
         async def send(server: Server) -> None:
-            async with server.session():
-                ok, message = await server.manager.update_weights_from_tensor(request, None)
+            is_probe = load_format == rank_probe.LOADER
+            await server.select("draft" if is_probe else "all")
+            ok, message = await server.manager.update_weights_from_tensor(request, None)
+            if not is_probe:
+                await server.select("")  # its session's end belongs to its update
             if not ok:
                 raise RuntimeError(message)
 
@@ -89,24 +92,28 @@ class SglangLatency(EngineActor):
 class VllmLatency(VllmUnderTest):
     """Our engine actor with vLLM's own weight transfer over CUDA IPC."""
 
-    async def start(self) -> None:
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Say how weights will come."""
+        await self._rpc("init_weight_transfer_engine", init_info=init_info)
+
+    async def start_weight_update(self) -> None:
         """Begin vLLM's own update."""
-        await self._rpc("start_weight_update", {"is_checkpoint_format": True})
+        await self._rpc("start_weight_update")
 
-    async def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Take a chunk. vLLM's trainer side calls this."""
-        await self._rpc("update_weights", {"update_info": request["update_info"]})
+    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Take a chunk."""
+        await self._rpc("update_weights", update_info=update_info)
 
-    async def finish(self) -> None:
+    async def finish_weight_update(self) -> None:
         """End vLLM's own update."""
-        await self._rpc("finish_weight_update", {})
+        await self._rpc("finish_weight_update")
 
     async def empty(self) -> None:
         """Make a call to all ranks with nothing to do."""
         await self.probe("nothing")
 
-    async def _rpc(self, method: str, arguments: Mapping[str, Any]) -> None:
-        await self._call(lambda engine: engine.collective_rpc(method, kwargs=dict(arguments)))
+    async def _rpc(self, method: str, **arguments: Mapping[str, Any]) -> None:
+        await self._call(lambda engine: engine.collective_rpc(method, kwargs=arguments))
 
     async def forget(self) -> None:
         """Drop the prefix cache."""

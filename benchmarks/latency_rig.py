@@ -115,21 +115,17 @@ class Rig:
 
         Returns seconds per layer, the total, and the calls.
         """
-        vllm = self.kind == "vllm"
+        if self.kind == "vllm":
+            ray.get([each.open_vllm.remote(self.engine, max_nbytes, flat=flat) for each in self.trainers])
         started = time.perf_counter()
-        if vllm:
-            ray.get(self.engine.start.remote())
-        begun = time.perf_counter()
-        send = "send_vllm" if vllm else "send_sglang"
-        sent = [getattr(each, send).remote(self.engine, max_nbytes, flat=flat) for each in self.trainers]
+        if self.kind == "vllm":
+            sent = [each.send_vllm.remote() for each in self.trainers]
+        else:
+            sent = [each.send_sglang.remote(self.engine, max_nbytes, flat=flat) for each in self.trainers]
         layers = dict(ray.get(sent)[0])
-        done = time.perf_counter()
-        if vllm:
-            ray.get(self.engine.finish.remote())
         finished = time.perf_counter()
         ray.get(self.engine.forget.remote())
         ended = time.perf_counter()
-        layers |= {"session": begun - started + finished - done} if vllm else {}
         layers["cache"] = ended - finished
         opened, loaded = max(map(_opened_and_loaded, ray.get(self.engine.probe.remote("seconds"))), key=sum)
         layers |= {"open": opened, "load": loaded, "way": layers.pop("engine") - opened - loaded}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -85,29 +84,47 @@ class LatencyTrainer(ShardTrainer):
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         return {**clock.seconds, "calls": num_calls}
 
-    def send_vllm(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
-        """Send by vLLM's CUDA IPC at once, or `flat` in chunks of `max_nbytes`.
+    def open_vllm(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> None:
+        """Connect to `engine` by vLLM's IPC transfer, `flat` in a buffer of `max_nbytes`."""
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
+
+        buffer = max(max_nbytes, *(tensor.nbytes for tensor, _, _ in self.parts))
+        info = IPCTrainerInitInfo(rank=dist.get_rank(), packed=flat, packed_buffer_size_bytes=buffer)
+        self._client = _TimedClient(engine)
+        self._sender = IPCTrainerWeightTransferEngine.trainer_init(
+            info, client=self._client, source=self._source()
+        )
+
+    def send_vllm(self) -> Mapping[str, float]:
+        """Send by vLLM's CUDA IPC, as it was opened.
 
         Everything but gathering and the engine's calls counts as metadata, packing included.
         """
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-        clock, num_calls = PhaseClock(), itertools.count()
-
-        def call(info: Any) -> None:  # noqa: ANN401 (vLLM's update info)
-            request = {"update_info": asdict(info)}
-            with _synced(clock, "engine"):
-                ray.get(engine.update_weights.remote(request))
-            next(num_calls)
-
-        named = (self._gathered(tensor, local, clock) for tensor, _, local in self.parts)
-        buffer = max(max_nbytes, *(tensor.nbytes for tensor, _, _ in self.parts))
-        arguments = {"send_mode": call, "packed": flat, "packed_buffer_size_bytes": buffer}
+        clock = self._client.clock = PhaseClock()
         with _synced(clock, "all"):
-            IPCWeightTransferEngine.trainer_send_weights(named, arguments)
+            self._sender.send_weights()
         seconds = clock.seconds
         rest = seconds.pop("all") - sum(seconds.values())
-        return {**seconds, "metadata": rest, "calls": next(num_calls)}
+        return {**seconds, "metadata": rest, "calls": self._client.num_calls}
+
+    def _source(self) -> Any:  # noqa: ANN401 (vLLM's WeightSource)
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        trainer = self
+
+        class Gathered(WeightSource):  # type: ignore[misc]  # vLLM is not followed
+            @cached_property
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(each.name, torch.bfloat16, each.shape) for each, _, _ in trainer.parts]
+
+            def iter_full(self) -> Iterator[Named]:
+                clock = trainer._client.clock
+                return (trainer._gathered(tensor, local, clock) for tensor, _, local in trainer.parts)
+
+        return Gathered()
 
     def _chunks(self, max_nbytes: int) -> Iterator[list[tuple[Tensor, torch.Tensor]]]:
         chunk: list[tuple[Tensor, torch.Tensor]] = []
@@ -134,6 +151,30 @@ class LatencyTrainer(ShardTrainer):
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(payload, found)
         return found or []
+
+
+class _TimedClient:
+    """What vLLM's trainer side calls. Times each call to the engine."""
+
+    def __init__(self, engine: ActorHandle[Any]) -> None:
+        self._engine, self.clock, self.num_calls = engine, PhaseClock(), 0
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        ray.get(self._engine.init_weight_transfer_engine.remote(init_info))
+
+    def start_weight_update(self) -> None:
+        self.num_calls = 0
+        with _synced(self.clock, "session"):
+            ray.get(self._engine.start_weight_update.remote())
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self.num_calls += 1
+        with _synced(self.clock, "engine"):
+            ray.get(self._engine.update_weights.remote(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        with _synced(self.clock, "session"):
+            ray.get(self._engine.finish_weight_update.remote())
 
 
 def _flattened(named: list[Named]) -> dict[str, object]:

@@ -1,15 +1,16 @@
-"""A real vLLM that takes weights in four ways.
+"""A real vLLM that takes weights in our way and in its own.
 
-`VllmUnderTest` takes ours. `OwnVllm` takes the others, vLLM's own over NCCL or IPC and tensor by tensor: a
+`VllmUnderTest` takes ours. `OwnVllm` takes the others, vLLM's weight transfer and tensor by tensor: a
 plain ``vllm.LLM`` in one Ray actor and a trainer in another, as in vLLM's own examples
-(``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``).
+(``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``). The trainer's side is that of vLLM 0.33.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -24,9 +25,15 @@ from weightsync.actors.engine import EngineActor
 from weightsync.engines.vllm.api import set_environment
 from weightsync.plan import Box
 
-__all__ = ["OwnVllm", "VllmTrainer", "VllmUnderTest"]
+__all__ = ["BACKENDS", "OwnVllm", "VllmTrainer", "VllmUnderTest"]
 
-_IPC_NBYTES = 2 << 30  # vLLM's default of 1 GiB refuses the embedding, which is larger
+BACKENDS = {
+    "nccl": ("nccl_engine", "NCCLTrainerInitInfo"),
+    "ipc": ("ipc_engine", "IPCTrainerInitInfo"),
+    "nccl_m2n": ("m2n_trainer", "M2NTrainerInitInfo"),
+    "sharded_rdt": ("sharded_rdt_trainer", "ShardedRDTTrainerInitInfo"),
+}
+"""Where vLLM's weight transfer has the settings of each backend's trainer side."""
 _FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -39,40 +46,32 @@ _FUSED = {
 class VllmTrainer(ShardTrainer):
     """A trainer with the whole model on one GPU, sent in vLLM's ways."""
 
-    _group: Any
+    _sender: Any
 
-    def join(self, port: int) -> None:
-        """Make the NCCL group with one engine rank."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    def open(self, engine: ActorHandle[Any], backend: str, settings: Mapping[str, Any]) -> None:
+        """Connect to `engine` by vLLM's trainer side of `backend`, with the settings of its init info."""
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
-        self._group = NCCLWeightTransferEngine.trainer_init(where)
+        module, kind = BACKENDS[backend]
+        init_info = getattr(importlib.import_module(f"vllm.distributed.weight_transfer.{module}"), kind)
+        self._sender = WeightTransferTrainerFactory.trainer_init(
+            init_info(rank=0, **settings),
+            client=RayVLLMWeightSyncClient(engine),
+            source=ModuleSource(self.model),
+        )
 
-    def send_nccl(self, packed: bool) -> None:
-        """Send everything over vLLM's NCCL group while the engine receives."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        arguments = {"group": self._group, "packed": packed}
-        NCCLWeightTransferEngine.trainer_send_weights(self._named(), arguments)
-        torch.cuda.synchronize()
-
-    def send_ipc(self, engine: ActorHandle[Any], packed: bool) -> None:
-        """Send everything by CUDA IPC. Calls the engine's `update_weights`."""
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-        arguments = {"send_mode": "ray", "llm_handle": engine, "packed": packed}
-        arguments |= {"packed_buffer_size_bytes": _IPC_NBYTES}
-        IPCWeightTransferEngine.trainer_send_weights(self._named(), arguments)
+    def send(self) -> None:
+        """Send everything, and return when the engine has it."""
+        self._sender.send_weights()
 
     def send_each(self, engine: ActorHandle[Any]) -> None:
-        """Send with one call to the engine and one broadcast per tensor, like OpenRLHF."""
-        for name, tensor in self._named():
-            taken = engine.take_one.remote(name, tuple(tensor.shape))
-            self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        """Send with one call to the engine and one NCCL broadcast per tensor, like OpenRLHF."""
+        for tensor, _, whole in self.parts:
+            taken = engine.take_one.remote(tensor.name, tuple(tensor.shape))
+            self._sender.model_update_group.broadcast(whole, src=0, stream=torch.cuda.current_stream())
             ray.get(taken)
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((tensor.name, whole) for tensor, _, whole in self.parts)
 
 
 class VllmUnderTest(EngineActor):
@@ -111,36 +110,23 @@ class OwnVllm:
         set_environment()
         from vllm import LLM
 
-        self._model, self._places = tuple(model), _places(model)
+        self._places = _places(model)
         self._llm = LLM(model_path, load_format="dummy", skip_tokenizer_init=True, **options)
         self._llm.sleep(level=0)
 
-    def join(self, port: int) -> None:
-        """Make the NCCL group with the trainer."""
-        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        self._llm.init_weight_transfer_engine({"init_info": where})
+    def init_weight_transfer_engine(self, request: Any) -> None:  # noqa: ANN401 - vLLM's, as below
+        """Make the connection. vLLM's trainer side calls this and the next three methods."""
+        self._llm.init_weight_transfer_engine(request)
 
-    def take_nccl(self, packed: bool) -> None:
-        """Take one whole update over vLLM's NCCL group."""
-        info = {
-            "names": [tensor.name for tensor in self._model],
-            "dtype_names": ["bfloat16"] * len(self._model),
-            "shapes": [list(tensor.shape) for tensor in self._model],
-            "packed": packed,
-        }
-        self.start()
-        self.update_weights({"update_info": info})
-        self.finish()
-
-    def start(self) -> None:
+    def start_weight_update(self) -> None:
         """Begin an update."""
-        self._llm.start_weight_update(is_checkpoint_format=True)
+        self._llm.start_weight_update()
 
-    def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Take a chunk. vLLM's trainer side calls this."""
-        self._llm.update_weights({"update_info": request["update_info"]})
+    def update_weights(self, request: Any) -> None:  # noqa: ANN401
+        """Take a chunk, or all."""
+        self._llm.update_weights(request)
 
-    def finish(self) -> None:
+    def finish_weight_update(self) -> None:
         """End an update."""
         self._llm.finish_weight_update()
 

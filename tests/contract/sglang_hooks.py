@@ -73,19 +73,30 @@ def stopped_at(engine: SglangEngine, forward: int, folder: Path) -> Iterator[tup
 
 
 def _send(engine: SglangEngine, forward: int, folder: Path) -> None:
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    engine.loop.call(lambda server: call_loader(server.manager, LOADER, [pickle.dumps((forward, folder))]))
+
+
+async def call_loader(manager: Any, loader: str, names: Sequence[str | bytes], model: str = "target") -> None:
+    """Have SGLang call a custom loader on each rank, with an empty tensor of its name, in a session."""
+    from sglang.srt.managers import io_struct
     from sglang.srt.utils import MultiprocessingSerializer
 
-    blob = MultiprocessingSerializer.serialize([(pickle.dumps((forward, folder)), torch.empty(0))])
-    request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[blob], load_format=LOADER, flush_cache=False
+    selector = {}
+    if hasattr(manager, "begin_weight_update"):
+        selector = {"selector": model}
+        await manager.begin_weight_update(
+            io_struct.BeginWeightUpdateReqInput(selector="draft")
+        )  # if none is open
+    request = io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[
+            MultiprocessingSerializer.serialize([(name, torch.empty(0))]) for name in names
+        ],
+        load_format=loader,
+        flush_cache=False,
+        **selector,
     )
-
-    async def send(server: Any) -> None:
-        async with server.session():
-            assert (await server.manager.update_weights_from_tensor(request, None))[0]
-
-    engine.loop.call(send)
+    ok, message = (await manager.update_weights_from_tensor(request, None))[:2]
+    assert ok, message
 
 
 def _appears(path: Path, timeout_s: float) -> bool:

@@ -84,7 +84,7 @@ def checked(pipe: Connection, folder: Path, algorithm: str, number: int, num_ran
     path, draft_path = paths[1]  # its draft has been read, and is written over
     target, draft = sglang.pair(path, draft_path, "dummy")
     speculation = Speculation(algorithm, str(draft_path), None)
-    settings = RankSettings("e0", str(path), "bfloat16", False, speculation)
+    settings = RankSettings("e0", str(path), "bfloat16", speculation)
     rank = Rank("sglang", number, CPU, SglangHost(target, CPU, settings, draft))
     rank.treat("trained")
     layout = rank.layout().rank_layout()

@@ -303,7 +303,7 @@ def test_experts_of_the_base_are_loaded_beside_their_slots(tmp_path: Path) -> No
     model = Served(str(tmp_path))
     before = [name for name, _ in model.named_parameters()]
     device = torch.device("cpu")
-    host = SglangHost(model, device, RankSettings("e0", str(tmp_path), "float32", repacks=False))
+    host = SglangHost(model, device, RankSettings("e0", str(tmp_path), "float32"))
     layout = Rank("sglang", 0, device, host, LoraSlots(model)).layout().rank_layout()
     held = {buffer.name for buffer in layout.buffers}
     assert {f"inner.model.layers.{n}.mlp.experts.base_layer.w13_weight" for n in range(2)} <= held

@@ -166,7 +166,7 @@ def checked(pipe: Connection, folder: Path, number: int, num_ranks: int, num_par
     """Send how many of the adapter's tensors this rank has, once its slots have been compared."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = Sglang(folder, number, num_ranks, num_parts)
-    host = SglangHost(engine.model, CPU, RankSettings("e0", str(folder), "float32", repacks=False))
+    host = SglangHost(engine.model, CPU, RankSettings("e0", str(folder), "float32"))
     rank = Rank("sglang", 0, CPU, host, LoraSlots(engine.model))
     assert len(rank.layout().buffers), "the base is written where it lives"
     check_base(engine, host, base)

@@ -69,7 +69,7 @@ def checked(pipe: Connection, folder: Path, number: int, num_ranks: int) -> None
     sglang = Sglang(packed[0], folder / "meeting", number, num_ranks)
     wanted: list[Any] = [sglang.model(each, "safetensors") for each in packed]
     model = sglang.model(packed[0], "dummy")
-    host = SglangHost(model, CPU, RankSettings("e0", str(packed[0]), "bfloat16", repacks=False))
+    host = SglangHost(model, CPU, RankSettings("e0", str(packed[0]), "bfloat16"))
     converts = host.checkpoint().converts
     addresses = {name: each.data_ptr() for name, each in model.named_parameters()}
     for seed in (0, 1, 0):

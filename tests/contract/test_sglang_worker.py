@@ -63,7 +63,7 @@ class Served(nn.Module):
 
 
 def scheduler(path: str, pipe: Connection) -> None:
-    """What SGLang's does with each request to update weights, unless it leaves the draft out."""
+    """What SGLang's before 0.5.21 does with each request: what is for the draft goes to the target, too."""
     model, draft = Served(path), Served(path)
     with torch.inference_mode():
         for blob in iter(pipe.recv, None):
@@ -76,7 +76,7 @@ def scheduler(path: str, pipe: Connection) -> None:
 class Ranks:
     def __init__(self, path: str) -> None:
         speculation = Speculation("EAGLE", path, None)
-        self.settings = RankSettings("e0", path, "float32", repacks=False, speculation=speculation)
+        self.settings = RankSettings("e0", path, "float32", speculation=speculation)
         self.replies = Replies("e0", 1)
         self.pipe, theirs = forking().Pipe()
         self.process = forking().Process(target=scheduler, args=(path, theirs))
@@ -84,14 +84,16 @@ class Ranks:
         theirs.close()
 
     def ask(self, method: str, *args: object) -> object:
+        if method == "join":
+            self.deliver(pickle.dumps(self.calls(method, *args, to_draft=True)[0]))
         calls = self.calls(method, *args)
         for call in calls:
             self.deliver(pickle.dumps(call))
         (answer,) = self.replies.collect(calls, TIMEOUT_S)
         return answer
 
-    def calls(self, method: str, *args: object) -> list[Call]:
-        return self.replies.calls(self.settings, method, pack(args), to_draft=method == "join")
+    def calls(self, method: str, *args: object, to_draft: bool = False) -> list[Call]:
+        return self.replies.calls(self.settings, method, pack(args), to_draft)
 
     def deliver(self, blob: bytes) -> None:
         self.pipe.send(blob)
@@ -319,8 +321,9 @@ class UnquantizedLinearMethod: ...
 
 
 class UnquantizedFusedMoEMethod:
-    def __init__(self, use_flashinfer_trtllm_moe: bool) -> None:
+    def __init__(self, use_flashinfer_trtllm_moe: bool, interleaved: bool = False) -> None:
         self.use_flashinfer_trtllm_moe = use_flashinfer_trtllm_moe
+        self.w13_swiglu_interleaved = interleaved
 
 
 @pytest.mark.parametrize(
@@ -331,6 +334,7 @@ class UnquantizedFusedMoEMethod:
         (UnquantizedLinearMethod(), {"use_intel_amx_backend": True}, "packed for AMX"),
         (UnquantizedFusedMoEMethod(False), {}, ""),
         (UnquantizedFusedMoEMethod(True), {}, "rearrange experts"),
+        (UnquantizedFusedMoEMethod(False, True), {}, "leave SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED unset"),
         (Fp8LinearMethod(), {}, "layer: Fp8LinearMethod may repack weights"),
     ],
 )
@@ -349,20 +353,14 @@ def test_only_layers_that_keep_what_they_load_are_written_live(
     assert "derives" in stored_otherwise(model, torch.device("cpu"))
 
 
-def test_weights_that_are_processed_need_an_sglang_that_does_it_again(tmp_path: Path) -> None:
+def test_weights_that_are_processed_once_are_refused(tmp_path: Path) -> None:
     build_tiny_qwen3(tmp_path)
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
     model.layer.quant_method = Fp8LinearMethod()
-    for repacks in (True, False):
-        settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks)
-        host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
-        if repacks:
-            assert host.checkpoint().tensors
-            assert host.loader(stored=False)
-        else:
-            with pytest.raises(ConfigError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
-                host.checkpoint()
+    settings = RankSettings("e0", str(tmp_path), "bfloat16")
+    with pytest.raises(ConfigError, match=r"Fp8LinearMethod.*no load makes up for it"):
+        sglang_worker.SglangHost(model, torch.device("cpu"), settings).checkpoint()
 
 
 class Latent(nn.Module):
@@ -388,7 +386,7 @@ class Latent(nn.Module):
 def latent(in_place: bool, path: Path) -> tuple[Latent, sglang_worker.SglangHost]:
     build_tiny_qwen3(path)
     model = Latent(in_place)
-    settings = RankSettings("e0", str(path), "bfloat16", repacks=False)
+    settings = RankSettings("e0", str(path), "bfloat16")
     return model, sglang_worker.SglangHost(model, torch.device("cpu"), settings)
 
 
@@ -409,30 +407,16 @@ def test_each_load_fuses_what_came_apart_and_derives_again(tmp_path: Path) -> No
         loader.finish()
 
 
-@torch.no_grad()
-def test_no_load_derives_where_sglang_does_after_its_session(tmp_path: Path) -> None:
-    build_tiny_qwen3(tmp_path)
-    model = Latent(in_place=True)
-    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks=True)
-    loader = sglang_worker.SglangHost(model, torch.device("cpu"), settings).loader(stored=False)
-    names = [("attn.q_a_proj.weight", 1), ("attn.kv_a_proj.weight", 2)]
-    loader.load([(name, torch.ones(rows, 2)) for name, rows in names])
-    loader.finish()
-    assert model.attn["fused"].weight.eq(1).all()
-    assert model.attn.derived.eq(0).all()
-
-
 def test_a_model_that_derives_tensors_in_other_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"derives attn\.derived in other memory each time"):
         latent(False, tmp_path)[1].checkpoint()
 
 
-@pytest.mark.parametrize("repacks", [True, False])
-def test_a_layer_that_keeps_a_copy_of_its_weight_is_refused(repacks: bool, tmp_path: Path) -> None:
+def test_a_layer_that_keeps_a_copy_of_its_weight_is_refused(tmp_path: Path) -> None:
     build_tiny_qwen3(tmp_path)
     model = nn.Module()
     model.gate = nn.Linear(2, 2)
-    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks)
+    settings = RankSettings("e0", str(tmp_path), "bfloat16")
     host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
     assert host.checkpoint().tensors
     model.gate.register_buffer("_weight_fp32", None, persistent=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.sglang_hooks import call_loader
 from tests.draft_pairs import NUM_SPECULATIVE_TOKENS, eagle_path, speculative_config
 from tests.gpu import sglang_probe, vllm_probe
 from weightsync.actors.engine import EngineActor
@@ -19,8 +20,10 @@ from weightsync.actors.engine import EngineActor
 class VllmDrafts(EngineActor):
     """A vLLM with CUDA graphs, started with dummy weights, that speculates with a draft of a `method`."""
 
-    def __init__(self, path: str, name: str, method: str, num_ranks: int) -> None:
-        speculative = {"speculative_config": speculative_config(path, method)}
+    def __init__(
+        self, path: str, name: str, method: str, num_ranks: int, further: Mapping[str, Any] | None = None
+    ) -> None:
+        speculative = {"speculative_config": {**speculative_config(path, method), **(further or {})}}
         options = {**vllm_probe.OPTIONS, **speculative, "tensor_parallel_size": num_ranks}
         super().__init__("vllm", path, name, options)
 
@@ -63,15 +66,8 @@ class SglangDrafts(EngineActor):
         return [await asyncio.to_thread(self._live_draft)]
 
     def _live_draft(self) -> Mapping[str, torch.Tensor]:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
         file = str(Path(tempfile.mkdtemp()) / "draft")
-        blob = MultiprocessingSerializer.serialize([(file, torch.empty(0))])
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[blob], load_format=_LOADER, flush_cache=False
-        )
-        self._engine.loop.call(lambda server: server.manager.update_weights_from_tensor(request, None))
+        self._engine.loop.call(lambda server: call_loader(server.manager, _LOADER, [file], "draft"))
         return pickle.loads(Path(file).read_bytes())
 
 
@@ -85,7 +81,7 @@ _LOADER = "tests.gpu.draft_actors.dump"
 
 
 def dump(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Write a model's parameters to a file, unless it is there. SGLang calls it for the draft first."""
+    """Write a model's parameters to a file, unless it is there: before 0.5.21, the draft comes first."""
     file = Path(named_tensors[0][0])
     if not file.exists():
         held = {name: each.detach().cpu() for name, each in model.named_parameters()}

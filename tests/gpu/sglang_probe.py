@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.sglang_hooks import call_loader
 from tests.gpu.live_bytes import Live, all_hashes, hashes
 from tests.patience import patient
 
@@ -104,19 +105,8 @@ async def slots(manager: Any, num_ranks: int) -> list[Mapping[str, Any]]:
 
 
 async def _written(manager: Any, num_ranks: int, loader: str) -> list[Any]:
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-    from sglang.srt.utils import MultiprocessingSerializer
-
     with tempfile.TemporaryDirectory() as folder:
-        tensors = [
-            MultiprocessingSerializer.serialize([(f"{folder}/{rank}", torch.empty(0))])
-            for rank in range(num_ranks)
-        ]
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=tensors, load_format=loader, flush_cache=False
-        )
-        ok, message = (await manager.update_weights_from_tensor(request, None))[:2]
-        assert ok, message
+        await call_loader(manager, loader, [f"{folder}/{rank}" for rank in range(num_ranks)])
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_ranks)]
 
 

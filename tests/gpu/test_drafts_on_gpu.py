@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.gpu.qwen3_models import save_qwen3
 from tests.mtp_models import FAMILIES, part_of_rank
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, SyncReport, WeightSync
+from weightsync.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,3 +144,16 @@ def test_a_draft_that_follows_the_model_is_accepted(
         follow(sync, trainer, share_accepted, check, NUM_SPECULATIVE_TOKENS[case.method])
     ray.kill(engine)
     ray.kill(trainer)
+
+
+def test_a_quantised_copy_of_the_targets_head_is_refused(bundles: PlacementGroup, tmp_path: Path) -> None:
+    """vLLM makes it again after its own updates alone."""
+    option = "draft_lm_head_quantization"
+    if option not in {each.name for each in fields(pytest.importorskip("vllm.config").SpeculativeConfig)}:
+        pytest.skip("this vLLM has no such option")
+    path = save(tmp_path, CASES["vllm-mtp-glm"])  # its layer of MTP has the target's head
+    engine = spawn(VllmDrafts, bundles, 0, path, "e0", "mtp", 1, {option: "fp8"})
+    with pytest.raises(ConfigError) as caught:
+        ray.get(engine.sync_layout.remote(), timeout=patient(200))
+    assert caught.value.field == f"speculative_config.{option}"
+    ray.kill(engine)

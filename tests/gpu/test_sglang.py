@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.sglang_probe import OPTIONS, Answers, answers_of
 from tests.patience import patient
+from weightsync.errors import ConfigError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 
@@ -88,5 +90,22 @@ def test_fed_live_it_answers_as_from_disk(tmp_path: Path, kind: str, num_ranks: 
             assert_same(answers_of(rig.engine), answers)
             assert sums != (sums := [rank["checksums"] for rank in rig.engine.checksums()])
         assert rig.addresses() == addresses
+    finally:
+        rig.close()
+
+
+def test_experts_whose_rows_lie_in_another_order_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads gate and up rows by turns, as SGLang has put them when it started."""
+    option = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+    if not hasattr(importlib.import_module("sglang.srt.environ").envs, option):
+        pytest.skip("this SGLang has no such option")
+    monkeypatch.setenv(option, "1")
+    model = save_qwen3(tmp_path / "0", "moe", 0)
+    rig = FedEngine("sglang", str(tmp_path / "0"), 1, OPTIONS)
+    try:
+        with pytest.raises(ConfigError, match=option):
+            rig.connect(model)
     finally:
         rig.close()

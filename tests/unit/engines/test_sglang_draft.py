@@ -90,12 +90,11 @@ def test_a_folder_without_files_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_files_are_read_for_a_draft_and_its_path_is_the_models_by_default() -> None:
     arguments = {"model_path": "/m", "speculative_algorithm": "NEXTN"}
-    assert Speculation.of(arguments, sessions=False) == Speculation("NEXTN", "/m", None)
+    assert Speculation.of(arguments) == Speculation("NEXTN", "/m", None)
     assert arguments["speculative_draft_model_path"] == "/m"
     assert arguments["speculative_draft_load_format"] == "auto"
-    for sessions in (False, True):
-        assert Speculation.of({"model_path": "/m"}, sessions) is None
-        assert Speculation.of({"model_path": "/m", "speculative_algorithm": "NGRAM"}, sessions) is None
+    assert Speculation.of({"model_path": "/m"}) is None
+    assert Speculation.of({"model_path": "/m", "speculative_algorithm": "NGRAM"}) is None
 
 
 @pytest.mark.parametrize(
@@ -110,12 +109,7 @@ def test_files_are_read_for_a_draft_and_its_path_is_the_models_by_default() -> N
 )
 def test_what_no_draft_can_be_served_with_is_refused(given: Mapping[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Speculation.of({"model_path": "/m", **given}, sessions=False)
-
-
-def test_drafts_of_later_sglangs_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"options.speculative_algorithm: 'EAGLE' .*SGLang 0.5.17"):
-        Speculation.of({"model_path": "/m", "speculative_algorithm": "EAGLE"}, sessions=True)
+        Speculation.of({"model_path": "/m", **given})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +123,7 @@ def test_drafts_of_later_sglangs_are_refused() -> None:
     ],
 )
 def test_what_a_draft_cannot_be_trained_with_is_refused(given: Mapping[str, object], told: str) -> None:
-    speculation = Speculation.of({"model_path": "/m", **given}, sessions=False)
+    speculation = Speculation.of({"model_path": "/m", **given})
     assert speculation
     target = Target()
     with pytest.raises(ConfigError, match=told):

@@ -155,7 +155,8 @@ def test_a_worker_whose_kernels_would_read_freed_scales_refuses_its_first_call()
 
 
 def test_a_cache_whose_scales_are_dummies_is_refused() -> None:
-    config = SimpleNamespace(speculative_config=None, load_config=SimpleNamespace(load_format="dummy"))
+    loading = SimpleNamespace(load_format="dummy")
+    config = SimpleNamespace(speculative_config=None, model_config=None, load_config=loading)
     model = torch.nn.Sequential(torch.nn.Identity())
     model[0].kv_cache_dtype, model[0]._k_scale_float = "fp8", 3e-4
     error = refusal(config, model)
@@ -167,6 +168,20 @@ def test_a_cache_whose_scales_are_dummies_is_refused() -> None:
     require_updatable(config, model)
     config.load_config.load_format, model[0]._k_scale_float = "auto", 0.7
     require_updatable(config, model)
+
+
+@pytest.mark.parametrize("field", ["speculative_config.draft_lm_head_quantization", "sleep_mode_backend"])
+def test_what_updates_or_sleeps_would_break_is_refused_by_name(field: str) -> None:
+    draft, backend = ("fp8", "cumem") if "draft" in field else (None, "criu")
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_lm_head_quantization=draft),
+        model_config=SimpleNamespace(sleep_mode_backend=backend),
+    )
+    with pytest.raises(ConfigError) as caught:
+        require_updatable(config, torch.nn.Identity())
+    assert (caught.value.field, caught.value.value) == (field, draft or backend)
+    config.speculative_config = config.model_config = None
+    require_updatable(config, torch.nn.Identity())
 
 
 def test_its_owners_requests_cannot_be_salted(adopted) -> None:

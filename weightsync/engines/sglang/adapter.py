@@ -55,8 +55,7 @@ class SglangEngine(SlotServing):
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start SGLang with the model's config and dummy weights."""
         warn_untested("sglang")
-        sessions = has_sessions()
-        arguments = server_args(model_path, options, sessions)
+        arguments = server_args(model_path, options, has_sessions())
         self._num_ranks = arguments["tp_size"]
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
@@ -64,11 +63,11 @@ class SglangEngine(SlotServing):
         self._slots = SlotOptions.of(arguments)
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
-        speculation = Speculation.of(arguments, sessions)
+        speculation = Speculation.of(arguments)
         overrides = arguments.get("json_model_override_args") or "{}"
         dtype, trusted = arguments["dtype"], bool(arguments.get("trust_remote_code"))
         self._settings = RankSettings(
-            name, model_path, dtype, sessions, speculation, overrides, trusted, arguments.get("revision")
+            name, model_path, dtype, speculation, overrides, trusted, arguments.get("revision")
         )
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
@@ -219,9 +218,10 @@ class SglangEngine(SlotServing):
     def on_ranks(self, method: str, *args: object, wait_s: float | None = None) -> list[Any]:
         """Call `method` of `Rank` on each rank. Raises FutureTimeoutError after `wait_s` seconds."""
         with self._asking:
-            is_first = self._settings.speculation is not None and method == "join"
-            calls = self._replies.calls(self._settings, method, pack(args), to_draft=is_first)
-            self._asked(method, lambda server: server.on_ranks(calls), wait_s)
+            has_draft = self._settings.speculation is not None and method == "join"
+            for to_draft in (True, False) if has_draft else (False,):
+                calls = self._replies.calls(self._settings, method, pack(args), to_draft)
+                self._asked(method, lambda server, calls=calls: server.on_ranks(calls), wait_s)
             part = str(args[2]) if method == "adapter" else ""
             return answers_of(self._replies.collect(calls, _ANSWER_S, part))
 

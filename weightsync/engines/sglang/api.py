@@ -52,6 +52,7 @@ _ONE = {
     "nnodes": "leave it out: an engine's ranks are on one host",
 }
 """Sizes that are 1, with remedies."""
+_DRAFT = "draft"
 _PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -146,6 +147,7 @@ class Server:
     """
 
     broken = False
+    _selected = ""  # what the open session is for
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start SGLang, which may take minutes. `loop` is not running yet."""
@@ -224,26 +226,33 @@ class Server:
             self.manager.record_config_updates("weightsync", weight_version=version)
 
     async def on_ranks(self, calls: Sequence[Call]) -> None:
-        """Deliver a call to each rank, and return when all ran.
+        """Deliver a call to each rank's model, or to its draft, and return when all ran.
 
-        A draft model's loader gets no calls, but those that are for it: before the target's.
+        Before 0.5.21, what is for a draft goes to the target, too, after it.
 
         Raises RuntimeError if SGLang refuses.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing, to_draft = torch.empty(0, dtype=torch.uint8), calls[0].to_draft
+        selector: dict[str, object] = {}
+        if self.forgets:
+            selector = {"selector": _DRAFT if to_draft else "target"}
+        elif self._has_draft:
+            selector = {"disable_draft_model": not to_draft}
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[
                 MultiprocessingSerializer.serialize([(pack(call), nothing)]) for call in calls
             ],
             load_format=_LOADER,
             flush_cache=False,
-            **({"disable_draft_model": not calls[0].to_draft} if self._has_draft else {}),
+            **selector,
         )
-        async with self.session():
-            _require(await self.manager.update_weights_from_tensor(request, None))
+        # It stays open: SGLang takes weights in a session alone, and neither restores the model's in front of
+        # this one nor processes them after it, which would be behind our proofs. A draft's are plain.
+        await self.select(_DRAFT)
+        _require(await self.manager.update_weights_from_tensor(request, None))
 
     async def load_lora(
         self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pinned: bool
@@ -277,15 +286,26 @@ class Server:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """Open a session for changing weights, if SGLang has sessions. Weights are processed at its end."""
-        if not self.forgets:
-            yield
-            return
-        _require(await self.ask("begin_weight_update", "BeginWeightUpdateReqInput"))
+        """Open a session for SGLang's own updates, if it has sessions. It processes weights at its end."""
+        await self.select("all")
         try:
             yield
         finally:
+            await self.select("")
+
+    async def select(self, models: str) -> None:
+        """End SGLang's session if it is for others than `models`, and open one for these, if any.
+
+        `models`: ``all``, ``draft`` or none. There are no sessions before 0.5.21.
+        """
+        if models == self._selected or not self.forgets:
+            return
+        if self._selected:
             _require(await self.ask("end_weight_update", "EndWeightUpdateReqInput"))
+        self._selected = ""
+        if models:
+            _require(await self.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector=models))
+        self._selected = models
 
     async def update_from_group(self, **fields: object) -> None:
         """Call ``update_weights_from_distributed``, in a session if there are any. Raises RuntimeError."""
@@ -353,13 +373,9 @@ def model_folder(
 class Loads:
     """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
-    def __init__(self, model: torch.nn.Module, is_counted: bool = False, derives: bool = False) -> None:
-        """
-        Args:
-            is_counted: no trace has proven that the loader fills each parameter.
-            derives: SGLang does not process weights at the end of a session, so `finish` derives tensors.
-        """
-        self._model, self._derives = model, derives
+    def __init__(self, model: torch.nn.Module, is_counted: bool = False) -> None:
+        """`is_counted`: no trace has proven that the loader fills each parameter."""
+        self._model = model
         self._count: FillCount | None = None
         self._fused: FusedParts | None = None
         if is_counted:
@@ -378,14 +394,18 @@ class Loads:
             self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """Derive tensors. Raises RuntimeError, with names, if the loader wrote nothing to a parameter."""
+        """Derive tensors of a counted load.
+
+        Raises RuntimeError, with names, if the loader wrote nothing to a parameter.
+        """
         if self._fused:
             self._give(self._fused.rest())
-        if self._count and (missing := self._count.missing()):
+        if not self._count:
+            return
+        if missing := self._count.missing():
             some = ", ".join(missing[:3])
             raise RuntimeError(f"SGLang's loader left out {some}: {len(missing)} tensors got nothing")
-        if self._derives:
-            derive_again(self._model)
+        derive_again(self._model)
 
     def abandon(self) -> None:
         """Do nothing: the next update writes all weights again."""

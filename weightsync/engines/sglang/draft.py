@@ -1,6 +1,7 @@
 """The draft model of an SGLang rank. It starts with the weights of its own checkpoint.
 
-Sources: SGLang's ``speculative/``, ``models/llama_eagle3.py`` and ``models/mimo_mtp.py`` of 0.5.17.
+Sources: SGLang's ``speculative/``, ``models/llama_eagle3.py`` and ``models/mimo_mtp.py`` of 0.5.17 and
+0.5.23.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Speculation:
     obstacle: tuple[str, object] | None
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], sessions: bool) -> Speculation | None:
+    def of(cls, arguments: dict[str, Any]) -> Speculation | None:
         """Read the arguments of ``ServerArgs``, and have SGLang read the draft's weights from its files.
 
         Returns None for an engine without a draft model. Raises ConfigError for a draft with dummy weights,
-        and for one that cannot be reached: with algorithms that are not known here (SGLang's own update of
-        weights fails with STANDALONE), and from SGLang 0.5.21 on, which has `sessions`.
+        and for one that cannot be reached, with algorithms that are not known here: SGLang's own update of
+        weights fails with STANDALONE.
         """
         algorithm = arguments.get("speculative_algorithm")
         if algorithm not in (None, *_KNOWN):
@@ -63,9 +64,6 @@ class Speculation:
             raise ConfigError("options.speculative_algorithm", algorithm, remedy)
         if algorithm in (None, _WITHOUT_WEIGHTS):
             return None
-        if sessions:
-            remedy = f"give {_WITHOUT_WEIGHTS}, or use SGLang 0.5.17: drafts of later ones are not reached"
-            raise ConfigError("options.speculative_algorithm", algorithm, remedy)
         if arguments.setdefault("speculative_draft_load_format", "auto") == "dummy":
             remedy = "leave it out: no update brings EAGLE's token maps, or a frozen draft's weights"
             raise ConfigError("options.speculative_draft_load_format", "dummy", remedy)

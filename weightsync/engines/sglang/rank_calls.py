@@ -42,7 +42,7 @@ class Call:
         secret: sent with the answer.
         settings: the engine's, equal in all calls; the first call makes the rank from them.
         blob: the method's arguments, pickled, since they travel by SGLang's own channel.
-        to_draft: the loader gets the draft model with it first, and then the target.
+        to_draft: it only brings the draft model, and is not answered.
     """
 
     endpoint: str

@@ -1,7 +1,7 @@
 """Whether live parameters hold what SGLang's loaders wrote, told by its layers and their methods.
 
 Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py``, ``kv_cache.py`` and
-``compressed_tensors/`` of 0.5.17.
+``compressed_tensors/`` of 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -80,17 +80,11 @@ def require_no_copies(model: torch.nn.Module) -> None:
             raise ConfigError("model", type(model).__name__, remedy)
 
 
-def require_kept(
-    model: torch.nn.Module, device: torch.device, formats: Mapping[str, Format], repacks: bool
-) -> None:
+def require_kept(model: torch.nn.Module, device: torch.device, formats: Mapping[str, Format]) -> None:
     """Raise ConfigError unless live parameters are what a quantised checkpoint stores, or views of it.
 
     It accepts what `stored_otherwise` accepts, and layers with kernels that read FP8 blocks, or rows with a
-    scale for each, as they were loaded.
-
-    Args:
-        formats: of the weights that the checkpoint has quantised.
-        repacks: SGLang processes weights again after each update.
+    scale for each, as they were loaded. `formats` are those of the weights that the checkpoint has quantised.
     """
     for name, form in formats.items():
         if form.rule != "fp8" and not _is_in_channels(form):
@@ -100,9 +94,6 @@ def require_kept(
             )
             raise ConfigError(f"{FIELD} of {name}", str(form), remedy)
     method = next(iter(formats.values())).rule
-    if repacks:
-        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep them in an update"
-        raise ConfigError(FIELD, method, remedy)
     if _has_adapters(model):
         remedy = f"leave it out: with it, the layers of {FIELD} have other names"
         raise ConfigError("options.enable_lora", True, remedy)
@@ -135,18 +126,10 @@ def online_option(layers: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
 
 
 def require_online(
-    model: torch.nn.Module, device: torch.device, layers: Mapping[str, torch.nn.Module], repacks: bool
+    model: torch.nn.Module, device: torch.device, layers: Mapping[str, torch.nn.Module]
 ) -> None:
-    """Raise ConfigError unless all live parameters are known: `layers` hold FP8, others what came.
-
-    Args:
-        layers: the `online_layers` of the model.
-        repacks: SGLang processes weights again after each update.
-    """
+    """Raise ConfigError unless all live parameters are known: `online_layers` hold FP8, others what came."""
     option = online_option(layers)
-    if repacks:
-        remedy = "use SGLang 0.5.17, or vLLM: later ones have not been shown to keep online FP8 in an update"
-        raise ConfigError(*option, remedy)
     if _has_adapters(model):
         remedy = f"leave it out: with it, the layers that {option[0]} has quantised have other names"
         raise ConfigError("options.enable_lora", True, remedy)
@@ -191,6 +174,8 @@ def _why_not_plain(module: torch.nn.Module) -> str:
         return ""
     if kind != _EXPERTS_METHOD:
         return f"{kind} may repack weights"
+    if getattr(method, "w13_swiglu_interleaved", False):
+        return "rows of its experts lie in another order: leave SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED unset"
     return "FlashInfer's TRT-LLM kernels rearrange experts" if method.use_flashinfer_trtllm_moe else ""
 
 

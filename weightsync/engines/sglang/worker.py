@@ -56,7 +56,6 @@ class RankSettings:
 
     Attributes:
         dtype: torch's name of the weights' dtype.
-        repacks: whether SGLang processes weights again after each update, as quantized ones need.
         speculation: how it speculates, if with a draft model.
         overrides: ``json_model_override_args``.
         trust_remote_code, revision: SGLang's options.
@@ -65,7 +64,6 @@ class RankSettings:
     engine: str
     model_path: str
     dtype: str
-    repacks: bool
     speculation: Speculation | None = None
     overrides: str = "{}"
     trust_remote_code: bool = False
@@ -80,8 +78,8 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
     try:
         ((blob, _),) = named_tensors
         call: Call = pickle.loads(blob)
-        if call.to_draft and call.rank not in _drafts:
-            _drafts[call.rank] = model  # SGLang calls the target's loader next, with the same data
+        if call.to_draft:
+            _drafts.setdefault(call.rank, model)  # before 0.5.21, the target's loader comes after it
             return
         args = pickle.loads(call.blob)
         # In inference mode, which serving may use, a tracer would see other operators.
@@ -126,7 +124,7 @@ class SglangHost:
             return self._quantised_online(checkpoint)
         self._stored = StoredCheckpoint.of(checkpoint, quantization)
         if self._stored.formats:
-            require_kept(self._model, self._device, self._stored.formats, self._settings.repacks)
+            require_kept(self._model, self._device, self._stored.formats)
         if quantization.groups:
             layers, packed = loaded_layers(self._model), packed_layers(self._model)
             require_stored("SGLang", layers, packed, checkpoint.linears, self._stored.formats)
@@ -184,7 +182,7 @@ class SglangHost:
 
     def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the full-precision checkpoint of a model that SGLang has quantised. Raises ConfigError."""
-        require_online(self._model, self._device, self._online, self._settings.repacks)
+        require_online(self._model, self._device, self._online)
         try:
             require_its_bytes(self._online, self._dtype)
             found = trace_online(self._model, self._online, checkpoint, self._dtype, self._load)
@@ -201,7 +199,7 @@ class SglangHost:
 
     def loader(self, stored: bool) -> Loader:
         if not self._stored.formats:
-            return Loads(self._model, is_counted=True, derives=not self._settings.repacks)
+            return Loads(self._model, is_counted=True)
         return self._stored.loader(self.places(), self._load, stored)
 
     def _load(self) -> Loads:
@@ -221,8 +219,6 @@ class SglangHost:
 
     def _require_loadable(self) -> None:
         """Raise ConfigError if a load would not be all that SGLang does with weights."""
-        if self._settings.repacks:
-            return
         if reason := processed_once(self._model, self._device):
-            remedy = f"{reason}, and no load of an SGLang before 0.5.21 makes up for it: serve it with vLLM"
+            remedy = f"{reason}, and no load makes up for it: serve it with vLLM"
             raise ConfigError("model", type(self._model).__name__, remedy)

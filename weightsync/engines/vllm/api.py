@@ -40,6 +40,8 @@ _SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
 _FULL_CACHES = ("auto", "bfloat16", "float16")
+_SLEEPS = "cumem"
+"""vLLM's own mechanism to release device memory. Plug-ins may bring others."""
 
 
 class ModelRunner(Protocol):
@@ -190,6 +192,7 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
 
     A draft model is not looked at.
     """
+    _require_known(config)
     for name, module in model.named_modules():
         if hasattr(module, "w13_weight"):
             _require_unpadded(name, module, config.model_config.model)
@@ -204,6 +207,17 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
         if hasattr(kernel, "dnnl_handler"):
             remedy = f"oneDNN would use freed scales in {name} after a reload: serve this format on a GPU"
             raise ConfigError("quantization", config.model_config.quantization, remedy)
+
+
+def _require_known(config: VllmConfig) -> None:
+    """Raise ConfigError for options of newer versions that an update, or a sleep, would break."""
+    head = getattr(config.speculative_config, "draft_lm_head_quantization", None)
+    if head is not None:
+        remedy = "leave it out: the draft's quantised copy of the target's head would keep its old weights"
+        raise ConfigError("speculative_config.draft_lm_head_quantization", head, remedy)
+    backend = getattr(config.model_config, "sleep_mode_backend", _SLEEPS)
+    if backend != _SLEEPS:
+        raise ConfigError("sleep_mode_backend", backend, f"use {_SLEEPS}: no other sleep is known here")
 
 
 def _require_experts(name: str, module: torch.nn.Module, config: VllmConfig) -> None:
