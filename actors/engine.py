@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines import CountsDrafts, DraftCounts, Generates, Rollout, choose_engine, make_engine
+from weightsync.engines.base import Prompts
 from weightsync.engines.sampling import check_prompts
 
 
@@ -48,8 +49,17 @@ class EngineActor(EngineCalls):
         """Return the ``kind`` of engine and ``why`` it was chosen."""
         return {"kind": self._kind, "why": self._why}
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts; see `Generates.generate`. Raises ConfigError for a text."""
+    async def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
+        """Complete prompts: lists of token ids, or texts if the model's folder has a tokenizer.
+
+        `sampling` has the fields of `Sampling`, such as ``max_tokens`` and ``stop_token_ids``. Other settings
+        go to the engine, under its own names: an argument of vLLM's ``SamplingParams``, a key of SGLang's
+        sampling dictionary, or a field of transformers' ``GenerationConfig``. Without any, the whole
+        distribution is drawn from, and the model's own end tokens end nothing.
+
+        docs/guide.md lists settings, and what a rollout has. Raises ConfigError for a setting that nobody
+        knows, and for a text without a tokenizer; see also `Generates.generate`.
+        """
         check_prompts(prompts)
         return await asyncio.to_thread(self._engine.generate, prompts, sampling)
 

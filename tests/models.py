@@ -7,9 +7,29 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Glm4MoeConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-__all__ = ["build_tiny_eagle", "build_tiny_qwen3", "build_tiny_router", "greedy", "pack_int4", "redraw"]
+__all__ = [
+    "build_tiny_eagle",
+    "build_tiny_qwen3",
+    "build_tiny_router",
+    "greedy",
+    "logprobs",
+    "pack_int4",
+    "redraw",
+    "save_tokenizer",
+]
 
 # head_dim 32 is the smallest that vLLM's CPU attention takes.
 _SHAPE = {
@@ -176,3 +196,18 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int = 1
         )[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Return the log-probability of each of `tokens` after `prompt`, by one forward pass."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+def save_tokenizer(path: Path, ends: list[int], vocab_size: int = 256) -> None:
+    """Save a tokenizer of words to `path`: ``w7`` is token 7. The model's own end tokens are `ends`."""
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(path)
+    GenerationConfig(eos_token_id=ends).save_pretrained(path)

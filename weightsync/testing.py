@@ -12,7 +12,17 @@ import torch
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.config import Components, PrefixCache
-from weightsync.engines.base import CachesPrefixes, Engine, ExportsAhead, HasComponents, Rollout
+from weightsync.engines.base import (
+    CachesPrefixes,
+    Completion,
+    Engine,
+    ExportsAhead,
+    HasComponents,
+    Prompts,
+    Rollout,
+)
+from weightsync.engines.sampling import Sampling
+from weightsync.engines.texts import token_ids
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
@@ -115,15 +125,12 @@ class DictEngine:
         """Return the version being served, 0 while paused."""
         return 0 if self.paused else self.version
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Return one token per prompt: the version."""
+    def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
+        """Return one token per completion: the version."""
         if self.paused:
             raise StateError(f"engine {self.name} serves no version")
-        return Rollout(
-            [[self.version] for _ in prompts],
-            [(self.version, self.version)] * len(prompts),
-            [False] * len(prompts),
-        )
+        ids = token_ids(prompts, Sampling.of(sampling), None)
+        return Rollout.of([Completion([self.version], [(self.version, 1)], [0.0], "length") for _ in ids])
 
     def close(self) -> None:
         """Disconnect from the holder."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 from safetensors.torch import load_file, save_file
 
 from tests.actors.fleet import spawn
-from weightsync import PlanError, SyncConfig, WeightSync
+from tests.models import save_tokenizer
+from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.model import build_checkpoint
@@ -60,6 +63,7 @@ def trained(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyt
     shape, kind = request.param
     model = build_checkpoint(tmp_path_factory.mktemp("trained") / "model", MODELS[shape], seed=1)
     sharpen(model)
+    save_tokenizer(model, [])
     spec = TrainerSpec(kind=kind, count=2)
     trainers = [spawn(GrpoTrainer, rank, spec, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
     meeting = ray.get(trainers[0].listen.remote(None))
@@ -85,17 +89,37 @@ def test_the_engines_tokens_are_those_of_the_trainers_weights(trained) -> None:
             report = sync.update_weights(version)
             assert report.engines == dict.fromkeys(kinds, version)
             wanted = ray.get([trainer.greedy.remote(PROMPTS, 16) for trainer in trainers])[0]
+            logprobs = []
             for kind in kinds:
                 sampling = {"max_tokens": 16, "temperature": 0.0}
                 rollout = ray.get(engines[kind].generate.remote(PROMPTS, sampling))
                 assert rollout.tokens == wanted
                 assert rollout.version == version
+                logprobs.append(rollout.logprobs)
+            for first, last in zip(logprobs[0], logprobs[-1], strict=True):
+                assert first == pytest.approx(last, abs=1e-3)
             seen.append(wanted)
+        for engine in engines.values():
+            assert_says_in_words(engine, wanted[0])
         assert seen[0] != seen[1] != seen[2]
         assert len({tuple(tokens) for tokens in seen[-1]}) == len(PROMPTS)
     for engine in engines.values():
         ray.get(engine.close.remote())
         ray.kill(engine)
+
+
+def assert_says_in_words(engine: ActorHandle[Any], wanted: list[int]) -> None:
+    """Ask with a text, and for twice the same completion up to a word."""
+    words = [f"w{token}" for token in wanted]
+    sampling = {"max_tokens": 16, "top_k": 1, "n": 2, "stop": words[5]}
+    rollout = ray.get(engine.generate.remote([" ".join(f"w{token}" for token in PROMPTS[0])], sampling))
+    until = words.index(words[5])
+    assert rollout.tokens == [wanted[: until + 1]] * 2
+    assert [text.split() for text in rollout.texts] == [words[:until]] * 2
+    assert rollout.finish_reasons == ["stop"] * 2
+    assert rollout.segments == [[(VERSIONS, until + 1)]] * 2
+    with pytest.raises(ConfigError, match=r"sampling\.top_pp: 1 is not valid; .* did you mean 'top_p'"):
+        ray.get(engine.generate.remote(PROMPTS, {"top_pp": 1}))
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(trained, tmp_path: Path) -> None:

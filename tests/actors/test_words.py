@@ -140,16 +140,22 @@ def test_more_engines_asked_for_than_there_are_is_said_by_connect(actors: Actors
         assert sync.update_weights().engines.keys() == {"e0", "e1"}
 
 
-def test_prompts_are_token_ids(sync: WeightSync, actors: Actors) -> None:
+def test_prompts_are_token_ids_where_there_is_no_tokenizer(sync: WeightSync, actors: Actors) -> None:
     sync.connect()
     sync.update_weights()
     for given, says in (
-        ("How are you?", r"prompts: 'How are you\?' is not valid; give a list of token ids for each prompt"),
-        (["How"], r"prompts\[0\]: 'How' is not valid; give a list of token ids"),
-        ([[1], ["How"]], r"prompts\[1\]\[0\]: 'How' is not valid; give a list of token ids"),
-        ([1, 2], r"prompts\[0\]: 1 is not valid; give a list of token ids"),
-        ({"input_ids": [[1]]}, r"prompts: 'dict' is not valid; give a list of token ids"),
-        ([{"input_ids": [1]}], r"prompts\[0\]: 'dict' is not valid; give a list of token ids"),
+        (
+            "How are you?",
+            r"prompts: 'How are you\?' is not valid; give a text, or a list of token ids",
+        ),
+        (
+            ["How"],
+            r"prompts\[0\]: 'How' is not valid; this engine has no tokenizer: give token ids",
+        ),
+        ([[1], ["How"]], r"prompts\[1\]\[0\]: 'How' is not valid; give a text, or a list of token ids"),
+        ([1, 2], r"prompts\[0\]: 1 is not valid; give a text, or a list of token ids"),
+        ({"input_ids": [[1]]}, r"prompts: 'dict' is not valid; give a text, or a list of token ids"),
+        ([{"input_ids": [1]}], r"prompts\[0\]: 'dict' is not valid; give a text, or a list of token ids"),
     ):
         with pytest.raises(ConfigError, match=says):
             ray.get(actors.e0.generate.remote(given, {}))

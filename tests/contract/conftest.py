@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tests.contract import sglang_hooks
 from tests.gpu.qwen3_models import save_qwen3
-from tests.models import build_tiny_qwen3, greedy
+from tests.models import build_tiny_qwen3, greedy, save_tokenizer
 from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from tests.vllm_imports import import_vllm
@@ -62,6 +62,10 @@ GPU_OPTIONS = {
 # vLLM's float32 attention on GPUs rounds its products to TF32: each token. SGLang serves in bfloat16, where
 # now and then another expert is taken: on average. Another model's tokens lie about 3 below.
 SLACK = {"vllm": 0.05, "sglang": 0.5}
+# By how much a log-probability may be off: in float32, in TF32, in bfloat16.
+LOGPROB_SLACK = {"torch": 1e-4, "vllm": 2e-2, "sglang": 0.5}
+ENDED = [5, 6, 7, 8]
+"""A prompt whose greedy completion by the rig's first model has the model's own end token."""
 # SGLang has kernels for models of a real one's head size and dtype only: its buckets are larger, too.
 SGLANG_BUCKET_BYTES = 1 << 20
 
@@ -105,6 +109,10 @@ class Rig:
             self.models = [save_qwen3(folder / str(seed), "moe" if moe else "tied", seed) for seed in (1, 2)]
         else:
             self.models = [*models] or [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
+        if not models:
+            (said,) = greedy(self.models[0], [ENDED])
+            self.end = said[3]
+            save_tokenizer(folder / "1", [self.end], self.models[0].config.vocab_size)
         if kind == "vllm":
             import_vllm()
         options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {}) | more

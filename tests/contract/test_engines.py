@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.conftest import TIMEOUT_S, Rig
-from tests.models import greedy
+from tests.contract.conftest import ENDED, LOGPROB_SLACK, TIMEOUT_S, Rig
+from tests.models import greedy, logprobs
 from weightsync.engines import ExportsAhead, ExportsMemory, Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.memory.digests import tensor_digest
@@ -105,12 +105,16 @@ def test_a_request_lives_through_an_update(rig: Rig) -> None:
         return
     assert rollout.versions == [(1, 2)] * 2
     assert rollout.version == 1
-    for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):
-        assert any(
-            rig.serves(old, [prompt], [tokens[:kept]], kept)
-            and rig.serves(new, [prompt + tokens[:kept]], [tokens[kept:]], 40 - kept)
-            for kept in rig.kept()
-        )
+    for prompt, tokens, segments, values in zip(
+        PROMPTS, rollout.tokens, rollout.segments, rollout.logprobs, strict=False
+    ):
+        (_, kept), _ = segments
+        assert kept in rig.kept()
+        assert segments == [(1, kept), (2, 40 - kept)]
+        assert rig.serves(old, [prompt], [tokens[:kept]], kept)
+        assert rig.serves(new, [prompt + tokens[:kept]], [tokens[kept:]], 40 - kept)
+        wanted = logprobs(old, prompt, tokens[:kept]) + logprobs(new, prompt + tokens[:kept], tokens[kept:])
+        assert values == pytest.approx(wanted, abs=LOGPROB_SLACK[rig.kind])
 
 
 def test_a_pause_can_end_requests_with_the_tokens_that_they_have(rig: Rig) -> None:
@@ -118,7 +122,9 @@ def test_a_pause_can_end_requests_with_the_tokens_that_they_have(rig: Rig) -> No
     rig.update(old, 1)
     rollout = paused_midway(rig, "abort").result(TIMEOUT_S)
     assert rollout.aborted == [True] * 2
-    assert rollout.versions == [(1, 1)] * 2
+    assert rollout.finish_reasons == ["abort"] * 2
+    assert rollout.segments == [[(1, len(tokens))] for tokens in rollout.tokens]
+    assert [len(each) for each in rollout.logprobs] == [len(tokens) for tokens in rollout.tokens]
     for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):
         assert 3 <= len(tokens) < 40
         assert rig.serves(old, [prompt], [tokens], len(tokens))
@@ -253,6 +259,73 @@ def test_sampling(rig: Rig) -> None:
         draw(temprature=1.0)
     with pytest.raises(ConfigError, match=r"sampling\.max_tokens"):
         draw(max_tokens=0)
+
+
+def test_log_probabilities_are_the_models_own_whatever_was_asked(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    settings = {"max_tokens": 8, "n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+    rollout = rig.engine.generate(PROMPTS, settings)
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    for prompt, tokens, values in zip(prompts, rollout.tokens, rollout.logprobs, strict=True):
+        wanted = logprobs(rig.models[0], prompt, tokens)
+        assert values == pytest.approx(wanted, abs=LOGPROB_SLACK[rig.kind])
+    assert len({tuple(tokens) for tokens in rollout.tokens[:3]}) > 1
+    assert rollout.segments == [[(1, 8)]] * len(prompts)
+    assert rollout.finish_reasons == ["length"] * len(prompts)
+    assert rollout.texts == []
+    without = rig.engine.generate(PROMPTS[:1], {"max_tokens": 2, "logprobs": False})
+    assert without.logprobs == [[]]
+    with pytest.raises(ConfigError, match=r"sampling\.logprobs: 5 is not valid; give true or false"):
+        rig.engine.generate(PROMPTS[:1], {"logprobs": 5})
+
+
+def test_the_engine_gets_settings_that_it_knows_itself(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    likeliest = rig.engine.generate(PROMPTS, {"top_k": 1, "max_tokens": 16}).tokens
+    assert rig.serves(rig.models[0], PROMPTS, likeliest)
+    penalised = {"temperature": 0.0, "repetition_penalty": 1.9, "max_tokens": 16}
+    assert rig.engine.generate(PROMPTS, penalised).tokens != likeliest
+    refused = {"vllm": "output_kind", "sglang": "sampling_seed", "torch": "num_beams"}[rig.kind]
+    for settings, says in (
+        ({"top_kk": 1}, r"sampling\.top_kk: 1 is not valid; the key is unknown; did you mean 'top_k'\?"),
+        ({"max_token": 1}, r"sampling\.max_token: .* did you mean 'max_tokens'"),
+        ({"top_p": -0.5}, r"sampling\.top_p: -0\.5 is not valid; \w+ says: "),
+        ({refused: 1}, rf"sampling\.{refused}: 1 is not valid"),
+        ({"n": 0}, r"sampling\.n: 0 is not valid; give 1 or more"),
+        ({"stop": [""]}, r"sampling\.stop.*not empty"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            rig.engine.generate(PROMPTS[:1], settings)
+
+
+def test_a_completion_says_why_it_ended(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+
+    def ended(**settings: object) -> tuple[int, str]:
+        rollout = rig.engine.generate([ENDED], {"temperature": 0.0, "max_tokens": 16, **settings})
+        return len(rollout.tokens[0]), rollout.finish_reasons[0]
+
+    (said,) = rig.engine.generate([ENDED], {"temperature": 0.0, "max_tokens": 16}).tokens
+    until = said.index(rig.end) + 1
+    assert ended() == (16, "length")
+    assert ended(stop_token_ids=[rig.end]) == (until, "stop")
+    assert ended(ignore_eos=False) == (until, "stop")
+    assert ended(ignore_eos=False, stop_token_ids=[said[0]]) == (1, "stop")
+    assert ended(stop=f"w{rig.end}") == (until, "stop")
+    assert ended(stop=["w999", f"w{said[0]}"]) == (1, "stop")
+
+
+def test_texts_are_answered_by_texts(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    settings = {"temperature": 0.0, "max_tokens": 16}
+    by_ids = rig.engine.generate([ENDED], settings)
+    by_text = rig.engine.generate([" ".join(f"w{token}" for token in ENDED)], settings)
+    assert by_text.tokens == by_ids.tokens
+    assert by_text.texts == [" ".join(f"w{token}" for token in by_ids.tokens[0])]
+    stopped = rig.engine.generate(["w5 w6 w7 w8", [1, 2]], {**settings, "n": 2, "stop": [f"w{rig.end}"]})
+    until = by_ids.tokens[0].index(rig.end)
+    assert [text.split() for text in stopped.texts[:2]] == [by_text.texts[0].split()[:until]] * 2
+    assert len(stopped.texts) == 4
 
 
 def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:

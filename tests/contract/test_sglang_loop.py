@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.request_loop import Made, Params, RequestLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)
@@ -40,7 +40,7 @@ class FakeServer:
         name: str,
         prompt: Sequence[int],
         params: Mapping[str, int],
-        on_tokens: Callable[[Sequence[int]], object],
+        on_made: Callable[[Made], object],
         salt: str,
     ) -> None:
         if not prompt:
@@ -48,13 +48,13 @@ class FakeServer:
         tokens: list[int] = []
         while len(tokens) < params["n"]:
             if name in self.aborted:
-                on_tokens(tokens[-1:])  # as SGLang tells of a request that waits
+                on_made(made_of(tokens[-1:], "abort"))  # as SGLang tells of a request that waits
                 return
             if self.paused or not self.permits.acquire(blocking=False):
                 await asyncio.sleep(0.001)
                 continue
             tokens.append(len(tokens))
-            on_tokens(tokens)
+            on_made(made_of(tokens, "length" if len(tokens) == params["n"] else ""))
             self.made.release()
 
     def abort(self, name: str) -> None:
@@ -96,6 +96,16 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+def made(*segments: tuple[int, int], reason: str = "length") -> Completion:
+    """A completion by the fake."""
+    tokens = list(range(sum(number for _, number in segments)))
+    return Completion(tokens, list(segments), [-float(token) for token in tokens], reason)
+
+
+def made_of(tokens: Sequence[int], reason: str) -> Made:
+    return Made(tokens, lambda: [-float(token) for token in tokens], reason)
+
+
 def of(n: int, *stops: int) -> list[Params]:
     return [Params({"n": n}, frozenset(stops))]
 
@@ -118,7 +128,7 @@ def test_it_starts_paused_and_without_a_version(server: FakeServer, loop: Reques
         loop.complete([[1]], of(1))
 
 
-def test_keep_says_which_versions_made_the_first_and_the_last_token(server, loop, threads) -> None:
+def test_keep_says_how_many_tokens_each_version_made(server, loop, threads) -> None:
     loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(3))
     make(server, 2)
@@ -128,8 +138,8 @@ def test_keep_says_which_versions_made_the_first_and_the_last_token(server, loop
     held = threads.submit(loop.complete, [[1]], of(1))
     loop.resume(2)
     make(server, 2)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
-    assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
+    assert running.result(TIMEOUT_S) == [made((1, 2), (2, 1))]
+    assert held.result(TIMEOUT_S) == [made((2, 1))]
     assert server.calls == ["pause retract", "go on", "pause retract", "go on"]
 
 
@@ -142,11 +152,11 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(server, loop, threads
     held = threads.submit(loop.complete, [[1]], of(1))
     make(server, 2)
     frozen.result(TIMEOUT_S)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 3))]
     assert not held.done()
     loop.resume(2)
     make(server, 1)
-    assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
+    assert held.result(TIMEOUT_S) == [made((2, 1))]
 
 
 def test_a_wait_that_is_too_long_lets_all_go_on(server, loop, threads) -> None:
@@ -158,8 +168,8 @@ def test_a_wait_that_is_too_long_lets_all_go_on(server, loop, threads) -> None:
     assert loop.serving == 1
     late = threads.submit(loop.complete, [[1]], of(1))
     make(server, 2)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1], (1, 1))]
-    assert late.result(TIMEOUT_S) == [Completion([0], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 2))]
+    assert late.result(TIMEOUT_S) == [made((1, 1))]
 
 
 def test_abort_ends_running_requests_with_what_they_have(server, loop, threads) -> None:
@@ -167,14 +177,14 @@ def test_abort_ends_running_requests_with_what_they_have(server, loop, threads) 
     running = threads.submit(loop.complete, [[1]], of(9))
     make(server, 3)
     loop.freeze("abort", TIMEOUT_S)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1), aborted=True)]
+    assert running.result(TIMEOUT_S) == [made((1, 3), reason="abort")]
 
 
 def test_a_stop_token_ends_a_request_and_is_its_last(server, loop, threads) -> None:
     loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(9, 2, 7))
     make(server, 3)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 3), reason="stop")]
     until(lambda: server.aborted == ["e0-0-"])
 
 
@@ -185,7 +195,7 @@ def test_melt_goes_on_with_the_version_that_there_was(server, loop, threads) -> 
     loop.freeze("keep", TIMEOUT_S)
     loop.undo_freeze()
     make(server, 1)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 2))]
     assert loop.serving == 1
 
 
@@ -206,7 +216,7 @@ def test_void_turns_everybody_away(server, loop, threads) -> None:
     until(lambda: loop.num_running == 0)
     late = threads.submit(loop.complete, [[1]], of(1))
     make(server, 1)
-    assert late.result(TIMEOUT_S) == [Completion([0], (2, 2))]
+    assert late.result(TIMEOUT_S) == [made((2, 1))]
 
 
 def test_a_call_while_serving_holds_the_steps_only(server, loop, threads) -> None:
@@ -220,7 +230,7 @@ def test_a_call_while_serving_holds_the_steps_only(server, loop, threads) -> Non
     assert loop.call(paused) == "in_place"
     assert server.calls[-2:] == ["pause in_place", "go on"]
     make(server, 1)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 2))]
 
 
 def test_a_call_may_be_given_up(server: FakeServer, loop: RequestLoop) -> None:

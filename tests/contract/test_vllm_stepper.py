@@ -20,7 +20,12 @@ TIMEOUT_S = patient(10)
 
 
 class FakeLlm:
-    """`params` of a request is its number of tokens. Each step needs a permit."""
+    """`params` of a request is its number of tokens. Each step needs a permit.
+
+    `gives_up`: it ends each request with an error.
+    """
+
+    tokenizer = None
 
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
@@ -28,7 +33,7 @@ class FakeLlm:
         self.left: dict[str, tuple[list[int], int]] = {}
         self.calls: list[str] = []
         self.salts: list[str | None] = []
-        self.stops = 0
+        self.stops, self.gives_up = 0, False
         self.error: Exception | None = None
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: int) -> None:
@@ -49,11 +54,10 @@ class FakeLlm:
         for number, (tokens, wanted) in list(self.left.items()):
             tokens.append(len(tokens))
             finished = len(tokens) == wanted
-            outputs.append(
-                SimpleNamespace(
-                    request_id=number, outputs=[SimpleNamespace(token_ids=tokens)], finished=finished
-                )
-            )
+            reason = "error" if self.gives_up else "length" if finished else None
+            logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+            said = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=number, outputs=[said], finished=bool(reason)))
             if finished:
                 del self.left[number]
         self.stepped.release()
@@ -75,6 +79,12 @@ class FakeLlm:
 
 def stop(stepper: Stepper) -> None:
     stepper.release().stops += 1
+
+
+def made(*segments: tuple[int, int], reason: str = "length") -> Completion:
+    """A completion by the fake."""
+    tokens = list(range(sum(number for _, number in segments)))
+    return Completion(tokens, list(segments), [-float(token) for token in tokens], reason)
 
 
 def of(*nums_tokens: int) -> list[Params]:
@@ -110,13 +120,13 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     llm.permits.release(2)
     paused.result(TIMEOUT_S)
     assert loop.frozen
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 3))]
     held = threads.submit(loop.complete, [[2]], of(1))
     while not loop.num_held:
         assert not llm.left, "vLLM would run it as soon as it is woken"
     loop.resume(2)
     llm.permits.release()
-    assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
+    assert held.result(TIMEOUT_S) == [made((2, 1))]
 
 
 def test_a_call_of_which_one_prompt_fails_leaves_no_request_behind(llm, loop) -> None:
@@ -125,7 +135,7 @@ def test_a_call_of_which_one_prompt_fails_leaves_no_request_behind(llm, loop) ->
         loop.complete([[1], [], [2]], of(1, 1, 1))
     assert llm.left == {}
     llm.permits.release(2)
-    assert loop.complete([[3]], of(2)) == [Completion([0, 1], (1, 1))]
+    assert loop.complete([[3]], of(2)) == [made((1, 2))]
 
 
 def test_keep_freezes_between_two_steps(llm, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +159,8 @@ def test_keep_freezes_between_two_steps(llm, loop, threads, monkeypatch: pytest.
     assert not running.done()
     loop.resume(2)
     llm.permits.release(3)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
+    # The second token is of the step that may have begun.
+    assert running.result(TIMEOUT_S)[0] in (made((1, 1), (2, 2)), made((1, 2), (2, 1)))
     assert llm.calls[3:] == ["reset True", "wake ['scheduling']"]
 
 
@@ -229,7 +240,7 @@ def test_a_pause_that_is_given_up_within_a_step_changes_nothing(llm, loop, threa
     with pytest.raises(DeadlineError, match=rf"pause \({mode}\)"):
         loop.freeze(mode, 0.01)
     llm.permits.release(2)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert running.result(TIMEOUT_S) == [made((1, 3))]
     assert (loop.frozen, loop.serving) == (False, 1)
 
 
@@ -243,7 +254,7 @@ def test_abort_ends_running_requests_with_what_they_have(llm, loop, threads) -> 
         llm.permits.release()
     paused.result(TIMEOUT_S)
     (completion,) = running.result(TIMEOUT_S)
-    assert completion == Completion(list(range(len(completion.tokens))), (1, 1), aborted=True)
+    assert completion == made((1, len(completion.tokens)), reason="abort")
     assert completion.tokens
     assert not llm.left
 
@@ -264,7 +275,18 @@ def test_a_refused_prompt_fails_alone(llm, loop) -> None:
     llm.permits.release(10)
     with pytest.raises(EngineError, match="the prompt is empty"):
         loop.complete([[]], of(1))
-    assert loop.complete([[1]], of(1)) == [Completion([0], (1, 1))]
+    assert loop.complete([[1]], of(1)) == [made((1, 1))]
+
+
+def test_a_request_that_vllm_gives_up_is_an_error_and_no_short_answer(llm, loop) -> None:
+    loop.resume(1)
+    llm.gives_up = True
+    llm.permits.release()
+    with pytest.raises(EngineError, match="vLLM gave the request up"):
+        loop.complete([[1]], of(3))
+    llm.gives_up = False
+    llm.permits.release()
+    assert loop.complete([[1]], of(1)) == [made((1, 1))]
 
 
 def test_close_wakes_who_waits(llm, loop, threads) -> None:

@@ -108,7 +108,8 @@ def test_sglang_answers_as_from_the_trainers_checkpoint(
             assert (report.num_buckets > 8) == (mode == "broadcast"), report.num_buckets
             assert_same(ray.get(engine.answers.remote()), expected[version - 1])
             rollout = ray.get(engine.generate.remote([[1, 2, 3]], {"max_tokens": 4, "temperature": 0.0}))
-            assert rollout.versions == [(version, version)]
+            assert rollout.segments == [[(version, 4)]]
+            assert (len(rollout.logprobs[0]), rollout.finish_reasons) == (4, ["length"])
             assert ray.get(engine.label.remote()) == str(version)
     ray.get(engine.close.remote())
     for actor in (*trainers, engine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from weightsync.config import Components, PrefixCache
@@ -14,46 +14,70 @@ from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
+Prompts = Sequence[Sequence[int] | str]
+"""Token ids, or a text if the engine has a tokenizer."""
+Segments = list[tuple[int, int]]
+"""Pairs of a version and how many tokens in a row it made. Never empty: no tokens are ``[(version, 0)]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """New tokens of one prompt, and the versions that made the first and the last token.
-
-    `aborted`: whether a pause cut it short.
-    """
+    """One completion of a prompt, see `Rollout` for its fields."""
 
     tokens: list[int]
-    versions: tuple[int, int]
-    aborted: bool = False
+    segments: Segments
+    logprobs: list[float]
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Completions of one call.
+    """Completions of one call: `n` in a row for the first prompt, then `n` for the second, and so on.
+
+    Log-probabilities are the model's own: the log-softmax of its logits in float32, before temperature,
+    `top_p` and the like. At temperature 1, without those, they are the distribution that was sampled from.
+    The version that made a token gave its log-probability, too.
 
     Attributes:
-        tokens: one list of new token ids per prompt, in the prompts' order.
-        versions: per prompt, the versions that served its first and its last token.
-        aborted: per prompt, whether a pause cut it short, see ``sync.pause``.
+        tokens: one list of new token ids per completion.
+        segments: per completion, the versions that made its tokens: pairs of a version and a number of
+            tokens. There is more than one pair if updates came in between, see ``sync.pause``.
+        logprobs: per completion, the log-probability of each of its tokens, unless they were left out.
+        finish_reasons: per completion, ``stop``, ``length`` or ``abort``, which is a pause that cut it short.
+            An engine may have more words, for settings of its own.
         adapter, adapter_version: the adapter that answered, and its version; empty and 0 without one.
+        texts: the completions as texts, without stop strings and special tokens, if prompts were texts.
     """
 
     tokens: list[list[int]]
-    versions: list[tuple[int, int]]
-    aborted: list[bool]
+    segments: list[Segments]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
     adapter: str = ""
     adapter_version: int = 0
+    texts: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, completions: Sequence[Completion], adapter: str = "", adapter_version: int = 0) -> Rollout:
         """Make a rollout from completions in the prompts' order."""
         return cls(
             [each.tokens for each in completions],
-            [each.versions for each in completions],
-            [each.aborted for each in completions],
+            [each.segments for each in completions],
+            [each.logprobs for each in completions],
+            [each.finish_reason for each in completions],
             adapter,
             adapter_version,
         )
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Per completion, the versions that made its first and its last token."""
+        return [(each[0][0], each[-1][0]) for each in self.segments]
+
+    @property
+    def aborted(self) -> list[bool]:
+        """Per completion, whether a pause cut it short."""
+        return [reason == "abort" for reason in self.finish_reasons]
 
     @property
     def version(self) -> int:
@@ -137,11 +161,12 @@ class Engine(Protocol):
 class Generates(Engine, Protocol):
     """An engine that `EngineActor` asks for tokens."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts. May run at the same time as another method.
+    def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
+        """Complete prompts. May run at the same time as another method.
 
-        `sampling` has max_tokens, temperature (0 is greedy), seed and stop_token_ids. Raises StateError while
-        the engine holds no committed version, and while it is asleep.
+        `sampling` has the fields of `Sampling`, and settings that only this engine knows. Raises ConfigError
+        for a setting that nobody knows, StateError while the engine holds no committed version, and while it
+        is asleep.
         """
 
 

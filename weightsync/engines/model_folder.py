@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync.engines.float32_parts import keep_float32
+from weightsync.engines.texts import Tokenizer
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 """Transformers' classes that choose a model by its configuration, in the order in which they are asked."""
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
 
 _MOST = 300
 """Characters of an error of transformers, which may have a paragraph or hundreds of names."""
@@ -42,6 +46,32 @@ class ModelFolder:
     def config(self) -> PreTrainedConfig:
         """Read the configuration. Raises ConfigError if transformers does not know its type."""
         return self._read()[0]
+
+    def has_tokenizer(self) -> bool:
+        """Return whether the folder has a tokenizer's files. A hub is not asked."""
+        return any((Path(self.path) / name).exists() for name in _TOKENIZERS)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Read the tokenizer, if the folder has one."""
+        import transformers
+
+        if not self.has_tokenizer():
+            return None
+        found: Tokenizer = transformers.AutoTokenizer.from_pretrained(
+            self.path, trust_remote_code=self.trust_remote_code, revision=self.revision
+        )
+        return found
+
+    def end_tokens(self) -> list[int]:
+        """Return the tokens with which the model ends a text: the folder's own, or its configuration's."""
+        import transformers
+
+        try:
+            stored = transformers.GenerationConfig.from_pretrained(self.path, revision=self.revision)
+        except OSError:  # there is no generation_config.json
+            stored = transformers.GenerationConfig.from_model_config(self.config())
+        ends = stored.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def build(self, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
         """Build the model, with random weights. Raises ConfigError if transformers has no class for it."""

@@ -12,7 +12,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from weightsync.engines.base import Completion
+from weightsync.engines.base import Completion, Segments
+from weightsync.engines.texts import Tokenizer
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
 T = TypeVar("T")
@@ -29,27 +30,43 @@ _ANSWER_S = 0.2
 """Time for the thread to say itself that a pause came too late."""
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """All that an engine has made of a request so far.
+
+    Attributes:
+        logprobs: returns the log-probability of each of `tokens`.
+        finish_reason: why it ended, see `Rollout`; empty while it runs.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Callable[[], list[float]]
+    finish_reason: str = ""
+
+
 class Server(Protocol):
     """An inference engine behind coroutines, all of which are awaited on `loop`.
 
     Attributes:
         forgets: whether `forget` works while requests are frozen.
         broken: whether the engine will never make tokens again.
+        tokenizer: the engine's own, if it has one. Any thread may use it.
     """
 
     loop: asyncio.AbstractEventLoop
     forgets: bool
     broken: bool
+    tokenizer: Tokenizer | None
 
     async def run(
         self,
         name: str,
         prompt: Sequence[int],
         params: Any,  # noqa: ANN401 - the engine's
-        on_tokens: Callable[[Sequence[int]], object],
+        on_made: Callable[[Made], object],
         salt: str,
     ) -> None:
-        """Run a request until it ends. Calls `on_tokens` with all tokens so far whenever there are more.
+        """Run a request until it ends. Calls `on_made` whenever there are more tokens, and at the end.
 
         It hits what requests of the same `salt` cached, and no other; "" is without a salt. A server that is
         never resumed with ``salt`` may ignore it.
@@ -78,24 +95,31 @@ class _Request:
     params: Params
     call: list[_Request]
     tokens: list[int] = field(default_factory=list)
-    versions: tuple[int, int] | None = None
+    segments: Segments = field(default_factory=list)
+    logprobs: Callable[[], list[float]] = list
+    finish_reason: str = ""
     aborted: bool = False
-    cut: bool = False
     done: Future[Completion] = field(default_factory=Future)
 
-    def append(self, tokens: Sequence[int], version: int) -> bool:
-        """Store all tokens so far; new ones are of `version`. Returns whether a stop token is among those."""
-        new = tokens[len(self.tokens) :]  # `tokens` may be shorter if the request was aborted as it waited
+    def append(self, made: Made, version: int) -> bool:
+        """Store what was made so far; new tokens are of `version`. Returns whether a stop token is new."""
+        # There may be fewer tokens than before if the request was aborted as it waited.
+        new = made.tokens[len(self.tokens) :]
         stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
-        self.tokens.extend(new[:stop])
-        if new:
-            self.versions = (self.versions[0] if self.versions else version, version)
+        self.finish_reason = made.finish_reason if stop is None else "stop"
+        if new := new[:stop]:
+            self.tokens.extend(new)
+            self.logprobs = made.logprobs
+            before = self.segments.pop()[1] if self.segments and self.segments[-1][0] == version else 0
+            self.segments.append((version, before + len(new)))
         return stop is not None
 
-    def end(self, tokens: list[int], versions: tuple[int, int]) -> None:
-        """Complete the request, unless it has ended."""
+    def end(self, version: int) -> None:
+        """Complete the request, unless it has ended. `version` is the one of no tokens."""
         if not self.done.done():
-            self.done.set_result(Completion(tokens, versions, self.cut))
+            # If the engine has not ended it, it was aborted.
+            reason, logprobs = self.finish_reason or "abort", self.logprobs()[: len(self.tokens)]
+            self.done.set_result(Completion(self.tokens, self.segments or [(version, 0)], logprobs, reason))
 
     def fail(self, error: Exception) -> None:
         """Fail the request, unless it has ended."""
@@ -290,16 +314,16 @@ class RequestLoop:
             task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, name: str, request: _Request) -> None:
-        def append(tokens: Sequence[int]) -> None:
-            if not request.done.done() and request.append(tokens, self._of_now()):
-                self._complete(request)
+        def append(made: Made) -> None:
+            if not request.done.done() and request.append(made, self._of_now()):
+                request.end(self._of_now())
                 self._abort(name)
 
         try:
             if not request.aborted:
                 self.has_cached = True
                 await self.server.run(name, request.prompt, request.params.settings, append, self._salt)
-            self._complete(request)
+            request.end(self._of_now())
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
             if self.server.broken:
@@ -314,9 +338,6 @@ class RequestLoop:
             if not self._running:
                 self._quiet.set()
 
-    def _complete(self, request: _Request) -> None:
-        request.end(request.tokens, request.versions or (self._of_now(), self._of_now()))
-
     def _of_now(self) -> int:
         return self._version or 0  # without a version, requests get an error instead
 
@@ -325,8 +346,6 @@ class RequestLoop:
             return
         self._shut = True
         if mode == "abort":
-            for request in self._running.values():
-                request.cut = True
             self._abort(*self._running)
         if mode != "keep":
             try:

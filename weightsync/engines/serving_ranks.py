@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.config import PrefixCache
-from weightsync.engines.base import Rollout
+from weightsync.engines.base import Prompts, Rollout
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.request_loop import CacheStep, Params, RequestLoop
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.texts import token_ids, with_texts
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.protocol.messages import Loaded
 
@@ -61,12 +62,13 @@ class ServingRanks(EngineRanks):
         """Return the version being served, 0 while paused."""
         return self.loop.serving
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts. Requests of concurrent calls share the engine's batches."""
+    def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
+        """Complete prompts. Requests of concurrent calls share the engine's batches."""
         self.require_awake("update or wake it first")
-        settings = Sampling.of(sampling)
-        params = [self._params(settings, index) for index in range(len(prompts))]
-        return self._answer(prompts, params, settings)
+        settings, tokenizer = Sampling.of(sampling), self.loop.server.tokenizer
+        ids = token_ids(prompts, settings, tokenizer)
+        params = [self._params(settings, index) for index in range(len(ids))]
+        return with_texts(self._answer(ids, params, settings), prompts, settings, tokenizer)
 
     def _answer(
         self, prompts: Sequence[Sequence[int]], params: Sequence[Params], settings: Sampling
@@ -76,4 +78,7 @@ class ServingRanks(EngineRanks):
 
     @abstractmethod
     def _params(self, settings: Sampling, index: int) -> Params:
-        """Return the engine's parameters for prompt number `index` of a call."""
+        """Return the engine's parameters for completion number `index` of a call.
+
+        Raises ConfigError for a setting or a value that the engine does not know.
+        """

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
-from weightsync.engines.base import Rollout
+from weightsync.engines.base import Completion, Prompts, Rollout
+from weightsync.engines.batch_watch import BatchWatch
 from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.texts import Tokenizer, token_ids, with_texts
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -32,7 +35,21 @@ from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
+
+_IN_ONE_BATCH = "leave it out: this engine draws one token per prompt and step"
+_REFUSED = {
+    "max_new_tokens": "give max_tokens",
+    "max_length": "give max_tokens",
+    "do_sample": "give temperature",
+    "eos_token_id": "give stop_token_ids",
+    "stop_strings": "give stop",
+    "num_return_sequences": "give n",
+    "pad_token_id": "leave it out: padding is cut off",
+    "max_time": "leave it out: no finish reason would say it",
+    **dict.fromkeys(("num_beams", "prompt_lookup_num_tokens", "return_dict_in_generate"), _IN_ONE_BATCH),
+}
+"""Settings that are refused, with remedies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +92,10 @@ class TorchEngine:
         from transformers import GenerationConfig
 
         settings = load_dataclass(TorchOptions, options, field="options")
-        folder = ModelFolder(model_path, settings.trust_remote_code, settings.revision)
+        self._folder = ModelFolder(model_path, settings.trust_remote_code, settings.revision)
         self._name = name
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode
-        model = folder.build(getattr(torch, settings.dtype))
+        model = self._folder.build(getattr(torch, settings.dtype))
         self.model: PreTrainedModel = model.to(self._device).eval()
         # Otherwise the checkpoint's sampling defaults would apply where a call sets nothing.
         self.model.generation_config = GenerationConfig()
@@ -204,21 +221,19 @@ class TorchEngine:
         """Return the version being served, 0 while paused."""
         return self._gate.serving
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+    def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
         """Complete all prompts in one batch; calls run one after another."""
         settings = Sampling.of(sampling)
         settings.require_no_adapter()
         if self._asleep:
             raise StateError(f"engine {self._name} is asleep: update or wake it first")
+        ids = token_ids(prompts, settings, self._tokenizer)
         version = self._gate.enter(self._name)
         try:
-            tokens = self._complete(prompts, settings) if prompts else []
-            cut = self._gate.cut
+            made = self._complete(ids, settings, version) if ids else []
         finally:
             self._gate.leave()
-        ends = settings.stop_token_ids
-        whole = [len(row) == settings.max_tokens or (row[-1:] and row[-1] in ends) for row in tokens]
-        return Rollout(tokens, [(version, version)] * len(tokens), [cut and not each for each in whole])
+        return with_texts(Rollout.of(made), prompts, settings, self._tokenizer)
 
     def close(self) -> None:
         """End the calls that wait for a resume, then disconnect from the holder."""
@@ -230,33 +245,56 @@ class TorchEngine:
             self._feed.close()
             self._feed = self._writer = None
 
-    @torch.no_grad()
-    def _complete(self, prompts: Sequence[Sequence[int]], settings: Sampling) -> list[list[int]]:
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return self._folder.tokenizer()
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        return self._folder.end_tokens()
+
+    def _config(self, settings: Sampling, ends: Sequence[int]) -> GenerationConfig:
         from transformers import GenerationConfig
 
+        settings.require_known(GenerationConfig().to_dict().keys(), _REFUSED)
+        greedy = settings.temperature == 0
+        try:
+            return GenerationConfig(
+                **{
+                    **({} if greedy else {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}),
+                    **settings.passed,
+                    "max_new_tokens": settings.max_tokens,
+                    "do_sample": not greedy,
+                    "eos_token_id": list(ends) or None,
+                    "pad_token_id": 0,
+                }
+            )
+        except (ValueError, TypeError) as error:
+            raise settings.refusal("transformers", error) from error
+
+    @torch.no_grad()
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], settings: Sampling, version: int
+    ) -> list[Completion]:
+        ends = [*settings.stop_token_ids, *(() if settings.ignore_eos else self._end_tokens)]
+        config = self._config(settings, ends)
         width = max(len(prompt) for prompt in prompts)
         rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         ids = torch.tensor(rows, device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
-        greedy = settings.temperature == 0
-        config = GenerationConfig(
-            max_new_tokens=settings.max_tokens,
-            do_sample=not greedy,
-            eos_token_id=list(settings.stop_token_ids) or None,
-            pad_token_id=0,
-            **({} if greedy else {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}),
-        )
+        watch = BatchWatch(settings, ends, self._tokenizer, lambda: self._gate.cut)
         gpus = [torch.cuda.current_device()] if self._device.type == "cuda" else []
         with torch.random.fork_rng(gpus, enabled=settings.seed is not None):
             if settings.seed is not None:
                 torch.manual_seed(settings.seed)
-            made = self.model.generate(
-                ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._is_cut]
-            )
-        return [_until_stop(row, settings.stop_token_ids) for row in made[:, width:].tolist()]
-
-    def _is_cut(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        return torch.full((len(ids),), self._gate.cut, device=ids.device)
+            try:
+                with watch.seeing(self.model):
+                    self.model.generate(
+                        ids, attention_mask=mask, generation_config=config, stopping_criteria=[watch]
+                    )
+            except (ValueError, TypeError) as error:
+                raise settings.refusal("transformers", error) from error
+        return watch.completions(version)
 
 
 class _Gate:
@@ -325,8 +363,3 @@ class _Gate:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-def _until_stop(row: list[int], stops: Sequence[int]) -> list[int]:
-    """Cut a row of a batch after its first stop token."""
-    return next((row[: i + 1] for i, token in enumerate(row) if token in stops), row)

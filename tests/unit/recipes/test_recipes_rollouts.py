@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.engines.base import Rollout
+from weightsync.engines.base import Completion, Rollout
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.recipes.recipe import LoopSpec
 from weightsync.recipes.rollouts import Rollouts, roll_out
@@ -34,10 +34,8 @@ class Engine:
             raise self._failure
         if self._hangs:
             await asyncio.Event().wait()
-        return Rollout(
-            [[prompt[2]] for prompt in prompts],
-            [(self._version, self._version)] * len(prompts),
-            [False] * len(prompts),
+        return Rollout.of(
+            [Completion([prompt[2]], [(self._version, 1)], [-0.5], "length") for prompt in prompts]
         )
 
 

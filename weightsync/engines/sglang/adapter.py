@@ -149,7 +149,8 @@ class SglangEngine(SlotServing):
                 settings.seed,
                 "SGLang draws by seeds only when started with options.enable_deterministic_inference",
             )
-        return Params(sampling_params(settings, index), frozenset(settings.stop_token_ids))
+        stops = settings.stop_token_ids if settings.ignore_eos else ()  # else SGLang stops there itself
+        return Params(sampling_params(settings, index), frozenset(stops))
 
     def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
         """Find where SGLang's loader puts the adapter's elements, and have it keep a slot for each number."""

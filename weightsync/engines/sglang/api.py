@@ -24,11 +24,13 @@ from weightsync.engines.checks import refuse_sizes
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.model_folder import ModelFolder
+from weightsync.engines.request_loop import Made
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.engines.sglang.storage import derive_again
+from weightsync.engines.texts import Tokenizer
 from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 
@@ -46,15 +48,29 @@ _FIXED = (
     "incremental_streaming_output",
     "weight_cache_mode",
 )
+_LATE = "leave it out: a token has the version that serves as it comes"
 _ONE = {
     "dp_size": "leave it out: register an engine for each replica",
     "pp_size": "leave it out: cut the model by tensor_parallel_size",
     "nnodes": "leave it out: an engine's ranks are on one host",
+    "stream_interval": _LATE,
 }
 """Sizes that are 1, with remedies."""
 _DRAFT = "draft"
 _PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
+_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+_REFUSED = {
+    "max_new_tokens": "give max_tokens",
+    "sampling_seed": "give seed",
+    "stream_interval": _LATE,
+    **dict.fromkeys(_INTERNAL, "leave it out: SGLang sets it"),
+}
+"""Settings that are refused, with remedies."""
+_LOGPROBS = "return_logprob"
+"""Of a request, and not among its sampling parameters."""
+_ANY_TOKEN = 1 << 62
+"""A vocabulary's size for checks before SGLang makes its own."""
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that are one for several of a checkpoint. Only some of SGLang's models say theirs."""
 
@@ -88,11 +104,12 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     if given.get("enable_eplb"):
         remedy = "leave it out: it moves experts between ranks, and updates would go to their old places"
         raise ConfigError("options.enable_eplb", True, remedy)
-    settings = {"dtype": "auto", "skip_tokenizer_init": True, "log_level": "warning", "tp_size": 1, **given}
+    folder = model_folder(model_path, bool(given.get("trust_remote_code")), given.get("revision"))
+    settings = {"dtype": "auto", "log_level": "warning", "tp_size": 1, **given}
+    settings.setdefault("skip_tokenizer_init", not (given.get("tokenizer_path") or folder.has_tokenizer()))
     if settings["dtype"] == "auto":
         # SGLang's own "auto" turns float32 into float16.
-        trusted, revision = bool(settings.get("trust_remote_code")), settings.get("revision")
-        dtype = model_folder(model_path, trusted, revision).config().dtype or torch.bfloat16
+        dtype = folder.config().dtype or torch.bfloat16
         settings["dtype"] = str(dtype).removeprefix("torch.")
     if settings["dtype"] not in _DTYPES:
         raise ConfigError("options.dtype", settings["dtype"], f"SGLang holds {', '.join(_DTYPES)}")
@@ -128,15 +145,32 @@ def unasked_port() -> int:
 
 
 def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
-    """Return parameters for prompt number `index`. Stop tokens are left out: SGLang stops at others, too."""
+    """Return SGLang's parameters for completion number `index` of a call.
+
+    With `ignore_eos`, stop tokens are left out: SGLang would ignore them, too.
+
+    Raises ConfigError for a setting or a value that SGLang does not know.
+    """
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    settings.require_known(inspect.signature(SamplingParams).parameters.keys(), _REFUSED)
     params: dict[str, Any] = {
+        **settings.passed,
         "max_new_tokens": settings.max_tokens,
         "temperature": settings.temperature,
-        "ignore_eos": True,
+        "ignore_eos": settings.ignore_eos,
     }
+    if settings.stop:
+        params["stop"] = settings.stops
+    if settings.stop_token_ids and not settings.ignore_eos:
+        params["stop_token_ids"] = list(settings.stop_token_ids)
     if settings.seed is not None:
         params["sampling_seed"] = settings.seed + index
-    return params
+    try:
+        SamplingParams(**params).verify(_ANY_TOKEN)
+    except (ValueError, TypeError) as error:
+        raise settings.refusal("SGLang", error) from error
+    return {**params, _LOGPROBS: settings.logprobs}
 
 
 class Server:
@@ -144,6 +178,7 @@ class Server:
 
     Attributes:
         manager: SGLang's own ``TokenizerManager``.
+        tokenizer: SGLang's own, None if it was started without one.
     """
 
     broken = False
@@ -155,6 +190,8 @@ class Server:
 
         if arguments.get("enable_memory_saver"):
             _lead_to_cudart()
+        # Its processes give log-probabilities before temperature then, as vLLM does.
+        os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         engine = Engine(**arguments)
         # It would end all children of this process. `pids` has only those of SGLang.
         atexit.unregister(engine.shutdown)
@@ -164,6 +201,7 @@ class Server:
         self.forgets = has_sessions()
         self._has_draft = "speculative_draft_load_format" in arguments
         self.manager = engine.tokenizer_manager
+        self.tokenizer: Tokenizer | None = self.manager.tokenizer
         if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
             watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
 
@@ -172,7 +210,7 @@ class Server:
         name: str,
         prompt: Sequence[int],
         params: Mapping[str, Any] | Adapted,
-        on_tokens: Callable[[Sequence[int]], object],
+        on_made: Callable[[Made], object],
         salt: str,
     ) -> None:
         """Run a request until it ends or is aborted, see `Server.run`.
@@ -184,14 +222,16 @@ class Server:
         lora = {}
         if isinstance(params, Adapted):
             lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
+        sampling = dict(params)
+        more = {_LOGPROBS: sampling.pop(_LOGPROBS, False), **lora}
         request = GenerateReqInput(
-            input_ids=list(prompt), sampling_params=dict(params), rid=name, stream=True, **lora
+            input_ids=list(prompt), sampling_params=sampling, rid=name, stream=True, **more
         )
         async for out in self.manager.generate_request(request, None):
             reason = out["meta_info"].get("finish_reason") or {}
             if reason.get("status_code"):  # not set if we aborted it
                 raise RuntimeError(reason.get("message", "SGLang refused it"))
-            on_tokens(out["output_ids"])
+            on_made(_made(out, reason.get("type", "")))
 
     def abort(self, name: str) -> None:
         """End a request early: its stream ends soon."""
@@ -318,6 +358,16 @@ class Server:
                     **{"flush_cache": False, **fields},
                 )
             )
+
+
+def _made(out: Mapping[str, Any], reason: str) -> Made:
+    """Return what SGLang says of a request. Its lists grow, so log-probabilities are read at the end."""
+    told = out["meta_info"]
+
+    def logprobs() -> list[float]:
+        return [each[0] for each in told.get("output_token_logprobs", ())]
+
+    return Made(out["output_ids"], logprobs, reason)
 
 
 def pack(value: object) -> bytes:

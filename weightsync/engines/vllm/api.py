@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import torch
 
 from weightsync.engines.checks import refuse_sizes, require_gpus
@@ -28,17 +29,25 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_LATE = "leave it out: a token has the version that serves as it comes"
 _FIXED = ("model", "load_format", "worker_extension_cls")
 _ONE = {
     "data_parallel_size": "leave it out: register an engine for each replica",
     "pipeline_parallel_size": "leave it out: cut the model by tensor_parallel_size",
     "prefill_context_parallel_size": "leave it out: updates of such ranks are not tested",
     "nnodes": "leave it out: an engine's ranks are on one host",
+    "stream_interval": _LATE,
 }
 """Sizes that are 1, with remedies."""
 _SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
+_OTHER_LOGPROBS = "leave it out: a rollout has the log-probability of each sampled token"
+_REFUSED = {
+    **dict.fromkeys(("output_kind", "stream_interval"), _LATE),
+    **dict.fromkeys(("skip_clone", "output_text_buffer_length"), "leave it out: vLLM sets it"),
+}
+"""Settings that are refused, with remedies."""
 _FULL_CACHES = ("auto", "bfloat16", "float16")
 _SLEEPS = "cumem"
 """vLLM's own mechanism to release device memory. Plug-ins may bring others."""
@@ -89,7 +98,9 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if current_platform.is_cpu() and options.get("enable_expert_parallel"):
         remedy = "leave it out: on CPUs vLLM's kernel reads experts that a rank does not have"
         raise ConfigError("options.enable_expert_parallel", True, remedy)
-    settings = {"dtype": "auto", "skip_tokenizer_init": True, **options}
+    folder = ModelFolder(model_path, bool(options.get("trust_remote_code")), options.get("revision"))
+    settings = {"dtype": "auto", **options}
+    settings.setdefault("skip_tokenizer_init", not (options.get("tokenizer") or folder.has_tokenizer()))
     settings.setdefault("disable_log_stats", not settings.get("speculative_config"))  # it counts drafts there
     if speculative := settings.get("speculative_config"):
         settings["speculative_config"] = _from_own_files(speculative)
@@ -103,7 +114,6 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
         require_gpus(settings.get("tensor_parallel_size", 1))
     if settings["dtype"] == "auto":
         # vLLM's own "auto" turns float32 into bfloat16.
-        folder = ModelFolder(model_path, bool(settings.get("trust_remote_code")), settings.get("revision"))
         dtype = folder.config().dtype
         settings["dtype"] = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     held = [str(dtype).removeprefix("torch.") for dtype in current_platform.supported_dtypes]
@@ -321,17 +331,30 @@ def stop(engine: LLMEngine) -> None:
 
 
 def sampling_params(settings: Sampling, index: int) -> SamplingParams:
-    """Return vLLM's parameters for prompt number `index` of a call."""
+    """Return vLLM's parameters for completion number `index` of a call.
+
+    Raises ConfigError for a setting or a value that vLLM does not know.
+    """
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        seed=None if settings.seed is None else settings.seed + index,
-        stop_token_ids=list(settings.stop_token_ids),
-        ignore_eos=True,
-        detokenize=False,
-    )
+    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    others = {name: _OTHER_LOGPROBS for name in known if "logprobs" in name or "logprob_" in name}
+    settings.require_known(known, {**_REFUSED, **others})
+    values = {
+        "detokenize": bool(settings.stop),
+        **settings.passed,
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "seed": None if settings.seed is None else settings.seed + index,
+        "stop_token_ids": list(settings.stop_token_ids),
+        "stop": settings.stops,
+        "ignore_eos": settings.ignore_eos,
+        "logprobs": 0 if settings.logprobs else None,
+    }
+    try:
+        return msgspec.convert(values, SamplingParams)
+    except Exception as error:  # vLLM has kinds of its own
+        raise settings.refusal("vLLM", error) from error
 
 
 def loaded_layers(model: torch.nn.Module) -> dict[str, Mapping[str, torch.Tensor]]:

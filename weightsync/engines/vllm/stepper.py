@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from weightsync.engines.request_loop import Made
+from weightsync.engines.texts import Tokenizer
 from weightsync.engines.vllm.lora import Adapted
 
 
 class Steppable(Protocol):
     """The methods of vLLM's ``LLMEngine`` that are used here."""
+
+    tokenizer: Tokenizer | None
 
     def add_request(
         self, request_id: str, prompt: object, params: object, *, lora_request: object = ...
@@ -28,6 +32,7 @@ class Stepper:
 
     Attributes:
         engine: vLLM's engine. Use it only on the loop's thread.
+        tokenizer: vLLM's own, None if it was started without one.
         broken: whether a step failed: vLLM makes no more tokens.
     """
 
@@ -36,7 +41,8 @@ class Stepper:
     def __init__(self, engine: Steppable) -> None:
         self.loop = asyncio.get_event_loop()
         self.engine, self.broken = engine, False
-        self._requests: dict[str, tuple[Callable[[Sequence[int]], object], asyncio.Future[None]]] = {}
+        self.tokenizer = engine.tokenizer
+        self._requests: dict[str, tuple[Callable[[Made], object], asyncio.Future[None]]] = {}
         self._paused, self._scheduled = True, False
 
     async def run(
@@ -44,10 +50,13 @@ class Stepper:
         name: str,
         prompt: Sequence[int],
         params: object,
-        on_tokens: Callable[[Sequence[int]], object],
+        on_made: Callable[[Made], object],
         salt: str,
     ) -> None:
-        """Run a request, see `Server.run`. Raises ValueError, or the error of a step that failed."""
+        """Run a request, see `Server.run`.
+
+        Raises ValueError, RuntimeError if vLLM gives the request up, or the error of a step that failed.
+        """
         tokens: dict[str, object] = {"type": "token", "prompt_token_ids": list(prompt)}
         if salt:
             tokens["cache_salt"] = salt
@@ -56,7 +65,7 @@ class Stepper:
         else:
             self.engine.add_request(name, tokens, params)
         ended = self.loop.create_future()
-        self._requests[name] = on_tokens, ended
+        self._requests[name] = on_made, ended
         self._step_soon()
         await ended
 
@@ -108,7 +117,14 @@ class Stepper:
             return
         for output in outputs:
             if output.request_id in self._requests:  # else aborted since
-                self._requests[output.request_id][0](output.outputs[0].token_ids)
+                on_made, ended = self._requests[output.request_id]
+                made = _made(output.outputs[0])
+                if made.finish_reason == "error":
+                    said = getattr(output, "error", None)
+                    ended.set_exception(RuntimeError(f"vLLM gave the request up: {said}"))
+                    del self._requests[output.request_id]
+                    continue
+                on_made(made)
                 if output.finished:
                     self._end(output.request_id)
         self._step_soon()
@@ -117,3 +133,11 @@ class Stepper:
         if name in self._requests:
             _, ended = self._requests.pop(name)
             ended.set_result(None)
+
+
+def _made(output: Any) -> Made:  # noqa: ANN401 - vLLM's
+    def logprobs() -> list[float]:
+        pairs = zip(output.token_ids, output.logprobs or (), strict=False)
+        return [by_token[token].logprob for token, by_token in pairs]
+
+    return Made(output.token_ids, logprobs, output.finish_reason or "")
