@@ -1,7 +1,9 @@
 """Group relative policy optimisation (GRPO), for a verifiable reward.
 
 Follows Shao et al., "DeepSeekMath", 2024, https://arxiv.org/abs/2402.03300, section 4.1, without the KL
-term to a reference model (beta = 0): there is no pretrained model to stay close to.
+term to a reference model (beta = 0): there is no pretrained model to stay close to. The policy that sampled
+is the engine: its own log-probabilities are the denominator of each ratio. Like those, all log-probabilities
+are the model's own, before temperature.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prompt, the completions sampled for it, and the reward of each."""
+    """One prompt, the completions sampled for it, and the reward of each.
+
+    `logprobs`: the engine's log-probability of each token. Without them, the trainer's first ones are taken.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
+    logprobs: list[list[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +37,17 @@ class Batch:
         mask: 1 where the token was sampled by the policy; float32 ``[S, T - 1]``, shifted by one
             like the log-probabilities.
         advantages: float32 ``[S]``.
+        logprobs: the engine's log-probabilities, 0 where nothing was sampled; float32 ``[S, T - 1]``.
     """
 
     tokens: Tensor
     mask: Tensor
     advantages: Tensor
+    logprobs: Tensor | None = None
 
     def to(self, device: str) -> Batch:
-        return Batch(self.tokens.to(device), self.mask.to(device), self.advantages.to(device))
+        logprobs = None if self.logprobs is None else self.logprobs.to(device)
+        return Batch(self.tokens.to(device), self.mask.to(device), self.advantages.to(device), logprobs)
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -54,18 +63,17 @@ def group_advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-4)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Return each token's log-probability given those before it, under the tempered policy.
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return each token's log-probability given those before it.
 
     Args:
         logits: float ``[S, T, vocab]``.
         tokens: int64 ``[S, T]``.
-        temperature: the sampler's temperature, above 0.
 
     Returns:
         float ``[S, T - 1]``: entry t belongs to token t + 1.
     """
-    logprobs = (logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    logprobs = logits[:, :-1].float().log_softmax(dim=-1)
     return logprobs.gather(2, tokens[:, 1:, None])[..., 0]
 
 
@@ -83,6 +91,20 @@ def policy_loss(new: Tensor, old: Tensor, batch: Batch, clip: float) -> Tensor:
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     lengths = batch.mask.sum(dim=1).clamp(min=1)
     return -((gain * batch.mask).sum(dim=1) / lengths).mean()
+
+
+def mismatch(trainer: Tensor, batch: Batch) -> dict[str, float]:
+    """Return how far the trainer's log-probabilities are from the engine's, over sampled tokens.
+
+    ``mismatch`` is the mean absolute difference. ``mismatch_kl`` is the mean of ``r - 1 - log r`` for
+    ``r = exp(trainer - engine)``, an estimate of the KL divergence that is never negative (k3 in
+    http://joschu.net/blog/kl-approx.html). Empty if the batch has no log-probabilities of an engine.
+    """
+    if batch.logprobs is None:
+        return {}
+    log_ratio = (trainer - batch.logprobs)[batch.mask.bool()].double()
+    kl = log_ratio.expm1() - log_ratio
+    return {"mismatch": log_ratio.abs().mean().item(), "mismatch_kl": kl.mean().item()}
 
 
 def distillation_loss(draft: Tensor, target: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -108,8 +130,12 @@ def collate(groups: Sequence[Group], *, pad: int) -> Batch:
     width = max(len(prompt) + len(completion) for prompt, completion in rows)
     tokens = torch.full((len(rows), width), pad)
     mask = torch.zeros(len(rows), width - 1)
+    given = [row for group in groups for row in group.logprobs or ()]
+    logprobs = torch.zeros_like(mask) if given else None
     for row, (prompt, completion) in enumerate(rows):
         end = len(prompt) + len(completion)
         tokens[row, :end] = torch.tensor(prompt + completion)
         mask[row, len(prompt) - 1 : end - 1] = 1.0
-    return Batch(tokens, mask, advantages)
+        if logprobs is not None:
+            logprobs[row, len(prompt) - 1 : end - 1] = torch.tensor(given[row])
+    return Batch(tokens, mask, advantages, logprobs)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weightsync.recipes.backends import make_backend
-from weightsync.recipes.grpo import Batch, Group, collate, distillation_loss, policy_loss, token_logprobs
+from weightsync.recipes.grpo import (
+    Batch,
+    Group,
+    collate,
+    distillation_loss,
+    mismatch,
+    policy_loss,
+    token_logprobs,
+)
 from weightsync.recipes.recipe import LoopSpec, LoraSpec, TrainerSpec
 from weightsync.recipes.task import PAD, WORDS
 
@@ -50,20 +58,23 @@ class Learner:
         )
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Take ``loop.epochs`` optimiser steps on this rank's groups. Returns ``loss`` and ``grad_norm``.
+        """Take ``loop.epochs`` optimiser steps on this rank's groups.
 
-        The groups must have been sampled with the current weights.
+        Returns ``loss``, ``grad_norm`` and, before the first step, `mismatch`. Groups without an engine's
+        log-probabilities must have been sampled with the current weights.
         """
         batch = collate(self._backend.share(groups), pad=WORDS.index(PAD)).to(self._device)
-        old: Tensor | None = None
+        first: Tensor | None = None
         for _ in range(self.loop.epochs):
             new = self._logprobs(batch.tokens)
-            old = new.detach() if old is None else old
+            first = new.detach() if first is None else first
+            old = first if batch.logprobs is None else batch.logprobs
             loss = policy_loss(new, old, batch, self.loop.clip)
             grad_norm = self._backend.descend(loss)
+        assert first is not None
         self._schedule.step()
         self._distil(batch)
-        return {"loss": loss.item(), "grad_norm": grad_norm}
+        return {"loss": loss.item(), "grad_norm": grad_norm, **mismatch(first, batch)}
 
     def _distil(self, batch: Batch) -> None:
         """Teach the draft, if there is one, to say what the model says now."""
@@ -103,7 +114,7 @@ class Learner:
         return tokens[:, len(prompts[0]) :].tolist()
 
     def _logprobs(self, tokens: Tensor) -> Tensor:
-        return token_logprobs(self._backend.forward(tokens), tokens, self.loop.temperature)
+        return token_logprobs(self._backend.forward(tokens), tokens)
 
 
 def _adapted(model: PreTrainedModel, lora: LoraSpec, seed: int) -> nn.Module:

@@ -74,6 +74,7 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
         facts=_facts(report),
         rewards=_rewards(report) if report.steps else None,
         acceptance=_acceptance(report) if report.acceptances else None,
+        mismatch=_mismatch(report) if report.mismatches else None,
         versions=_versions(report) if report.steps else None,
         seconds=_seconds(report) if any(row.phases for row in report.steps) else None,
         num_columns=_MOST_COLUMNS,
@@ -140,6 +141,12 @@ def _rewards(report: RunReport) -> _Chart:
 def _acceptance(report: RunReport) -> _Chart:
     title = "Share of the drafted tokens that engines accepted, by step"
     return _chart(lambda width: line(title, report.acceptances, width, 1.0))
+
+
+def _mismatch(report: RunReport) -> _Chart:
+    points = report.mismatches
+    title = "Mean difference of log-probabilities, trainers to engines, by step"
+    return _chart(lambda width: line(title, points, width, max(value for _, value in points)))
 
 
 def _versions(report: RunReport) -> _Chart:

@@ -92,10 +92,10 @@ def run(
                 for error in rollouts.lost.values():
                     screen.line(f"{error}; others took over its prompts")
                 sleep(sync, recipe, screen)
-                train(rollouts.groups, trainers, recipe.sync.timeout_s)
+                trained = train(rollouts.groups, trainers, recipe.sync.timeout_s)
                 done, retried = update(policy, sync, step + 1, recipe, screen)
             updates.append(done)
-            row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried, accepted)
+            row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried, accepted, trained)
             report.steps.append(row)
             report.heals, report.spans, report.coverage = [*healed, *sync.heals], done.spans, sync.coverage()
             report.engines |= elastic.infos

@@ -218,7 +218,7 @@ class LoopSpec:
         epochs: optimiser steps on each step's rollouts.
         learning_rate: learning rate of AdamW at the first step. It falls to 0 linearly.
         clip: see :func:`weightsync.recipes.grpo.policy_loss`.
-        temperature: sampling temperature.
+        temperature: sampling temperature. The loss takes the model's own log-probabilities, before it.
         target_reward: the run fails if the mean of its last five rewards is lower.
         sleep: trainers and engines take turns on the GPUs that they share. Engines sleep at this level while
             trainers train: 1 keeps their weights on the host, 2 drops them. Trainers are offloaded at other

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from ray.actor import ActorHandle
 
+from weightsync.engines import Rollout
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -74,9 +75,9 @@ def roll_out(
             raise next(iter(lost.values()), StateError("no engine serves a version: update them first"))
         shares = {name: left[i :: len(engines)] for i, name in enumerate(engines) if left[i :: len(engines)]}
         made, failures = _generate(shares, engines, loop, seeds, timeout_s, adapter)
-        for name, (version, of_engine) in made.items():
-            versions.add(version)
-            groups += _groups(shares[name], of_engine, loop.group_size)
+        for name, rollout in made.items():
+            versions.add(rollout.adapter_version if adapter else rollout.version)
+            groups += _groups(shares[name], rollout, loop.group_size)
         lost |= failures
         left = [problem for name in failures for problem in shares[name]]
     return Rollouts(groups, sorted(versions), lost)
@@ -89,18 +90,19 @@ def _generate(
     seeds: random.Random,
     timeout_s: float,
     adapter: str,
-) -> tuple[dict[str, tuple[int, Sequence[list[int]]]], dict[str, WeightSyncError]]:
+) -> tuple[dict[str, Rollout], dict[str, WeightSyncError]]:
     """Ask each engine for its share.
 
-    Returns versions with completions, and errors, both by engine.
+    Returns rollouts and errors, both by engine.
 
     Each call has its own seed: engines with the same seed would explore the same way.
     """
     named: dict[str, object] = {"max_tokens": loop.num_pairs, "temperature": loop.temperature}
+    named["n"] = loop.group_size
     named |= {"adapter": adapter} if adapter else {}
     calls = {
         f"engine {name}": engines[name].generate.remote(
-            [problem.prompt for problem in share for _ in range(loop.group_size)],
+            [problem.prompt for problem in share],
             {"seed": seeds.getrandbits(32)} | named,
         )
         for name, share in shares.items()
@@ -110,17 +112,16 @@ def _generate(
         if not isinstance(error, (*_THEIR_FAULT, StateError, ConfigError) if adapter else _THEIR_FAULT):
             raise error
     bare = {process: process.removeprefix("engine ") for process in calls}
-    made = {
-        bare[process]: (rollout.adapter_version if adapter else rollout.version, rollout.tokens)
-        for process, rollout in outcome.answers.items()
-    }
+    made = {bare[process]: rollout for process, rollout in outcome.answers.items()}
     return made, {bare[process]: error for process, error in outcome.failures.items()}
 
 
-def _groups(problems: Sequence[Problem], tokens: Sequence[list[int]], size: int) -> list[Group]:
+def _groups(problems: Sequence[Problem], rollout: Rollout, size: int) -> list[Group]:
     """Group completions: `size` per problem, in order."""
     groups = []
     for index, problem in enumerate(problems):
-        own = list(tokens[index * size : (index + 1) * size])
-        groups.append(Group(problem.prompt, own, [reward(problem, done) for done in own]))
+        own = slice(index * size, (index + 1) * size)
+        completions = rollout.tokens[own]
+        rewards = [reward(problem, done) for done in completions]
+        groups.append(Group(problem.prompt, completions, rewards, rollout.logprobs[own]))
     return groups

@@ -53,6 +53,8 @@ class StepRow:
         retried: why the update was repeated; empty if it was not.
         acceptance: share of the tokens drafted for the rollouts that engines accepted, 0 to 1. None if no
             engine speculates.
+        mismatch, mismatch_kl: how far the trainers' log-probabilities of the rollouts were from the engines',
+            see :func:`weightsync.recipes.grpo.mismatch`. None in a report of an earlier version.
     """
 
     step: int
@@ -71,6 +73,8 @@ class StepRow:
     failures: Mapping[str, str] = field(default_factory=dict)
     retried: str = ""
     acceptance: float | None = None
+    mismatch: float | None = None
+    mismatch_kl: float | None = None
 
     @classmethod
     def of(
@@ -81,8 +85,9 @@ class StepRow:
         update: SyncReport,
         retried: str,
         acceptance: float | None,
+        trained: Mapping[str, float],
     ) -> StepRow:
-        """Make the row of a step whose `update` has just committed."""
+        """Make the row of a step whose `update` has just committed. `trained`: the trainers' figures."""
         return cls(
             step=step,
             version=update.version,
@@ -100,6 +105,8 @@ class StepRow:
             failures=dict(update.failures),
             retried=retried,
             acceptance=acceptance,
+            mismatch=trained.get("mismatch"),
+            mismatch_kl=trained.get("mismatch_kl"),
         )
 
     @property
@@ -169,6 +176,11 @@ class RunReport:
     def acceptances(self) -> list[tuple[int, float]]:
         """Steps with the acceptance of each that has one."""
         return [(row.step, row.acceptance) for row in self.steps if row.acceptance is not None]
+
+    @property
+    def mismatches(self) -> list[tuple[int, float]]:
+        """Steps with the mismatch of each that has one."""
+        return [(row.step, row.mismatch) for row in self.steps if row.mismatch is not None]
 
     @property
     def num_verified(self) -> int:

@@ -69,9 +69,10 @@ class Screen:
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
         accepted = "" if row.acceptance is None else f"  accepted {row.acceptance:4.0%}"
+        mismatch = "" if row.mismatch is None else f"  mismatch {row.mismatch:.0e}"
         proof = row.proof if row.verified else row.proof.upper()
         self.line(
-            f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}{accepted}"
+            f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}{mismatch}{accepted}"
             f"  version {row.version:{width}}  {size_text(row.bytes)}"
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
@@ -108,6 +109,8 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
             "drafted tokens accepted",
             f"{shares[0][1]:.0%} in the first step, {shares[-1][1]:.0%} in the last",
         )
+    if off := report.mismatches:
+        yield "mismatch, largest", f"{max(value for _, value in off):.1e}"
     verified = f"{report.num_verified} of {len(steps)}"
     yield "updates verified", "; ".join(filter(None, (verified, report.on_all)))
     yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -54,13 +55,16 @@ def start(
     return trainers, infos
 
 
-def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
-    """Train each rank on its share of `groups`."""
+def train(
+    groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float
+) -> dict[str, float]:
+    """Train each rank on its share of `groups`. Returns the mean of the ranks' figures, by name."""
     calls = {
         name: trainer.train_step.remote(groups[rank :: len(trainers)])
         for rank, (name, trainer) in enumerate(trainers.items())
     }
-    collect(calls, "train", timeout_s)
+    ranks = list(collect(calls, "train", timeout_s).values())
+    return {name: fmean(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:

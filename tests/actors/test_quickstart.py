@@ -55,6 +55,7 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path, is_started: bo
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [step["version"] for step in report["steps"]] == [2, 3]
     assert [step["rollout_versions"] for step in report["steps"]] == [[1], [2]]
+    assert all(0 <= step["mismatch_kl"] <= step["mismatch"] < 1e-5 for step in report["steps"])
     assert all(step["verified"] and step["bytes"] > 1e6 for step in report["steps"])
     assert report["steps"][-1]["engines"] == {"main-0": 3, "main-1": 3}
     assert report["heals"] == []

@@ -14,6 +14,7 @@ from weightsync.recipes.grpo import (
     collate,
     distillation_loss,
     group_advantages,
+    mismatch,
     policy_loss,
     token_logprobs,
 )
@@ -38,10 +39,10 @@ def test_advantages_do_not_mix_groups() -> None:
     assert_close(both[1], group_advantages(torch.tensor([[1.0, 1.0, 0.0]]))[0])
 
 
-def test_logprobs_belong_to_the_next_token_and_to_the_tempered_policy() -> None:
+def test_logprobs_belong_to_the_next_token() -> None:
     logits = torch.tensor([[[0.0, 2.0], [2.0, 0.0], [9.0, 9.0]]])
-    found = token_logprobs(logits, torch.tensor([[0, 1, 0]]), temperature=2.0)
-    assert_close(found, torch.log_softmax(torch.tensor([[1.0, 0.0]]), dim=1)[:, 0].expand(1, 2))
+    found = token_logprobs(logits, torch.tensor([[0, 1, 0]]))
+    assert_close(found, torch.log_softmax(torch.tensor([[2.0, 0.0]]), dim=1)[:, 0].expand(1, 2))
 
 
 def test_collate_masks_exactly_the_sampled_tokens() -> None:
@@ -51,6 +52,19 @@ def test_collate_masks_exactly_the_sampled_tokens() -> None:
     sampled = [row[1:][keep.bool()].tolist() for row, keep in zip(batch.tokens, batch.mask, strict=True)]
     assert sampled == [[7], [8, 9], [3, 2, 1], [3]]
     assert batch.advantages.sign().tolist() == [1, -1, -1, 1]
+
+
+def test_an_engines_logprobs_are_at_sampled_tokens_and_compared_there_alone() -> None:
+    groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0], [[-1.0], [-2.0, -3.0]])]
+    batch = collate(groups, pad=0)
+    assert batch.logprobs is not None
+    assert batch.logprobs.tolist() == [[0, -1, 0], [0, -2, -3]]
+    trainer = batch.logprobs + torch.tensor([[9.0, 0.3, 9.0], [9.0, 0.0, -0.6]])
+    found = mismatch(trainer, batch)
+    assert found["mismatch"] == pytest.approx(0.3)
+    assert found["mismatch_kl"] == pytest.approx((math.exp(0.3) - 1.3 + math.exp(-0.6) - 0.4) / 3)
+    assert mismatch(batch.logprobs, batch) == {"mismatch": 0, "mismatch_kl": 0}
+    assert mismatch(trainer, collate([Group([5], [[7], [8]], [1.0, 0.0])], pad=0)) == {}
 
 
 def one_token(ratio: float, advantage: float) -> tuple[float, float]:

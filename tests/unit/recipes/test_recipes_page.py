@@ -132,6 +132,18 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         assert said in text
 
 
+def test_the_mismatch_is_on_the_page_if_engines_gave_log_probabilities() -> None:
+    report = run_report(num_steps=3)
+    assert "ismatch" not in page(report)
+    report.steps[:2] = [replace(row, mismatch=2e-3, mismatch_kl=5e-6) for row in report.steps[:2]]
+    html = page(report)
+    Elements(html)
+    text = texts(html)
+    assert "Mismatch How far the trainers' log-probabilities of each step's rollouts were" in text
+    assert "step reward mismatch KL version update proof 1 0.333 2.0e-03 5.0e-06 2 21 ms verified" in text
+    assert "3 1.000 4 " in text
+
+
 def test_accepted_drafts_are_on_the_page_of_engines_that_speculate_alone() -> None:
     report = run_report(num_steps=3)
     assert "ccepted" not in page(report)

@@ -29,13 +29,17 @@ class Engine:
         self.generate = self
 
     async def remote(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        self.calls.append((len(prompts), sampling))
+        self.calls.append((len(prompts) * sampling["n"], sampling))
         if self._failure:
             raise self._failure
         if self._hangs:
             await asyncio.Event().wait()
         return Rollout.of(
-            [Completion([prompt[2]], [(self._version, 1)], [-0.5], "length") for prompt in prompts]
+            [
+                Completion([prompt[2]], [(self._version, 1)], [-float(prompt[2])], "length")
+                for prompt in prompts
+                for _ in range(sampling["n"])
+            ]
         )
 
 
@@ -48,6 +52,7 @@ def assert_complete(rollouts: Rollouts, problems: Sequence[Problem]) -> None:
     assert prompts == Counter(tuple(problem.prompt) for problem in problems)
     for group in rollouts.groups:
         assert group.completions == [[group.prompt[2]]] * LOOP.group_size
+        assert group.logprobs == [[-float(group.prompt[2])]] * LOOP.group_size
 
 
 def test_every_problem_gets_its_group_from_one_engine() -> None:

@@ -51,6 +51,8 @@ def test_a_report_reads_back_as_it_was_filled(tmp_path: Path) -> None:
             "failures": {},
             "retried": "",
             "acceptance": None,
+            "mismatch": None,
+            "mismatch_kl": None,
         }
     ]
     assert read["heals"] == []
@@ -86,12 +88,14 @@ def test_everything_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_row_says_what_the_update_said() -> None:
-    made = StepRow.of(6, 0.5, [6], REPORT, "the first try failed", 0.5)
+    made = StepRow.of(
+        6, 0.5, [6], REPORT, "the first try failed", 0.5, {"loss": 0.1, "mismatch": 1e-3, "mismatch_kl": 1e-6}
+    )
     assert (made.step, made.version, made.bytes, made.sync_seconds) == (6, 7, 16_400_000_000, 0.5)
     assert made.phases == {"publish": 0.1, "move": 0.2}
     assert made.failures == {"e2": "engine e2 failed in move: out of memory"}
     assert (made.gb_per_s, made.retried) == (REPORT.gb_per_s, "the first try failed")
-    assert made.acceptance == 0.5
+    assert (made.acceptance, made.mismatch, made.mismatch_kl) == (0.5, 1e-3, 1e-6)
     assert abs(made.committed_at - time.time()) < 60
 
 

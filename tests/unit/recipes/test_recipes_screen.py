@@ -47,6 +47,16 @@ def test_a_step_is_one_plain_line_however_narrow_the_screen(screen: Screen, show
     assert shown.getvalue().endswith("verified on 1 of 2 engines\n")
 
 
+def test_the_mismatch_of_a_step_is_shown_and_the_largest_at_the_end(
+    screen: Screen, shown: io.StringIO
+) -> None:
+    steps = [replace(row(verified=True), mismatch=value) for value in (2.5e-3, 1e-7)]
+    screen.step(steps[1], 30)
+    assert "mismatch 1e-07  version" in shown.getvalue()
+    screen.summary(RunReport(name="quickstart", seed=0, status="done", steps=steps))
+    assert re.search(r"mismatch, largest +│ 2\.5e-03", shown.getvalue())
+
+
 def test_accepted_drafts_are_shown_for_engines_that_speculate_alone(
     screen: Screen, shown: io.StringIO
 ) -> None:
