@@ -42,7 +42,8 @@ class AdoptedVllm(VllmRanks):
     """An ``AsyncLLM`` with `WeightSyncWorker` mixed into its workers, on its caller's event loop.
 
     The caller asks it for tokens as before. Requests wait while it is paused, and after a failed load until
-    one succeeds. Methods block, so they must be called from another thread than the loop's.
+    one succeeds; if it was paused by ``abort`` or ``wait``, newer versions of vLLM refuse them instead, see
+    docs/guide.md. Methods block, so they must be called from another thread than the loop's.
     """
 
     def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
