@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
 from tests.gpu.live_bytes import Live
-from tests.gpu.vllm_probe import OPTIONS, Answers, beside, flip, kernels, live, probe
+from tests.gpu.same_answers import Answers
+from tests.gpu.vllm_probe import OPTIONS, beside, flip, kernels, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -163,7 +164,7 @@ class SglangEngine(EngineActor):
         options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **loader, **options}
         super().__init__("sglang", path, name, options)
 
-    async def answers(self) -> sglang_probe.Answers:
+    async def answers(self) -> Answers:
         return await asyncio.to_thread(sglang_probe.answers_of, self._engine)
 
     async def live(self) -> Live:

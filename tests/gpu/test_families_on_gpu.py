@@ -21,6 +21,7 @@ from tests.families import build_family
 from tests.gpu import sglang_probe, test_sglang, test_vllm, vllm_probe
 from tests.gpu.fed_engine import FedEngine
 from tests.gpu.live_bytes import Live
+from tests.gpu.same_answers import assert_same
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +72,7 @@ def check(found: list[tuple[Any, Live]], answers: list[Any], held: list[Live]) -
         for live, wanted in zip(lives, held[number], strict=True):
             assert live.keys() == wanted.keys()
             assert [name for name in wanted if live[name] != wanted[name]] == []
-        test_vllm.assert_same(said, answers[number])
+        assert_same(said, answers[number])
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_vllm import assert_same, from_disk, served
+from tests.gpu.same_answers import assert_same
+from tests.gpu.test_vllm import from_disk, served
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,8 @@ import torch
 
 from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.sglang_probe import OPTIONS, Answers, answers_of
+from tests.gpu.same_answers import Answers, assert_same
+from tests.gpu.sglang_probe import OPTIONS, answers_of
 from tests.patience import patient
 from weightsync.errors import ConfigError
 from weightsync.memory.digests import tensor_digest
@@ -59,12 +60,6 @@ def from_disk(
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())
-
-
-def assert_same(found: Answers, expected: Answers) -> None:
-    """Tokens first, for they say more; then every float."""
-    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
-    assert found == expected
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("tied", 1), ("moe", 1), ("untied", 2), ("moe", 2)])

@@ -15,7 +15,8 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu import test_vllm
 from tests.gpu.fleet import SglangEngine, Trainer, VllmEngine, spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_sglang import assert_same, from_disk
+from tests.gpu.same_answers import assert_same
+from tests.gpu.test_sglang import from_disk
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 

@@ -18,7 +18,8 @@ from ray.util.placement_group import PlacementGroup
 from tests.contract.megatron_ranks import Case
 from tests.gpu.fleet import VllmEngine, spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_vllm import assert_same, from_disk
+from tests.gpu.same_answers import assert_same
+from tests.gpu.test_vllm import from_disk
 from tests.gpu.trainers import DeepSpeedTrainer, MegatronTrainer
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync

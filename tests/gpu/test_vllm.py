@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.vllm_probe import OPTIONS, Answers, probe
+from tests.gpu.same_answers import Answers, assert_same
+from tests.gpu.vllm_probe import OPTIONS, probe
 from tests.patience import patient
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
@@ -104,12 +105,6 @@ def assert_live(rig: VllmRig) -> None:
     for layout in rig.layouts:
         assert layout.device.startswith("cuda:")
         assert layout.buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
-
-
-def assert_same(found: Answers, expected: Answers) -> None:
-    """Tokens first, for they say more; then every float."""
-    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
-    assert found == expected
 
 
 def whole_digests(model: PreTrainedModel, rig: VllmRig) -> np.ndarray:

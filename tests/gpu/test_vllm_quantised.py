@@ -35,7 +35,8 @@ from tests.gpu.quantised_fleet import (
     paths_in,
 )
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_vllm import ROOT, assert_same, from_disk, served
+from tests.gpu.same_answers import assert_same
+from tests.gpu.test_vllm import ROOT, from_disk, served
 from tests.patience import patient
 from tests.quantised import AWQ, GPTQ, dynamic, int4, save_quantised
 from weightsync import SyncReport, WeightSync

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from tests.gpu.live_bytes import Live, all_hashes, hashes
+from tests.gpu.same_answers import Answers, likeliest
 from weightsync.engines.kernel_state import tensors_beside
 from weightsync.memory.stored_places import StoredPlaces
 from weightsync.protocol.messages import Digests
 
-__all__ = ["OPTIONS", "Answers", "beside", "flip", "held", "kernels", "live", "probe"]
+__all__ = ["OPTIONS", "beside", "flip", "held", "kernels", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -25,8 +26,6 @@ OPTIONS: dict[str, Any] = {
 }
 NUM_TOKENS, TOP = 24, 5
 _OF_IMAGES = 6  # tokens at the end of small vocabularies
-
-Answers = list[Mapping[str, Any]]
 
 
 def probe(llm: Any) -> Answers:
@@ -116,4 +115,4 @@ def _beside(worker: Any) -> list[str]:
 
 
 def _row(row: Mapping[int, Any]) -> list[list[float]]:
-    return [[token, entry.logprob] for token, entry in sorted(row.items())]
+    return likeliest(((token, entry.logprob) for token, entry in row.items()), TOP)
