@@ -12,6 +12,7 @@ import torch
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
+from weightsync.engines.checks import check_version
 from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
@@ -75,6 +76,7 @@ class TorchEngine:
         from transformers import GenerationConfig
 
         settings = load_dataclass(TorchOptions, options, field="options")
+        check_version("torch", settings.device)
         folder = ModelFolder(model_path, settings.trust_remote_code, settings.revision)
         self._name = name
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode

@@ -18,7 +18,7 @@ import torch
 from weightsync.config import PrefixCache
 from weightsync.engines.adapter_engine import Served
 from weightsync.engines.adapter_places import passes
-from weightsync.engines.checks import refuse_salt, require_gpus, warn_untested
+from weightsync.engines.checks import check_version, refuse_salt, require_gpus
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
@@ -54,7 +54,7 @@ class SglangEngine(SlotServing):
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start SGLang with the model's config and dummy weights."""
-        warn_untested("sglang")
+        check_version("sglang", options.get("device", "cuda"))
         sessions = has_sessions()
         arguments = server_args(model_path, options, sessions)
         self._num_ranks = arguments["tp_size"]
