@@ -31,7 +31,8 @@ needs in other versions than `.venv` has. The rest is shared with `.venv`. {file
 run with each, also tests marked `faults`: the contract suites of vLLM and of the transformers engine (whole
 loads, drafts, LoRA, quantised and online FP8, the transfer plug-in, sleep, two ranks) and
 `tests/unit/engines`. Writes into vLLM's live weights run on GPUs only: on CPUs, vLLM packs its weights.
-`.venv-versions/VERSION/log` names each skipped test and the reason.
+Most of the skipped tests are SGLang's. `.venv-versions/VERSION/log` gives all reasons. On CPUs, vLLM 0.29
+itself does not serve GPT-OSS in float32, and an update of an engine in GPTQ ends with vLLM's error.
 
 """
 
@@ -50,7 +51,7 @@ def page(rows: Mapping[str, Mapping[str, str | int]]) -> str:
     for kind, name in ENGINES.items():
         ran = (", ".join(TESTED[kind][hardware]) or "none" for hardware in ("GPU", "CPU"))
         first, reason = FIRST.get(kind, ("", ""))
-        refused = f"before {first}: an earlier one {reason}" if first else ""
+        refused = f"before {first}, which {reason}" if first else ""
         lines.append(f"| {name} | {' | '.join(ran)} | {refused} |")
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     table += [f"| {' | '.join(str(row[name]) for name in COLUMNS)} |" for _, row in sorted(rows.items())]
