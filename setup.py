@@ -51,8 +51,8 @@ setup(
     extras_require={
         "cuda12": ["cupy-cuda12x>=14"],
         "cuda13": ["cupy-cuda13x>=14"],
-        "vllm": ["vllm>=0.24"],
-        "sglang": ["sglang>=0.5.17"],
+        "vllm": ["vllm>=0.24,<0.34"],
+        "sglang": ["sglang>=0.5.17,<0.5.24"],
         "mooncake": ["mooncake-transfer-engine>=0.3.13"],
         "deepspeed": ["deepspeed>=0.19"],
         "megatron": ["megatron-core>=0.16"],

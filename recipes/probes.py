@@ -20,7 +20,7 @@ from typing import Any
 
 from weightsync.config import SyncConfig
 from weightsync.engines import ENGINES, choose_engine
-from weightsync.engines.checks import installed, untested
+from weightsync.engines.checks import installed, require_version, untested
 from weightsync.errors import ConfigError, TransportError
 from weightsync.plan.explain import count_text, size_text
 from weightsync.readers import choose_protocol, rdma_devices
@@ -185,10 +185,18 @@ def ray_cluster() -> Row:
 
 def engines() -> Iterator[Row]:
     """Check each kind of engine, and what ``auto`` takes."""
+    torch_on = "cuda" if _gpus() else "cpu"
     for kind in ENGINES:
-        yield _library(f"engine {kind}", " ".join(installed(kind)).strip(), untested(kind))
+        name, found = f"engine {kind}", " ".join(installed(kind)).strip()
+        try:
+            require_version(kind)
+            yield _library(name, found, untested(kind, torch_on if kind == "torch" else "cuda"))
+        except ConfigError as error:
+            yield Row(name, found, "warn", f"it is refused; {error.remedy}")
     try:
-        yield Row("engine auto", choose_engine("auto")[0])
+        kind, _ = choose_engine("auto")
+        require_version(kind)
+        yield Row("engine auto", kind)
     except ConfigError as error:
         yield Row("engine auto", "none", "missing", error.remedy)
 

@@ -44,12 +44,16 @@ operators, since they do not load beside a CPU build of torch. Without torchvisi
 
 ## On a GPU
 
-`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16. It passed on one H200 on 2026-11-28: with
-vLLM 0.24.0 for DeepSeek-V3 with YaRN and CUDA graphs (loader), Qwen3-VL (loader) and Mixtral (live
-weights), and with SGLang 0.5.17 for DeepSeek-V3 (loader) and Mixtral (live weights). The library was that
-of commit ab555972. vLLM's loader has got tensors in other dtypes since f8236070, which no GPU has run. vLLM
-0.24 raises a `KeyError` for a GPT-OSS in bfloat16, also when it loads the files itself: no GPU has run that
-family here.
+`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16, with CUDA graphs. It passed on one H200 on
+2026-11-28, for each engine at one commit:
+
+| engine | families | commit |
+|---|---|---|
+| vLLM 0.33.0, torch 2.14.1 | GPT-OSS (loader), Qwen3-VL (loader) | b6395191 |
+| vLLM 0.24.0 | DeepSeek-V3 with YaRN (loader), Qwen3-VL (loader), Mixtral (live weights) | ab555972 |
+| SGLang 0.5.17 | DeepSeek-V3 (loader), Mixtral (live weights) | ab555972 |
+
+vLLM 0.24 raises a `KeyError` for a GPT-OSS in bfloat16, also when it loads the files itself.
 
 ## Loaders that write directly
 

@@ -9,8 +9,17 @@ from __future__ import annotations
 import functools
 import gc
 
+from packaging.version import Version
+
+from weightsync.engines.checks import installed
 from weightsync.engines.vllm.api import set_environment
 from weightsync.protocol.collector import collector_paused
+
+
+def vllm_before(version: str) -> bool:
+    """Return whether the installed vLLM, if any, is older than a version."""
+    found = installed("vllm")[1]
+    return bool(found) and Version(found) < Version(version)
 
 
 @functools.cache
@@ -25,8 +34,8 @@ def import_vllm() -> None:
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-        look = current_platform.register_triton_kernel_overrides
-        current_platform.register_triton_kernel_overrides = functools.cache(look)
+        if look := current_platform.register_triton_kernel_overrides:  # None before 0.31
+            current_platform.register_triton_kernel_overrides = functools.cache(look)
     gc.collect()
     gc.freeze()
     # Engines keep themselves out of collections, and bring back everything when they end.

