@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.actors.fleet import spawn
 from tests.models import save_tokenizer
+from tests.pages import run_block
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.recipes.grpo import Group
@@ -99,6 +101,10 @@ def test_the_engines_tokens_are_those_of_the_trainers_weights(trained) -> None:
             for first, last in zip(logprobs[0], logprobs[-1], strict=True):
                 assert first == pytest.approx(last, abs=1e-3)
             seen.append(wanted)
+        eos = SimpleNamespace(eos_token_id=0)
+        names = {"ray": ray, "engine": engines["torch"], "prompts": PROMPTS, "tokenizer": eos}
+        rollout = run_block("docs/guide.md", 0, names, {"256": "16"})["rollout"]
+        assert len(rollout.tokens) == len(rollout.logprobs) == 8 * len(PROMPTS)
         for engine in engines.values():
             assert_says_in_words(engine, wanted[0])
         assert seen[0] != seen[1] != seen[2]

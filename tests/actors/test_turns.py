@@ -65,7 +65,7 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
 
         names: dict[str, Any] = {"sync": sync, "trainers": [trainer], "engine": engine, "ray": ray}
         names |= {"version": 4, "prompts": PROMPTS, "sampling": GREEDY}
-        names = run_block("docs/guide.md", 0, names)
+        names = run_block("docs/guide.md", 2, names)
         assert names["rollout"].version == 4
         ray.get(trainer.onload.remote())
         assert names["rollout"].tokens == ray.get(trainer.says.remote()) != said[-1]

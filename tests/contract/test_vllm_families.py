@@ -52,7 +52,7 @@ def test_experts_that_vllm_pads_are_refused_by_name() -> None:
     model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
     model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2 * 48, 64), requires_grad=False)
     record_metadata_for_reloading(model)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(model="folder"))
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model="folder"), speculative_config=None)
     require_updatable(config, model)
     model.experts.w13_weight = torch.nn.Parameter(torch.zeros(2, 2 * 64, 64), requires_grad=False)
     with pytest.raises(

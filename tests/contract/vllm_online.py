@@ -327,6 +327,7 @@ def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **sizes: 
         parallel_config=parallel,
         model_config=model_config,
         load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
     )
     runner: Any = SimpleNamespace(vllm_config=vllm_config, model_config=model_config, get_model=lambda: model)
     return VllmHost(runner, CPU)

@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     models = [build_tiny_qwen3(folder / str(seed), seed=seed) for seed in (1, 2)]
     small = partial(LLM, dtype="float32", max_model_len=64, skip_tokenizer_init=True, enforce_eager=True)
     names = {"LLM": small, "WeightTransferConfig": WeightTransferConfig, "path": str(folder / "1")}
-    llm = run_block("docs/guide.md", 1, names)["llm"]
+    llm = run_block("docs/guide.md", 3, names)["llm"]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
 
     def said() -> list[list[int]]:
@@ -117,11 +117,11 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.distributed.weight_transfer.RayVLLMWeightSyncClient", Client)  # llm is no actor
         names = {"engines": llm, "model": models[1], "num_workers": 1, "rank": 0}
-        names = run_block("docs/guide.md", 2, names, HERE)
+        names = run_block("docs/guide.md", 4, names, HERE)
     llm.reset_prefix_cache()
     assert said() == wanted[1], "not the trainer's tokens, as the page sends them"
     names["trainer"].shutdown()
-    names = run_block("docs/guide.md", 3, {"llm": llm, "model": models[0], "num_workers": 1}, HERE)
+    names = run_block("docs/guide.md", 5, {"llm": llm, "model": models[0], "num_workers": 1}, HERE)
     llm.reset_prefix_cache()
     assert said() == wanted[0], "not the trainer's tokens, as the page's sender sends them"
     names["sender"].close()

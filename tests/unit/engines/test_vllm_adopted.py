@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 
+from tests.pages import run_block
 from tests.patience import patient
 from weightsync.engines.vllm.adopted import AdoptedVllm
 from weightsync.engines.vllm.api import require_updatable
@@ -182,6 +185,25 @@ def test_what_updates_or_sleeps_would_break_is_refused_by_name(field: str) -> No
     assert (caught.value.field, caught.value.value) == (field, draft or backend)
     config.speculative_config = config.model_config = None
     require_updatable(config, torch.nn.Identity())
+
+
+def test_the_pages_request_is_sent_again_while_vllm_refuses_it() -> None:
+    class RefusedError(Exception): ...
+
+    refusals = [RefusedError(), RefusedError()]
+
+    async def generate(prompt: str, params: object, name: str) -> AsyncIterator[str]:
+        if refusals:
+            raise refusals.pop()
+        yield f"{prompt}!"
+
+    names = {"asyncio": asyncio, "time": time, "uuid4": uuid4, "RetryableRequestError": RefusedError}
+    complete = run_block("docs/guide.md", 1, names)["complete"]
+    asked = SimpleNamespace(llm=SimpleNamespace(generate=generate))
+    assert asyncio.run(complete(asked, "Hello", None)) == "Hello!"
+    refusals.append(RefusedError())
+    with pytest.raises(RefusedError):
+        asyncio.run(complete(asked, "Hello", None, timeout_s=patient(-1)))
 
 
 def test_its_owners_requests_cannot_be_salted(adopted) -> None:
