@@ -20,9 +20,10 @@ setup(
     # weightsync/actors and weightsync/recipes are links to the folders beside it.
     packages=find_packages(include=["weightsync", "weightsync.*"]),
     package_data={
-        "weightsync": ["py.typed", "memory/kernels.cu"],
+        "weightsync": ["py.typed", "memory/kernels/kernels.cu"],
         "weightsync.actors": ["dashboards/*.json"],
-        "weightsync.recipes": ["*.yaml", "*.json", "*.j2"],
+        "weightsync.recipes": ["*.yaml", "*.json"],
+        "weightsync.recipes.report": ["*.j2"],
     },
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[

@@ -9,12 +9,12 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.coverage import coverage, draft_coverage
-from weightsync.actors.handles import check_trainers
-from weightsync.actors.loop import LoopThread
 from weightsync.actors.models import Models
 from weightsync.actors.own_actor import check_own_actor
-from weightsync.driver.controller import Controller
+from weightsync.actors.ray.handles import check_trainers
+from weightsync.actors.ray.loop import LoopThread
 from weightsync.driver.fleet import Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError
 from weightsync.report import Covered, SyncReport
 

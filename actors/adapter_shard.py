@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from weightsync.actors.shard import Shard
 from weightsync.sources import Source
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 
 class _HasModel(Protocol):

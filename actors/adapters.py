@@ -12,17 +12,17 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync.actors.coverage import coverage
-from weightsync.actors.handles import check_version
-from weightsync.actors.holder_processes import SharedProcesses
+from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.joint_update import Part
 from weightsync.actors.membership import Membership
-from weightsync.actors.remote import answer, share
+from weightsync.actors.ray.handles import check_version
+from weightsync.actors.ray.remote import answer, share
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.driver.healing import Healer
-from weightsync.driver.joint_commit import JointMember
+from weightsync.driver.healing.healing import Healer
+from weightsync.driver.updating.controller import Controller
+from weightsync.driver.updating.joint_commit import JointMember
 from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError, nearest
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.report import Covered, SyncReport

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import ray
 
-from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
-from weightsync.sources.checkpoint_store import Reading
+from weightsync.actors.ray.loop import LoopThread
+from weightsync.sources.checkpoint.checkpoint_store import Reading
 
 
 class CheckpointMethods:

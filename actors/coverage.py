@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from weightsync.driver.connect import Connection
-from weightsync.driver.controller import Controller
+from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.engine_state import EngineRecord
 from weightsync.driver.fleet import Fleet
-from weightsync.plan.draft import DRAFT
-from weightsync.plan.explain import count_text
+from weightsync.driver.updating.controller import Controller
+from weightsync.plan.layout.draft import DRAFT
 from weightsync.report import Covered, SyncReport
+from weightsync.text import count_text
 
 
 def coverage(component: str, controller: Controller, fleet: Fleet, last: SyncReport | None) -> list[Covered]:

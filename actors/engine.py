@@ -9,7 +9,7 @@ from typing import Any
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines import CountsDrafts, DraftCounts, Generates, Rollout, choose_engine, make_engine
 from weightsync.engines.base import Prompts
-from weightsync.engines.sampling import check_prompts
+from weightsync.engines.serving.sampling import check_prompts
 
 
 class EngineActor(EngineCalls):

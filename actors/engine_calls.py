@@ -12,8 +12,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from weightsync.actors.claim import Claimable
-from weightsync.actors.placement import Placement
+from weightsync.actors.ray.claim import Claimable
+from weightsync.actors.ray.placement import Placement
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.config import Components, PrefixCache
 from weightsync.engines import (
@@ -28,9 +28,9 @@ from weightsync.engines import (
 )
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
-from weightsync.memory.engine_digests import EngineDigests
+from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.plan import Plan
-from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory

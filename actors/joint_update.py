@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
-from weightsync.driver.joint_commit import JointCommit, JointMember
+from weightsync.driver.updating.joint_commit import JointCommit, JointMember
 from weightsync.report import SyncReport
 
 

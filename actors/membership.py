@@ -13,16 +13,15 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from weightsync.actors.checkpoints import Checkpoints
-from weightsync.actors.claim import Claims, TakenError
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.daemon import await_daemon
-from weightsync.actors.holder_processes import SharedProcesses
-from weightsync.actors.holders import Holders
-from weightsync.actors.placement import Placement, check_versions, place_ranks
-from weightsync.actors.process import PATIENCE_S, end_process
-from weightsync.actors.relays import Relays, move_relays, publish_relays, relayed_ranks
-from weightsync.actors.remote import (
+from weightsync.actors.checkpoints.checkpoints import Checkpoints
+from weightsync.actors.holders.holder_processes import SharedProcesses
+from weightsync.actors.holders.holders import Holders
+from weightsync.actors.ray.claim import Claims, TakenError
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.daemon import await_daemon
+from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
+from weightsync.actors.ray.process import PATIENCE_S, end_process
+from weightsync.actors.ray.remote import (
     Remote,
     RemoteEngine,
     RemoteHolder,
@@ -30,14 +29,15 @@ from weightsync.actors.remote import (
     remote_engine,
     remote_trainer,
 )
-from weightsync.actors.watch import Watches, is_silence
+from weightsync.actors.ray.watch import Watches, is_silence
+from weightsync.actors.relays.relays import Relays, move_relays, publish_relays, relayed_ranks
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
+from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.driver.linking import unlink_engine
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.protocol.adapters import AdapterSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from weightsync.actors.joint_update import Part
-from weightsync.actors.loop import LoopThread
+from weightsync.actors.ray.loop import LoopThread
 from weightsync.errors import ConfigError, nearest
 from weightsync.report import Covered
 

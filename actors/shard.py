@@ -9,16 +9,16 @@ from functools import cached_property, partial
 
 import torch
 
-from weightsync.actors.claim import Claimable
-from weightsync.actors.placement import Placement
-from weightsync.actors.readiness import Readiness
+from weightsync.actors.ray.claim import Claimable
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.readiness import Readiness
 from weightsync.channel.control import ControlOffer, Turns, answer_calls, fits
 from weightsync.channel.notices import Notices
 from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
-from weightsync.memory.fingerprints import publish_report
+from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.plan import Plan
-from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import Attached, Compared, Digests, PublishReport, PublishTask

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
-from weightsync.driver.controller import Controller
+from weightsync.actors.ray.loop import LoopThread
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError
 
 

@@ -16,30 +16,30 @@ from ray.actor import ActorHandle
 from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
-from weightsync.actors.detached import run_prefix
-from weightsync.actors.handles import check_deployments, check_engines, check_trainers, check_version
+from weightsync.actors.holders.detached import run_prefix
 from weightsync.actors.joint_update import Part, update_together
-from weightsync.actors.loop import LoopThread, Submitted
 from weightsync.actors.membership import Membership
-from weightsync.actors.metrics import Metrics
 from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.own_actor import check_own_actor
-from weightsync.actors.remote import share
+from weightsync.actors.ray.handles import check_deployments, check_engines, check_trainers, check_version
+from weightsync.actors.ray.loop import LoopThread, Submitted
+from weightsync.actors.ray.metrics import Metrics
+from weightsync.actors.ray.remote import share
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.driver.healing import Healer
-from weightsync.driver.joint_commit import JointMember
-from weightsync.driver.takeover import newest, note_served
+from weightsync.driver.healing.healing import Healer
+from weightsync.driver.updating.controller import Controller
+from weightsync.driver.updating.joint_commit import JointMember
+from weightsync.driver.updating.takeover import newest, note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
-from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
+from weightsync.text import count_text
 
 _POLL_S = 0.02
 

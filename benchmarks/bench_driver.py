@@ -36,8 +36,8 @@ of an engine rank, which the driver's rows leave out: each holder makes its own,
 is what the plan allocates.
 
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
-parallel, as `weightsync.actors.remote` calls engines: through Ray and over control channels, in turns. The
-first two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
+parallel, as `actors.ray.remote` calls engines: through Ray and over control channels, in turns. The first
+two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
 itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`). The last N are holders
 that move nothing: the driver calls them itself, and through one of each group (`benchmarks.move_rounds`).
 ``--of`` takes some of the three.
@@ -66,13 +66,13 @@ from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
 from benchmarks.move_rounds import measure_moves
 from benchmarks.publish_rounds import measure_publishing
-from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.actors.remote import RemoteEngine, remote_engine
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.remote import RemoteEngine, remote_engine
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.gather import gather_named
-from weightsync.plan.cross_host import BundleTable, CrossHostTerms
+from weightsync.driver.updating.controller import Controller
+from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.report import SyncReport
 
 __all__ = ["main"]

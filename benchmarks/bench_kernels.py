@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.common import Row, environment, print_table, write_json
 from benchmarks.triton_copy import TritonCopy
-from weightsync.memory.digest_tiles import DigestPart
-from weightsync.memory.kernels import CopyTable, DigestTable, WrittenDigests
+from weightsync.memory.kernels.device_kernels import CopyTable, DigestTable, WrittenDigests
+from weightsync.memory.kernels.digest_tiles import DigestPart
 from weightsync.plan import Box
-from weightsync.plan.copies import BoxCopy, Copies, box_copies
+from weightsync.plan.layout.copies import BoxCopy, Copies, box_copies
 
 MIB = 1 << 20
 SIZES = (256 * MIB, 4096 * MIB)

@@ -63,8 +63,8 @@ from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
 from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
 from weightsync import SyncConfig, SyncReport
-from weightsync.plan.formats import FIELD
-from weightsync.recipes.quantised import quantization_config
+from weightsync.plan.layout.formats import FIELD
+from weightsync.recipes.forecast.quantised import quantization_config
 
 __all__ = ["main"]
 

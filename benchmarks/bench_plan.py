@@ -27,11 +27,11 @@ import numpy as np
 
 from benchmarks.common import environment, measure, print_table, write_json
 from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
-from weightsync.plan.direct import Reads, Reshard
-from weightsync.recipes import grids
-from weightsync.recipes.catalog import load
-from weightsync.recipes.parallel import parse_engine, parse_trainers
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.plan.direct.direct import Reads, Reshard
+from weightsync.recipes.forecast import grids
+from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 NUM_TRAINERS, GROUP, NUM_ENGINES, TENSOR_PARALLEL = 128, 8, 16, 8
 HIDDEN, EXPERT, NUM_EXPERTS, DENSE = 7168, 2048, 384, 8

@@ -24,8 +24,8 @@ import torch
 from cupy.cuda import runtime
 
 from benchmarks.common import Row, environment, print_table, write_json
-from weightsync.memory.kernels import CopyTable
-from weightsync.plan.copies import Copies
+from weightsync.memory.kernels.device_kernels import CopyTable
+from weightsync.plan.layout.copies import Copies
 
 MIB = 1 << 20
 BLOCKS_MIB = (0.25, 1, 4, 16, 64, 1024)

@@ -44,8 +44,8 @@ from benchmarks.common import environment, print_table, write_json
 from benchmarks.models import save_config
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
-from weightsync.recipes.catalog import load
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 __all__ = ["main"]
 

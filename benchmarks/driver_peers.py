@@ -13,19 +13,19 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
-from weightsync.actors.control_channels import ControlChannel, ControlChannels
-from weightsync.actors.move_relay import MoveRelay
-from weightsync.actors.relays import relayed_ranks
+from weightsync.actors.ray.control_channels import ControlChannel, ControlChannels
+from weightsync.actors.relays.move_relay import MoveRelay
+from weightsync.actors.relays.relays import relayed_ranks
 from weightsync.channel.control import HostMoved, HostTasks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
-from weightsync.memory.fingerprints import fingerprint
+from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta, broadcast_groups
-from weightsync.plan.alike import Alike, LocalReads
-from weightsync.plan.cross_host import BundleTable, CrossHostTerms
-from weightsync.plan.layout_table import LayoutTable, Outline
-from weightsync.plan.segment import MeshPlace
+from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
+from weightsync.plan.direct.alike import Alike, LocalReads
+from weightsync.plan.layout.layout_table import LayoutTable, Outline
+from weightsync.plan.layout.segment import MeshPlace
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, Offer
 from weightsync.protocol.messages import (

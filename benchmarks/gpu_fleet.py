@@ -32,14 +32,14 @@ from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
 from benchmarks.values import Held, count_wrong, fill, poison
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.actors.placement import Placement
+from weightsync.actors.ray.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_writer import LiveWriter, exported
-from weightsync.memory.kernels import load_digests
+from weightsync.engines.loading.live_writer import LiveWriter, exported
+from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, Loaded

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from weightsync.plan.estimate import LinkRates
+from weightsync.plan.figures.estimate import LinkRates
 
 __all__ = ["measured_rates"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.plan import Box
-from weightsync.recipes.catalog import load
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 __all__ = ["Tensor", "llama_like", "model_of", "rank_box", "save_config", "shape_of"]
 

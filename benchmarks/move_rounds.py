@@ -15,15 +15,15 @@ from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
 from benchmarks.isolate import stage
 from benchmarks.rounds import NUM_WARM, measure
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.host_moves import HostMoves
-from weightsync.actors.move_relay import MoveRelay
-from weightsync.actors.remote import RemoteHolder, remote_holder
-from weightsync.actors.weight_holder import process_options
+from weightsync.actors.holders.weight_holder import process_options
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.remote import RemoteHolder, remote_holder
+from weightsync.actors.relays.host_moves import HostMoves
+from weightsync.actors.relays.move_relay import MoveRelay
 from weightsync.channel.control import ControlOffer, answer_calls
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.driver.moves import Moves
+from weightsync.driver.updating.moves import Moves
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.timing import Span
 

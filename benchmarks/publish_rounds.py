@@ -15,14 +15,14 @@ from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
 from benchmarks.isolate import stage
 from benchmarks.rounds import NUM_WARM, measure
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.placement import Placement
-from weightsync.actors.publish_relay import PublishRelay
-from weightsync.actors.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
-from weightsync.actors.weight_holder import spawn_holder
+from weightsync.actors.holders.weight_holder import spawn_holder
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
+from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.trainers import Trainers
+from weightsync.driver.verifying.trainers import Trainers
 from weightsync.protocol.messages import PublishReport, PublishTask
 from weightsync.protocol.timing import Span
 

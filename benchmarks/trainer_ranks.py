@@ -18,7 +18,7 @@ from benchmarks.values import Held, fill
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import RankLayout
-from weightsync.recipes.shapes import ModelShape
+from weightsync.recipes.forecast.shapes import ModelShape
 from weightsync.sources import make_source
 from weightsync.sources.megatron import local_weights
 

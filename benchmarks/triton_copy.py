@@ -9,7 +9,7 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
-from weightsync.plan.copies import Copies, tiles
+from weightsync.plan.layout.copies import Copies, tiles
 
 __all__ = ["TritonCopy"]
 

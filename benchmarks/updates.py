@@ -14,7 +14,7 @@ from benchmarks.gpu_fleet import Fleet
 from benchmarks.gpu_rates import measured_rates
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
-from weightsync.driver.traffic import efficiency
+from weightsync.driver.connecting.traffic import efficiency
 from weightsync.report import Link
 
 __all__ = [

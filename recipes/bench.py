@@ -14,17 +14,17 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync import SyncReport, WeightSync
-from weightsync.plan.explain import count_text
-from weightsync.recipes.bench_report import BenchReport
 from weightsync.recipes.calls import collect
 from weightsync.recipes.events import present_at_start
-from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.policy import Policy, make_policy
 from weightsync.recipes.recipe import Recipe
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.bench_report import BenchReport
+from weightsync.recipes.report.screen import Screen
+from weightsync.recipes.report.time_shares import ON_CPUS
 from weightsync.recipes.steps import start
-from weightsync.recipes.time_shares import ON_CPUS
+from weightsync.text import count_text
 
 NUM_WARM = 2
 """Updates that are not measured: they touch memory for the first time."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from weightsync.actors.remote import answer
+from weightsync.actors.ray.remote import answer
 from weightsync.driver.gather import Outcome, gather_named
 
 

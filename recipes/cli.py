@@ -23,12 +23,14 @@ from weightsync import __version__
 from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
-from weightsync.recipes.catalog import load
 from weightsync.recipes.cluster import existing_cluster, local_cluster
-from weightsync.recipes.doctor import diagnosis, diagnosis_json, is_fit
-from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
+from weightsync.recipes.doctor.doctor import diagnosis, diagnosis_json, is_fit
+from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
+from weightsync.recipes.forecast.hosts import HostSpec
+from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
+from weightsync.recipes.forecast.quantised import read_quantization
 from weightsync.recipes.hf_model import read_model
-from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.inputs import (
     at_least_one,
     check_cluster,
@@ -43,16 +45,14 @@ from weightsync.recipes.inputs import (
     runnable_recipe,
     writable,
 )
-from weightsync.recipes.page import write_page
-from weightsync.recipes.parallel import parse_engine, parse_trainers
-from weightsync.recipes.quantised import read_quantization
 from weightsync.recipes.recipe import Recipe, load_recipe
-from weightsync.recipes.run_folder import RunFolder
-from weightsync.recipes.run_report import read_report
+from weightsync.recipes.report.page import write_page
+from weightsync.recipes.report.run_folder import RunFolder
+from weightsync.recipes.report.run_report import read_report
+from weightsync.recipes.report.screen import Screen
+from weightsync.recipes.report.time_shares import ON_CPUS
 from weightsync.recipes.schema import markdown as as_markdown
 from weightsync.recipes.schema import recipe_schema
-from weightsync.recipes.screen import Screen
-from weightsync.recipes.time_shares import ON_CPUS
 from weightsync.report import Covered
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -316,7 +316,7 @@ def doctor(
             _examine_cluster(address or "auto", ports, 10.0 if timeout is None else timeout, as_json)
         )
     refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
-    from weightsync.recipes.probes import diagnose  # imports torch and looks for engines
+    from weightsync.recipes.doctor.probes import diagnose  # imports torch and looks for engines
 
     planned = what is not None and not Path(what).is_dir()
     served = None if what is None else _served(what)
@@ -336,7 +336,9 @@ def _examine_cluster(address: str, ports: str | None, timeout_s: float, as_json:
     if not 0 < timeout_s < float("inf"):
         raise ConfigError("--timeout", timeout_s, "give seconds above 0, such as 10")
     given = None if ports is None else parse_ports(ports, field="--ports")
-    found = importlib.import_module("weightsync.recipes.cluster_doctor").examine(address, given, timeout_s)
+    found = importlib.import_module("weightsync.recipes.doctor.cluster_doctor").examine(
+        address, given, timeout_s
+    )
     print(json.dumps(found.as_json(), indent=1) if as_json else found.text())
     return FAILED if found.problems() else DONE
 

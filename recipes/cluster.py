@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from weightsync.errors import ConfigError
-from weightsync.recipes.run_folder import RunFolder
+from weightsync.recipes.report.run_folder import RunFolder
 
 _ACTOR = ":actor_name:"
 _HEAD_LINES = 20
@@ -40,7 +40,7 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
     with environment(_QUIET | _credentials()):
         import ray
 
-        from weightsync.actors.detached import (
+        from weightsync.actors.holders.detached import (
             NAMESPACE,  # a later driver looks here for actors that this one leaves
         )
 

@@ -13,7 +13,7 @@ from weightsync import WeightSync
 from weightsync.recipes.calls import collect
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.screen import Screen
 
 
 class Elastic:

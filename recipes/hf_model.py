@@ -11,11 +11,11 @@ from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
-from weightsync.plan.experts import expert_parts
-from weightsync.plan.segment import suggest
-from weightsync.recipes.catalog import load, shipped
-from weightsync.recipes.shapes import MixtureShape, MlaShape, ModelShape
-from weightsync.sources.safetensors_files import contents
+from weightsync.plan.layout.experts import expert_parts
+from weightsync.plan.layout.segment import suggest
+from weightsync.recipes.forecast.catalog import load, shipped
+from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape
+from weightsync.sources.checkpoint.safetensors_files import contents
 
 FIELD = "--model"
 _CUT = re.compile(

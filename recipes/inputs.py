@@ -12,13 +12,13 @@ from pathlib import Path
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
-from weightsync.plan.explain import count_text
-from weightsync.recipes.catalog import find
 from weightsync.recipes.cluster import existing_cluster
-from weightsync.recipes.parallel import EngineParallel
+from weightsync.recipes.forecast.catalog import find
+from weightsync.recipes.forecast.parallel import EngineParallel
 from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.yaml_lines import located, read_yaml
-from weightsync.sources.safetensors_files import contents
+from weightsync.sources.checkpoint.safetensors_files import contents
+from weightsync.text import count_text
 
 SHIPPED = Path(__file__).resolve().parent
 _MOST_ENGINE_RANKS = 1_000_000

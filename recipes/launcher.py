@@ -14,17 +14,17 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from weightsync.actors.actor_class import actor_class
-from weightsync.actors.detached import actor_name
 from weightsync.actors.engine import EngineActor
+from weightsync.actors.holders.detached import actor_name
+from weightsync.actors.ray.actor_class import actor_class
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
-from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
-from weightsync.recipes.quantised import INT4
+from weightsync.recipes.forecast.quantised import INT4
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.survival import actor_options
 from weightsync.recipes.trainer import GrpoTrainer
+from weightsync.text import count_text
 
 _SHARE = 0.4
 """Fraction of a GPU for its trainer and for its engine; their holder reserves none."""

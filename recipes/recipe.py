@@ -13,9 +13,9 @@ import yaml
 
 from weightsync.config import Limit, Positive, SyncConfig, at_least, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan.explain import count_text
 from weightsync.recipes.events import EventSpec, check_events
 from weightsync.recipes.yaml_lines import located, read_yaml
+from weightsync.text import count_text
 
 _HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")]
 _VocabSize = Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")]

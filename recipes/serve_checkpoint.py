@@ -18,14 +18,14 @@ import ray
 from ray.actor import ActorHandle
 
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.detached import NAMESPACE, actor_name, end, names, run_prefix
 from weightsync.actors.engine import EngineActor
+from weightsync.actors.holders.detached import NAMESPACE, actor_name, end, names, run_prefix
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.plan.explain import count_text, size_text
 from weightsync.recipes.calls import collect
-from weightsync.recipes.screen import Screen
-from weightsync.sources.checkpoint_store import Reading
+from weightsync.recipes.report.screen import Screen
+from weightsync.sources.checkpoint.checkpoint_store import Reading
+from weightsync.text import count_text, size_text
 
 _PATIENCE_S = 1800.0
 """Seconds for engines to start and for files to be read."""

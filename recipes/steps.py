@@ -17,14 +17,14 @@ from weightsync.recipes.events import present_at_start
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.page import page
 from weightsync.recipes.policy import Policy
 from weightsync.recipes.recipe import Recipe
-from weightsync.recipes.run_folder import RunFolder, replace_text
-from weightsync.recipes.run_report import RunReport
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.page import page
+from weightsync.recipes.report.run_folder import RunFolder, replace_text
+from weightsync.recipes.report.run_report import RunReport
+from weightsync.recipes.report.screen import Screen
+from weightsync.recipes.report.trace import write_trace
 from weightsync.recipes.survival import begun, take_trainers
-from weightsync.recipes.trace import write_trace
 
 
 def start(

@@ -8,11 +8,11 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.detached import actor_name, detached, find
+from weightsync.actors.holders.detached import actor_name, detached, find
 from weightsync.errors import StateError
-from weightsync.plan.explain import count_text
 from weightsync.recipes.recipe import Recipe
-from weightsync.recipes.run_report import RunReport, read_report
+from weightsync.recipes.report.run_report import RunReport, read_report
+from weightsync.text import count_text
 
 
 def actor_options(recipe: Recipe, process: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import Ports
 from weightsync.protocol.ports import listen
 from weightsync.protocol.routes import joined, keep_to_interface_of, own_address
+from weightsync.recipes.forecast.quantised import INT4
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
-from weightsync.recipes.quantised import INT4
 from weightsync.recipes.recipe import LoopSpec, TrainerSpec
 
 PATIENCE = timedelta(seconds=60)

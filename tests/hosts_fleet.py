@@ -16,19 +16,19 @@ import torch
 from tests.unit.plan.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.driver.updating.controller import Controller
+from weightsync.engines.loading.live_writer import LiveWriter
 from weightsync.holder.holder import Holder
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.holder.trainer_parts import digest_parts, parts_in_place
-from weightsync.memory.bucket_copies import bucket_rows
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.host_copies import HostCopies
+from weightsync.memory.kernels.bucket_copies import bucket_rows
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.memory.kernels.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.plan import by_tensor
 from weightsync.protocol.device_memory import DeviceMemory, Export
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded, Published

@@ -16,13 +16,14 @@ import torch
 
 from weightsync.errors import TransportError
 from weightsync.holder import quantizing_copy, second_copy
-from weightsync.memory import host, quantizing_reads, quantizing_tables
-from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
-from weightsync.memory.quantize import quantize, quantize_together
-from weightsync.memory.quantize_kernels import MatrixDigests
+from weightsync.memory import host
+from weightsync.memory.kernels.digests import BoxPart, box_digests, tensor_digest
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.copies import Copies
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising import quantizing_reads, quantizing_tables
+from weightsync.quantising.quantize import quantize, quantize_together
+from weightsync.quantising.quantize_kernels import MatrixDigests
 
 
 class CopyTable:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import FP4, MICROSCALING, NEAREST, Format, Quantization
-from weightsync.recipes.quantised import INT4
+from weightsync.plan.layout.formats import FP4, MICROSCALING, NEAREST, Format, Quantization
+from weightsync.recipes.forecast.quantised import INT4
 
 __all__ = [
     "AWQ",

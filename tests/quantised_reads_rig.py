@@ -10,20 +10,20 @@ import torch
 from tests.quantised import same_bits
 from tests.quantised_rig import share
 from weightsync.holder.quantizing_copy import QuantizingCopy
-from weightsync.memory.digest_reduction import DigestReduction
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.quantize import quantize, quantize_together
-from weightsync.memory.quantizing_reads import QuantizingReads
+from weightsync.memory.kernels.digest_reduction import DigestReduction
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.stacked_experts import as_loaded
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, TensorMeta, make_plan
-from weightsync.plan.coverage import covers_all
-from weightsync.plan.formats import TOGETHER, Format
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.stored_reads import reads_layout
-from weightsync.plan.whole_sources import whole_sources
+from weightsync.plan.direct.stored_reads import reads_layout
+from weightsync.plan.direct.whole_sources import whole_sources
+from weightsync.plan.layout.coverage import covers_all
+from weightsync.plan.layout.formats import TOGETHER, Format
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.handles import StoredExport
+from weightsync.quantising.quantize import quantize, quantize_together
+from weightsync.quantising.quantizing_reads import QuantizingReads
+from weightsync.quantising.stored_places import StoredPlaces
 
 SHAPES = {
     "embed.weight": (1000, 96),

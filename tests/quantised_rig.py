@@ -11,17 +11,17 @@ from torch import nn
 
 from tests.quantised import same_bits
 from weightsync.channel.sink import PieceView
-from weightsync.engines.live_digest import LiveParameters
-from weightsync.engines.quantizing_sink import QuantizingSink
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.piece_memory import SlotPieces
-from weightsync.memory.quantize import quantize
-from weightsync.memory.quantizing_tables import QuantizingTables
+from weightsync.engines.loading.live_digest import LiveParameters
+from weightsync.engines.loading.quantizing_sink import QuantizingSink
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.stacked_experts import as_loaded
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.piece_memory import SlotPieces
+from weightsync.quantising.quantize import quantize
+from weightsync.quantising.quantizing_tables import QuantizingTables
+from weightsync.quantising.stored_places import StoredPlaces
 
 FORMATS = {
     "fp8 blocks": Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)),

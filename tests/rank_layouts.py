@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightsync.engines import Engine
 from weightsync.plan import RankLayout
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 
 
 def rank_layouts(engine: Engine) -> list[RankLayout]:

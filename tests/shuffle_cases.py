@@ -12,9 +12,9 @@ import torch
 from tests.unit.plan.plan_strategies import PAD, Rank, cuts, hold, live, values, write
 from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.plan import Box, Layout, RankLayout, Reshard, TensorMeta
-from weightsync.plan.direct import Reads
-from weightsync.plan.host_bundles import HostBundles
-from weightsync.plan.shuffle import Bundle, ShufflePlan
+from weightsync.plan.cross_host.host_bundles import HostBundles
+from weightsync.plan.cross_host.shuffle import Bundle, ShufflePlan
+from weightsync.plan.direct.direct import Reads
 from weightsync.transports import Transport
 
 CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.engine_versions import SUITE
-from weightsync.engines.checks import FIRST, TESTED
+from weightsync.engines.serving.checks import FIRST, TESTED
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/versions.md", ROOT / "benchmarks/results/versions.json"

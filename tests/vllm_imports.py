@@ -11,7 +11,7 @@ import gc
 
 from packaging.version import Version
 
-from weightsync.engines.checks import installed
+from weightsync.engines.serving.checks import installed
 from weightsync.engines.vllm.api import set_environment
 from weightsync.protocol.collector import collector_paused
 

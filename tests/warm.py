@@ -17,13 +17,14 @@ with collector_paused:  # it would look at all that is imported, again and again
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
     from weightsync import testing  # noqa: F401
-    from weightsync.engines import torch_module  # noqa: F401
+    from weightsync.engines.torch import torch_module  # noqa: F401
     from weightsync.holder import holder  # noqa: F401
-    from weightsync.memory.digests import warm_up
-    from weightsync.memory.host_table import HostPart, HostTable
-    from weightsync.memory.nonfinite import NonfiniteTable
+    from weightsync.memory.kernels.digests import warm_up
+    from weightsync.memory.kernels.host_table import HostPart, HostTable
+    from weightsync.memory.kernels.nonfinite import NonfiniteTable
     from weightsync.plan import Box
-    from weightsync.sources import checkpoint_store, module  # noqa: F401
+    from weightsync.sources import module  # noqa: F401
+    from weightsync.sources.checkpoint import checkpoint_store  # noqa: F401
 
 
 def compile_kernels() -> None:

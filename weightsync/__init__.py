@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
     from weightsync.config import SyncConfig, parse_size
-    from weightsync.driver.traffic import efficiency
+    from weightsync.driver.connecting.traffic import efficiency
     from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
         ConfigError,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from weightsync.plan import Box, Layout, Plan, Segment, make_plan
-    from weightsync.plan.estimate import LinkRates
-    from weightsync.plan.shuffle import ShufflePlan
+    from weightsync.plan.cross_host.shuffle import ShufflePlan
+    from weightsync.plan.figures.estimate import LinkRates
     from weightsync.report import SyncReport
     from weightsync.sources.selection import Part
 
@@ -85,7 +85,7 @@ _HOMES = {
     "EngineActor": "weightsync.actors.engine",
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
-    "LinkRates": "weightsync.plan.estimate",
+    "LinkRates": "weightsync.plan.figures.estimate",
     "Part": "weightsync.sources.selection",
     "PeerLostError": "weightsync.errors",
     "Plan": "weightsync.plan",
@@ -93,7 +93,7 @@ _HOMES = {
     "ReplicasDifferError": "weightsync.errors",
     "Segment": "weightsync.plan",
     "Shuffle": "weightsync.collectives.shuffle",
-    "ShufflePlan": "weightsync.plan.shuffle",
+    "ShufflePlan": "weightsync.plan.cross_host.shuffle",
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
@@ -103,7 +103,7 @@ _HOMES = {
     "WeightSync": "weightsync.actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
     "WeightSyncWorker": "weightsync.engines.vllm.worker",
-    "efficiency": "weightsync.driver.traffic",
+    "efficiency": "weightsync.driver.connecting.traffic",
     "gather_send": "weightsync.collectives.shuffle",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol
 
-from weightsync.plan.explain import count_text, rate_text, size_text, time_text
 from weightsync.protocol.timing import Span
+from weightsync.text import count_text, rate_text, size_text, time_text
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
 DIRECT = "direct"

@@ -21,17 +21,17 @@ from weightsync.engines.base import (
     Prompts,
     Rollout,
 )
-from weightsync.engines.sampling import Sampling
-from weightsync.engines.texts import token_ids
+from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.texts import token_ids
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.engine_digests import EngineDigests
-from weightsync.memory.fingerprints import publish_report
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.memory.kernels.engine_digests import EngineDigests
+from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import (

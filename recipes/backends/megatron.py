@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weightsync.memory.tensors import segment_view
-from weightsync.plan.experts import stack_experts
+from weightsync.plan.layout.experts import stack_experts
 from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.recipe import LoopSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.actors.fleet import Engine
 from weightsync.config import PrefixCache
-from weightsync.engines.checks import refuse_salt
+from weightsync.engines.serving.checks import refuse_salt
 from weightsync.testing import DictEngine
 
 

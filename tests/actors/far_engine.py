@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.actors.fleet import Engine
-from weightsync.actors.placement import Placement
+from weightsync.actors.ray.placement import Placement
 
 
 class Far(Engine):

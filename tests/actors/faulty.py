@@ -21,7 +21,7 @@ from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines import rank_process
+from weightsync.engines.rank import rank_process
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.holder import holder as holder_module

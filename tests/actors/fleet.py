@@ -22,14 +22,14 @@ from torch import nn
 
 from tests.actors import zygote
 from tests.patience import patient
-from weightsync.actors.actor_class import actor_class
-from weightsync.actors.checkpoint_shard import CheckpointShard
+from weightsync.actors.checkpoints.checkpoint_shard import CheckpointShard
 from weightsync.actors.engine import EngineActor
+from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import Attached, FeedTicket
-from weightsync.sources.checkpoint_store import Reading
+from weightsync.sources.checkpoint.checkpoint_store import Reading
 from weightsync.testing import DictEngine
 
 

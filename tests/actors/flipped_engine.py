@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync import EngineActor
-from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.protocol.messages import LiveDigest
 
 

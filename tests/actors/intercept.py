@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.actors.remote import Remote
+from weightsync.actors.ray.remote import Remote
 
 Call = Callable[..., Awaitable[Any]]
 

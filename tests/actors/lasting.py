@@ -24,9 +24,9 @@ from tests.actors.fleet import Engine, Trainer, build
 from tests.actors.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
-from weightsync.driver.comparison import Comparison
+from weightsync.actors.holders.detached import actor_name, detached, end_all, find, names, run_prefix
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.verifying.comparison import Comparison
 from weightsync.faults import Fault, FaultPlan
 
 RUN, WIDTH = "lasting", 256

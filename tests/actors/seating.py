@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from tests.patience import patient
-from weightsync.actors.detached import NAMESPACE
+from weightsync.actors.holders.detached import NAMESPACE
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import EngineSpec, Recipe, TrainerSpec
 

@@ -18,7 +18,7 @@ from tests.actors.faulty import Heard, pid, starve
 from tests.actors.fleet import Harming, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.driver.connect import Connection, connect
+from weightsync.driver.connecting.connect import Connection, connect
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S
@@ -98,7 +98,7 @@ class Blaming:
         async def connect_within(fleet: Fleet, config: SyncConfig, *args: Any) -> Connection:
             return await connect(fleet, replace(config, connect_timeout_s=seconds), *args)
 
-        with mock.patch("weightsync.driver.controller.connect", connect_within):
+        with mock.patch("weightsync.driver.updating.controller.connect", connect_within):
             yield
 
     def serve(self) -> None:

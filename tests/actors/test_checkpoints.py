@@ -28,13 +28,13 @@ from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
-from weightsync.actors.detached import NAMESPACE, actor_name
 from weightsync.actors.engine import EngineActor
-from weightsync.actors.weight_holder import spawn_standby
+from weightsync.actors.holders.detached import NAMESPACE, actor_name
+from weightsync.actors.holders.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
-from weightsync.memory.quantize import quantize
-from weightsync.plan.formats import Format
-from weightsync.recipes.screen import Screen
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.quantize import quantize
+from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.serve_checkpoint import Fleet, serve
 
 WIDTH = 512
@@ -95,10 +95,11 @@ def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
 def test_two_checkpoints_are_registered_and_switched(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("weightsync.actors.checkpoints.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.holders.standbys.spawn_standby",
+        lambda *at: early.append(spawn_standby(*at)) or early[-1],
     )
     a, b = weights(1), weights(2)
     folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
@@ -138,7 +139,7 @@ def test_two_checkpoints_are_registered_and_switched(
 def test_a_file_that_is_replaced_after_its_checkpoint_was_registered_is_named(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("weightsync.actors.checkpoints.checkpoint_shard.CheckpointShard", HeldShard)
     a, b, new = weights(1), weights(2), weights(3)
     sync = make()
     for name, held in (("a", a), ("b", b)):
@@ -368,10 +369,11 @@ def test_the_command_serves_and_obeys_lines(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where names are folders, too
-    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("weightsync.actors.checkpoints.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.holders.standbys.spawn_standby",
+        lambda *at: early.append(spawn_standby(*at)) or early[-1],
     )
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}

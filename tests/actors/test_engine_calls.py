@@ -15,7 +15,7 @@ from weightsync.actors import engine_calls
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.errors import PlanError
 from weightsync.plan import RankLayout, Segment, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 

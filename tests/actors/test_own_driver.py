@@ -8,7 +8,7 @@ import ray
 from tests.actors.fleet import Engine, Trainer, spawn
 from tests.actors.own_driver import DrivingEngine, DrivingTrainer
 from tests.patience import patient
-from weightsync.actors.actor_class import actor_class
+from weightsync.actors.ray.actor_class import actor_class
 
 pytestmark = pytest.mark.usefixtures("cluster")
 WIDTH = 16

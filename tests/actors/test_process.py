@@ -14,8 +14,8 @@ import ray
 from tests.actors.faulty import process_state
 from tests.actors.fleet import until
 from tests.patience import patient
-from weightsync.actors.placement import Placement
-from weightsync.actors.process import end_process
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.process import end_process
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])

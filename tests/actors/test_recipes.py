@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.actors.test_quickstart import weightsync
-from weightsync.recipes.forecast import planned
+from weightsync.recipes.forecast.forecast import planned
 from weightsync.recipes.inputs import recipe_file
 from weightsync.recipes.recipe import load_recipe
 

@@ -17,8 +17,8 @@ from tests.actors.fleet import Engine, Trainer, forget, spawn
 from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors import relays
-from weightsync.actors.control_channels import ControlChannels
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.relays import relays
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 

@@ -23,15 +23,15 @@ from tests.actors.gated_trainer import Gated
 from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
-from weightsync.actors import relays
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.process import ask_pid
-from weightsync.actors.publish_relay import PublishRelay
-from weightsync.actors.relays import relayed_ranks
-from weightsync.actors.remote import remote_holder, remote_trainer
-from weightsync.actors.weight_holder import spawn_holder
+from weightsync.actors.holders.weight_holder import spawn_holder
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.process import ask_pid
+from weightsync.actors.ray.remote import remote_holder, remote_trainer
+from weightsync.actors.relays import relays
+from weightsync.actors.relays.publish_relay import PublishRelay
+from weightsync.actors.relays.relays import relayed_ranks
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.trainers import Trainers
+from weightsync.driver.verifying.trainers import Trainers
 from weightsync.errors import DeadlineError, PeerError
 from weightsync.faults import Fault, FaultPlan
 

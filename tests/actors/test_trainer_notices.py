@@ -12,8 +12,8 @@ import ray
 
 from tests.actors.digesting import PLAN, Trainer
 from tests.patience import patient
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.remote import RemoteTrainer, remote_trainer
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.remote import RemoteTrainer, remote_trainer
 from weightsync.errors import MovedError, PeerLostError
 from weightsync.protocol.messages import PublishReport, PublishTask
 

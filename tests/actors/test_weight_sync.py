@@ -21,13 +21,13 @@ from tests.actors.intercept import Call, intercept
 from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
-from weightsync.actors import control_channels
-from weightsync.actors.control_channels import ControlChannel
 from weightsync.actors.membership import Membership
-from weightsync.actors.metrics import Metrics
+from weightsync.actors.ray import control_channels
+from weightsync.actors.ray.control_channels import ControlChannel
+from weightsync.actors.ray.metrics import Metrics
 from weightsync.channel.control import ControlOffer
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import EngineError, NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.report import SyncReport

@@ -184,7 +184,10 @@ def _import_ray() -> None:
 
     from tests.actors import fleet  # noqa: F401
     from tests.warm import keep_from_collection
-    from weightsync.actors import checkpoint_shard, engine, process, trainer_shard, weight_holder  # noqa: F401
+    from weightsync.actors import engine, trainer_shard  # noqa: F401
+    from weightsync.actors.checkpoints import checkpoint_shard  # noqa: F401
+    from weightsync.actors.holders import weight_holder  # noqa: F401
+    from weightsync.actors.ray import process  # noqa: F401
     from weightsync.transports import gloo  # noqa: F401
 
     for module in _ON_USE:

@@ -29,7 +29,7 @@ from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.draft import DRAFT
+from weightsync.plan.layout.draft import DRAFT
 from weightsync.protocol.messages import Digests
 
 TIMEOUT_S = patient(120)

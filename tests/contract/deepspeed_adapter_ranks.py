@@ -19,8 +19,9 @@ from tests.contract.source_ranks import plan_for
 from tests.forked import fork, import_deepspeed
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
-from weightsync.sources import lora, make_source
-from weightsync.sources.lora import LoraSource
+from weightsync.sources import make_source
+from weightsync.sources.lora import lora
+from weightsync.sources.lora.lora import LoraSource
 
 ADAPTERS = {"default": 3, "second": 5}
 """PEFT's adapters, and the rank of each. DeepSpeed trains the first."""

@@ -193,7 +193,7 @@ def measure(rank: int, num_ranks: int, meeting: str, out: Path) -> None:
     source.publish(True)
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    with mock.patch("weightsync.sources.deepspeed.named_tensors", side_effect=AssertionError("slow")):
+    with mock.patch("weightsync.sources.zero.deepspeed.named_tensors", side_effect=AssertionError("slow")):
         source.publish(True)  # addresses are as before, so it does not look for tensors again
     found = gather(Memory(plan.total_nbytes, nbytes, _memory("VmHWM") - before))
     source.close()

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from tests.kernel_doubles import Stream
-from weightsync.engines.live_digest import in_order, parameters_of
+from weightsync.engines.loading.live_digest import in_order, parameters_of
 from weightsync.holder.quantizing_copy import QuantizingCopy
-from weightsync.memory.piece_memory import SlotPieces
-from weightsync.memory.quantizing_reads import QuantizingReads
-from weightsync.memory.quantizing_tables import QuantizingTables
 from weightsync.memory.stacked_experts import as_loaded
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import typed
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Reshard, Segment, TensorMeta, make_plan
-from weightsync.plan.stored_reads import reads_layout
+from weightsync.plan.direct.stored_reads import reads_layout
 from weightsync.protocol.handles import StoredExport
 from weightsync.protocol.messages import HolderDigests
+from weightsync.quantising.piece_memory import SlotPieces
+from weightsync.quantising.quantizing_reads import QuantizingReads
+from weightsync.quantising.quantizing_tables import QuantizingTables
+from weightsync.quantising.stored_places import StoredPlaces
 
 Memory = Mapping[str, torch.Tensor]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, Compared, Digests, combine
 from weightsync.sources.module import ModuleSource
 

@@ -12,7 +12,7 @@ import torch
 from tests.contract.deepspeed_ranks import Memory, Version, run_all
 from tests.forked import forking
 from tests.patience import patient
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine_versions import VERSIONS, run
 from tests.versions_page import record
-from weightsync.engines.checks import installed
+from weightsync.engines.serving.checks import installed
 
 
 @pytest.mark.versions

@@ -14,7 +14,7 @@ from tests.contract.conftest import ENDED, LOGPROB_SLACK, TIMEOUT_S, Rig
 from tests.models import greedy, logprobs
 from weightsync.engines import ExportsAhead, ExportsMemory, Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [

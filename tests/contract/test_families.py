@@ -24,18 +24,18 @@ from tests.families import FAMILIES, build_family
 from tests.models_page import RESULTS
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.engines import Engine
-from weightsync.engines.torch_module import TorchEngine
+from weightsync.engines.torch.torch_module import TorchEngine
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.holder import Holder
 from weightsync.memory.tensors import named_tensors
-from weightsync.plan.layout import Layout
-from weightsync.plan.match import match
+from weightsync.plan.layout.layout import Layout
+from weightsync.plan.layout.match import match
 from weightsync.report import SyncReport
-from weightsync.sources.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 

@@ -27,7 +27,7 @@ from tests.contract.megatron_ranks import (
 )
 from tests.forked import forking
 from tests.patience import patient
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 
 MEGATRON = importlib.util.find_spec("megatron") is not None
 pytestmark = [

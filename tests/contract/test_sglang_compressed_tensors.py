@@ -28,10 +28,10 @@ from tests.contract.test_sglang_online import (
 from tests.contract.test_sglang_quantized import FP8, Experts, held, host_of, runner, saved, trained
 from tests.kernel_doubles import use_doubles
 from tests.quantised import by_library, dynamic, same_bits
-from weightsync.engines.live_digest import LiveParameters, parameters_of
-from weightsync.engines.rank import Rank
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import ConfigError
-from weightsync.plan.formats import Quantization
+from weightsync.plan.layout.formats import Quantization
 from weightsync.protocol.messages import HolderDigests
 
 CPU = torch.device("cpu")

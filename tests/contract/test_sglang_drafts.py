@@ -21,12 +21,12 @@ from tests.forked import said_by
 from tests.models import build_tiny_eagle, build_tiny_qwen3
 from tests.mtp_models import build_tiny_mtp
 from tests.quantised import same_bits
-from weightsync.engines.rank import Rank
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
-from weightsync.plan.draft import DRAFT
+from weightsync.plan.layout.draft import DRAFT
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="sglang is not installed"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.contract.test_sglang_lora import LARGEST, SLOTS, Pool, opened, spec_of
 from tests.models import build_tiny_qwen3
-from weightsync.engines.rank import Rank
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.sglang.lora import LoraSlots, SlotOptions, coordinates, ones, peft_config
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.errors import ConfigError

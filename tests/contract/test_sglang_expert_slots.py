@@ -26,15 +26,15 @@ from tests.expert_adapters import STACKED, save_by_expert
 from tests.forked import said_by
 from tests.models import build_tiny_qwen3
 from tests.unit.sources.test_lora import published
-from weightsync.engines.adapter_engine import AdapterEngine
-from weightsync.engines.adapter_places import passes
-from weightsync.engines.engine_ranks import answers_of
-from weightsync.engines.rank import Rank
+from weightsync.engines.lora.adapter_engine import AdapterEngine
+from weightsync.engines.lora.adapter_places import passes
+from weightsync.engines.rank.rank import Rank
+from weightsync.engines.serving.engine_ranks import answers_of
 from weightsync.engines.sglang.lora import LoraSlots, coordinates, ones, peft_config
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 peft = pytest.importorskip("peft")
 

@@ -20,7 +20,7 @@ from torch import nn
 from tests.forked import said_by
 from tests.models import build_tiny_qwen3
 from tests.quantised import dynamic, same_bits, save_quantised
-from weightsync.engines.live_digest import LiveParameters, parameters_of
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 
 pytestmark = [

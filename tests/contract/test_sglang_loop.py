@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.request_loop import Made, Params, RequestLoop
+from weightsync.engines.serving.request_loop import Made, Params, RequestLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)

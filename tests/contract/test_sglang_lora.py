@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.adapter_places import passes
-from weightsync.engines.adapter_rank import Slot
+from weightsync.engines.lora.adapter_places import passes
+from weightsync.engines.lora.adapter_rank import Slot
 from weightsync.engines.sglang.lora import LoraSlots, SlotOptions, coordinates, ones, peft_config
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import segment_view

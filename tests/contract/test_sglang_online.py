@@ -29,12 +29,12 @@ from tests.contract.test_sglang_quantized import (
 )
 from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import LiveParameters, parameters_of
-from weightsync.engines.rank import Rank
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout
-from weightsync.plan.coverage import covers_all
-from weightsync.plan.stored_reads import reads_layout
+from weightsync.plan.direct.stored_reads import reads_layout
+from weightsync.plan.layout.coverage import covers_all
 from weightsync.protocol.messages import HolderDigests
 
 OUT = "model.layers.0.self_attn.o_proj"

@@ -29,10 +29,10 @@ from tests.contract.test_sglang_quantized import (
 )
 from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import LiveParameters, parameters_of
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
 from weightsync.errors import ConfigError
-from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.protocol.device_memory import StoredTable
+from weightsync.quantising.quantizing_tables import NoKernelError
 
 GATE = f"{EXPERTS}.0.gate_proj.weight"
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -20,17 +20,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
 from tests.quantised import AWQ, INT4, fp8_blocks, same_bits
-from weightsync.engines.live_digest import LiveParameters, parameters_of
-from weightsync.engines.rank import Rank
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.errors import ConfigError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout
-from weightsync.plan.coverage import covers_all
-from weightsync.plan.formats import Quantization
-from weightsync.plan.stored_reads import reads_layout
+from weightsync.plan.direct.stored_reads import reads_layout
+from weightsync.plan.layout.coverage import covers_all
+from weightsync.plan.layout.formats import Quantization
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tests.forked import forking
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from weightsync.engines.rank_process import RankProcess
+from weightsync.engines.rank.rank_process import RankProcess
 from weightsync.engines.sglang import api as sglang_api
 from weightsync.engines.sglang import rank_calls as sglang_channel
 from weightsync.engines.sglang import worker as sglang_worker
@@ -36,10 +36,10 @@ from weightsync.engines.sglang.storage import stored_otherwise
 from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.draft import DRAFT, Draft
-from weightsync.plan.formats import Format
-from weightsync.plan.layout_table import LayoutTable, SegmentTable
-from weightsync.plan.segment import MeshPlace
+from weightsync.plan.layout.draft import DRAFT, Draft
+from weightsync.plan.layout.formats import Format
+from weightsync.plan.layout.layout_table import LayoutTable, SegmentTable
+from weightsync.plan.layout.segment import MeshPlace
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, StoredTable
 from weightsync.protocol.handles import DeviceHandle, StoredExport
 from weightsync.protocol.messages import Attached, LiveDigest, Loaded

@@ -18,11 +18,11 @@ from tests.contract.test_sglang_loop import FakeServer, of, until
 from tests.contract.test_vllm_stepper import FakeLlm, stop
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from weightsync.engines import torch_module
-from weightsync.engines.engine_ranks import EngineRanks
-from weightsync.engines.rank import Rank
-from weightsync.engines.request_loop import RequestLoop
+from weightsync.engines.rank.rank import Rank
+from weightsync.engines.serving.engine_ranks import EngineRanks
+from weightsync.engines.serving.request_loop import RequestLoop
 from weightsync.engines.sglang.adapter import SglangEngine
+from weightsync.engines.torch import torch_module
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.adopted import AdoptedVllm
 from weightsync.engines.vllm.api import check_sleep

@@ -9,7 +9,7 @@ from tests.contract.source_ranks import Case, Model, Share, engine_needs, plan_f
 from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import ConfigError
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource

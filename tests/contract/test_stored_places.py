@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.reload_trace import trace_reload
-from weightsync.engines.stored_loader import StoredLoader, find_places
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.reload_trace import trace_reload
+from weightsync.engines.quantised.stored_loader import StoredLoader, find_places
 from weightsync.engines.vllm.reload import Reload
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.stored_places import StoredPlaces
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),

@@ -24,14 +24,14 @@ from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from tests.unit.sources.test_lora import published
 from weightsync.channel.engine_end import HolderFeed
-from weightsync.engines.adapter_engine import AdapterEngine
+from weightsync.engines.lora.adapter_engine import AdapterEngine
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.errors import ConfigError
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Layout, Members, RankLayout, TensorMeta, make_plan
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 peft = pytest.importorskip("peft")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.contract.conftest import Rig
 from tests.patience import patient
-from weightsync.engines.loader_trace import trace
+from weightsync.engines.loading.loader_trace import trace
+from weightsync.engines.loading.wrapped import unwrapped
 from weightsync.engines.vllm.api import require_updatable
-from weightsync.engines.wrapped import unwrapped
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import named_tensors, segment_view
 from weightsync.plan import TensorMeta

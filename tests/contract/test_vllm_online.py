@@ -26,12 +26,12 @@ from tests.contract.test_vllm_quantized import Served
 from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.errors import ConfigError, PlanError
-from weightsync.memory.quantizing_tables import NoKernelError
 from weightsync.protocol.device_memory import StoredTable
+from weightsync.quantising.quantizing_tables import NoKernelError
 
 if not importlib.util.find_spec("vllm"):
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -206,7 +206,7 @@ def test_memory_that_is_short_of_the_comparison_leaves_all_to_its_loader(
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory to quantise")
 
-    monkeypatch.setattr("weightsync.engines.quantizing_loader.quantize_together", fail)
+    monkeypatch.setattr("weightsync.engines.quantised.quantizing_loader.quantize_together", fail)
     for version in (1, 2):
         load(host.loader(stored=False), trained(folder, version))
         assert differing(model, Online(folder).start(trained(folder, version))) == []

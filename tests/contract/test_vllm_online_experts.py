@@ -23,7 +23,7 @@ from tests.contract.test_vllm_quantized import Served
 from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 

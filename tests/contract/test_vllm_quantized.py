@@ -17,10 +17,10 @@ from torch import nn
 from tests.models import build_tiny_qwen3, pack_int4
 from tests.quantised import CONFIGS, check_declared, same_bits, save_quantised, weights
 from tests.vllm_imports import vllm_before
-from weightsync.engines.checkpoint import checkpoint_of
-from weightsync.engines.live_digest import LiveParameters
-from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
-from weightsync.engines.stored_checkpoint import quantization_of, require_stored
+from weightsync.engines.loading.checkpoint import checkpoint_of
+from weightsync.engines.loading.live_digest import LiveParameters
+from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.quantised.stored_checkpoint import quantization_of, require_stored
 from weightsync.engines.vllm.api import (
     loaded_layers,
     model_folder,
@@ -31,10 +31,10 @@ from weightsync.engines.vllm.api import (
 )
 from weightsync.engines.vllm.reload import Reload
 from weightsync.errors import ConfigError
-from weightsync.memory.quantize import quantize
 from weightsync.memory.tensors import named_tensors
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
 from weightsync.protocol.messages import LiveDigest
+from weightsync.quantising.quantize import quantize
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),

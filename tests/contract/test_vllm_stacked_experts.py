@@ -23,7 +23,7 @@ from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 

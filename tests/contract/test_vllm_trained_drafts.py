@@ -14,7 +14,7 @@ from tests.contract.conftest import Rig
 from tests.contract.vllm_speculation import check_live, check_version, live_draft, models
 from tests.models import build_tiny_eagle, build_tiny_qwen3
 from weightsync.memory.tensors import named_tensors
-from weightsync.plan.draft import DRAFT
+from weightsync.plan.layout.draft import DRAFT
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),

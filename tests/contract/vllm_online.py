@@ -23,10 +23,10 @@ from vllm.model_executor.utils import replace_parameter
 
 from tests.contract.test_sglang_quantized import PACKED
 from tests.quantised import same_bits
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.quantised_experts import STACKS
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.quantised_experts import STACKS
 from weightsync.engines.vllm.worker import VllmHost
-from weightsync.engines.whole_sink import Loader
 from weightsync.memory.tensors import named_tensors
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.mtp_models import Family
-from weightsync.engines.draft_model import own_modules, own_tensors
+from weightsync.engines.drafts.draft_model import own_modules, own_tensors
 from weightsync.engines.vllm.draft import VllmDraft
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.holder.holder import Holder
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging

@@ -16,24 +16,24 @@ from tests.fleets.rank_engine import RankEngine
 from tests.quantised import same_bits
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import LiveParameters, parameters_of
-from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
-from weightsync.engines.rank import Rank
-from weightsync.engines.stored_loader import StoredLoader
-from weightsync.engines.whole_sink import Loader
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, stored_tensors
+from weightsync.engines.quantised.stored_loader import StoredLoader
+from weightsync.engines.rank.rank import Rank
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.piece_memory import SlotPieces
-from weightsync.memory.quantize import quantize
-from weightsync.memory.quantizing_tables import QuantizingTables
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, Segment
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
 from weightsync.protocol.device_memory import DeviceMemory, LiveExport, LiveMemory
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests
+from weightsync.quantising.piece_memory import SlotPieces
+from weightsync.quantising.quantize import quantize
+from weightsync.quantising.quantizing_tables import QuantizingTables
+from weightsync.quantising.stored_places import StoredPlaces
 from weightsync.testing import LocalEngine
 
 CPU = torch.device("cpu")

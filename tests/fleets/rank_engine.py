@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsync.engines.rank import Rank
+from weightsync.engines.rank.rank import Rank
 from weightsync.plan import Plan
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 from weightsync.testing import DictEngine
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.fleets.rank_engine import RankEngine
 from weightsync.config import Components, Treatment
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.draft_model import DraftModel
-from weightsync.engines.rank import Rank
-from weightsync.engines.trained_draft import TrainableDraft
-from weightsync.engines.whole_sink import Loader
+from weightsync.engines.drafts.draft_model import DraftModel
+from weightsync.engines.drafts.trained_draft import TrainableDraft
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.rank.rank import Rank
 from weightsync.memory.tensors import meta_of, named_tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -164,7 +164,7 @@ class SglangAdapters(EngineActor):
     def _by_file(self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         from safetensors.torch import load_file
 
-        from weightsync.engines.request_loop import Params
+        from weightsync.engines.serving.request_loop import Params
         from weightsync.engines.sglang.lora import Adapted
 
         engine: Any = self._engine

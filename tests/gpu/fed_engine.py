@@ -17,7 +17,7 @@ from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import make_engine
-from weightsync.engines.whole_sink import synchronize
+from weightsync.engines.loading.whole_sink import synchronize
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.file_names import FileNames
 from weightsync.memory.host import SharedBuffer

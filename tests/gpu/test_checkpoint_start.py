@@ -17,7 +17,7 @@ from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.weight_holder import HolderStandby, spawn_standby
+from weightsync.actors.holders.weight_holder import HolderStandby, spawn_standby
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
@@ -71,7 +71,8 @@ def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that are to be holders, as they are started."""
     early: list[Any] = []
     patch.setattr(
-        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.holders.standbys.spawn_standby",
+        lambda *at: early.append(spawn_standby(*at)) or early[-1],
     )
     return early
 

@@ -13,9 +13,9 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu.test_end_to_end import Fleet, start_and_kill
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
-from weightsync.driver.connect import Connection, connect
+from weightsync.driver.connecting.connect import Connection, connect
 from weightsync.driver.fleet import Fleet as DriversFleet
-from weightsync.plan.alike import LEAST_ALIKE
+from weightsync.plan.direct.alike import LEAST_ALIKE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def on_hosts(patch: pytest.MonkeyPatch, hosts: str) -> None:
         fleet.nodes[:] = hosts
         return await connect(fleet, *args)
 
-    patch.setattr("weightsync.driver.controller.connect", renamed)
+    patch.setattr("weightsync.driver.updating.controller.connect", renamed)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_each_version_arrives_bit_for_bit(
 ) -> None:
     if num_gpus < len(hosts):
         pytest.skip(f"needs {len(hosts)} GPUs")
-    monkeypatch.setattr("weightsync.plan.alike.LEAST_ALIKE", least_alike)
+    monkeypatch.setattr("weightsync.plan.direct.alike.LEAST_ALIKE", least_alike)
     fleet = Fleet(bundles, path, num_trainers, engine_gpus)
     with WeightSync(CONFIG) as sync:
         fleet.register(sync)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.memory.test_digest_tiles import part_of
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.kernels import CopyTable, DigestTable
-from weightsync.memory.nonfinite import MASKS, count_nonfinite, word_mask
+from weightsync.memory.kernels.device_kernels import CopyTable, DigestTable
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.memory.kernels.nonfinite import MASKS, count_nonfinite, word_mask
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, Copy, box_copies
+from weightsync.plan.layout.copies import Copies, Copy, box_copies
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import torch
 
 from weightsync.holder.direct_copy import DirectCopy
 from weightsync.memory.device import export_tensors
-from weightsync.memory.digests import BoxPart, box_digests
+from weightsync.memory.kernels.digests import BoxPart, box_digests
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, make_plan
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.plan import by_tensor
 
 pytestmark = pytest.mark.gpu
 

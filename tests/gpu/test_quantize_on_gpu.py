@@ -10,13 +10,13 @@ import torch
 
 from tests.quantised import SPECIAL, same_bits
 from weightsync.memory import cuda
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.group_kernels import can_quantize_groups
-from weightsync.memory.quantize import quantize, quantize_together
-from weightsync.memory.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
-from weightsync.memory.shared_scale_table import SharedScaleTable
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box
-from weightsync.plan.formats import FP4, NEAREST, TOGETHER, Format
+from weightsync.plan.layout.formats import FP4, NEAREST, TOGETHER, Format
+from weightsync.quantising.group_kernels import can_quantize_groups
+from weightsync.quantising.quantize import quantize, quantize_together
+from weightsync.quantising.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable
+from weightsync.quantising.shared_scale_table import SharedScaleTable
 
 pytestmark = pytest.mark.gpu
 

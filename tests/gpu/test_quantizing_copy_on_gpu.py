@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.quantised_reads_rig import ReadsRig
-from weightsync.memory import quantizing_reads
 from weightsync.memory.device import export_tensors
-from weightsync.plan import stored_reads
-from weightsync.plan.formats import Format
+from weightsync.plan.direct import stored_reads
+from weightsync.plan.layout.formats import Format
 from weightsync.protocol.handles import DeviceHandle
+from weightsync.quantising import quantizing_reads
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from tests.gpu.same_answers import Answers, assert_same
 from tests.gpu.sglang_probe import OPTIONS, answers_of
 from tests.patience import patient
 from weightsync.errors import ConfigError
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 
 ROOT = Path(__file__).parents[2]

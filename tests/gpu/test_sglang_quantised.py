@@ -39,7 +39,7 @@ from tests.quantised import dynamic, save_quantised
 from weightsync import WeightSync
 from weightsync.engines.sglang.online import ROWS
 from weightsync.engines.sglang.online_experts import EXPERT
-from weightsync.memory.quantize import quantize
+from weightsync.quantising.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,

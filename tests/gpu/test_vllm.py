@@ -20,7 +20,7 @@ from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.same_answers import Answers, assert_same
 from tests.gpu.vllm_probe import OPTIONS, probe
 from tests.patience import patient
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 
 ROOT = Path(__file__).parents[2]

@@ -99,7 +99,7 @@ class Fleet:
             for number in dict(sync.plan.members.engines)["e0"]
         ]
         assert sum(ray.get(writing)) == self.num_ranks, (
-            "the engine copies, see the log of weightsync.engines.live_writer"
+            "the engine copies, see the log of weightsync.engines.loading.live_writer"
         )
 
     def load(self, path: str) -> None:

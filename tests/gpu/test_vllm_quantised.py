@@ -43,7 +43,7 @@ from weightsync import SyncReport, WeightSync
 from weightsync.driver.engine_state import EngineState
 from weightsync.engines.vllm.online import LAYER
 from weightsync.errors import WeightSyncError
-from weightsync.memory.quantize import quantize
+from weightsync.quantising.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,9 @@ import torch
 
 from tests.gpu.live_bytes import Live, all_hashes, hashes
 from tests.gpu.same_answers import Answers, likeliest
-from weightsync.engines.kernel_state import tensors_beside
-from weightsync.memory.stored_places import StoredPlaces
+from weightsync.engines.loading.kernel_state import tensors_beside
 from weightsync.protocol.messages import Digests
+from weightsync.quantising.stored_places import StoredPlaces
 
 __all__ = ["OPTIONS", "beside", "flip", "held", "kernels", "live", "probe"]
 

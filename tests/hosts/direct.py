@@ -22,8 +22,8 @@ from tests.hosts.outside import ask, say
 from tests.hosts_fleet import Engine, Hosts, MappingHolder, Source
 from tests.patience import patient
 from weightsync import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import PeerLostError
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 

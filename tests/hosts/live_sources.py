@@ -17,8 +17,8 @@ import ray
 
 from tests.hosts.direct import CONFIG, HOSTS, Case, fleet, sites_of
 from tests.hosts.outside import ask, say
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.report import SyncReport
 
 CASE = Case("live sources", "a", {"e0": "b", "e1": "c", "e2": "a", "e3": "a"}, {})

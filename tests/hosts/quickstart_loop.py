@@ -27,9 +27,9 @@ from tests.hosts.outside import ask, say
 from tests.patience import patient
 from weightsync.recipes.cluster import local_cluster
 from weightsync.recipes.inputs import runnable_recipe
-from weightsync.recipes.run_folder import RunFolder
-from weightsync.recipes.run_report import RunReport, StepRow, read_report
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.run_folder import RunFolder
+from weightsync.recipes.report.run_report import RunReport, StepRow, read_report
+from weightsync.recipes.report.screen import Screen
 
 ROOT = Path(__file__).parents[2]
 HOSTS = {"head": "main-0", "west": "main-1", "east": "main-2"}
@@ -112,7 +112,7 @@ class Observer(Screen):
     def _sample(
         self, took: Sequence[str], version: int
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[str, int]]]:
-        from weightsync.actors.detached import actor_name, find
+        from weightsync.actors.holders.detached import actor_name, find
         from weightsync.recipes.calls import collect, gather
 
         trainer, engines = find(actor_name(self._run, "trainer 0")), {}

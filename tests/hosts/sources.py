@@ -24,7 +24,7 @@ from tests.patience import patient
 from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.portions import Portion
+from weightsync.plan.broadcast.portions import Portion
 from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 

@@ -21,7 +21,7 @@ from weightsync.channel import engine_end as module
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import Outcome, gather_named
-from weightsync.driver.healing_policy import Action, decide
+from weightsync.driver.healing.healing_policy import Action, decide
 from weightsync.errors import (
     DeadlineError,
     EngineError,

@@ -10,8 +10,8 @@ import torch
 
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.integration.test_rewritten import write
-from weightsync.driver.comparison import UNNAMED
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.verifying.comparison import UNNAMED
 from weightsync.errors import PeerLostError, SourceChangedError, StateError, VerifyError
 from weightsync.protocol.messages import Digests, PublishTask
 

@@ -16,9 +16,9 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from tests.patience import patient
-from weightsync.actors.control_channels import Callee, ControlChannel, ControlChannels
-from weightsync.actors.publish_relay import PublishRelay
-from weightsync.actors.remote import answer, remote_engine
+from weightsync.actors.ray.control_channels import Callee, ControlChannel, ControlChannels
+from weightsync.actors.ray.remote import answer, remote_engine
+from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.channel.control import Answer, ControlOffer, HostMoved, Readable, Turns, answer_calls, pack
 from weightsync.channel.wire import SentError
 from weightsync.errors import (

@@ -16,7 +16,7 @@ from torch import nn
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.connect import FlatLayout
+from weightsync.driver.connecting.connect import FlatLayout
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import (
     ConfigError,

@@ -19,11 +19,11 @@ from tests.fleets.direct import drive as drive_direct
 from tests.fleets.loop import CONFIG
 from tests.fleets.rank_engine import RankEngine
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import LiveParameters
-from weightsync.engines.rank import Rank
+from weightsync.driver.updating.controller import Controller
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.live_digest import LiveParameters
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import EngineError, ReadError, StateError, VerifyError
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot

@@ -17,7 +17,7 @@ from tests.live_fleet import CONFIG, THREE, commit, lose, when_filled
 from tests.patience import patient
 from weightsync.driver.copy_checks import differing
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.healing import Healer
+from weightsync.driver.healing.healing import Healer
 from weightsync.errors import ReadError, VerifyError
 from weightsync.holder.holder import Holder
 

@@ -17,9 +17,9 @@ import torch
 from tests.fleets.direct import Direct, Engine, Staging, drive
 from tests.fleets.loop import CONFIG, Loop
 from tests.patience import patient
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError, EngineError, PeerLostError, StateError, WeightSyncError
 from weightsync.plan import Plan
 from weightsync.protocol.messages import (

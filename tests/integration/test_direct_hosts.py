@@ -15,10 +15,11 @@ from weightsync.collectives.shuffle import Shuffle
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
-from weightsync.memory.host_copies import HostCopies
-from weightsync.plan import alike, host_bundles
-from weightsync.plan.alike import AlikeReshard
-from weightsync.plan.cross_host import CrossHostTerms
+from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.plan.cross_host import host_bundles
+from weightsync.plan.cross_host.cross_host import CrossHostTerms
+from weightsync.plan.direct import alike
+from weightsync.plan.direct.alike import AlikeReshard
 from weightsync.testing import LocalPeer
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), keep_versions=1)

@@ -27,8 +27,8 @@ Served: TypeAlias = tuple[str, Callable[[], None]]
 
 def driver() -> Served:
     """Listen as the driver, or as a holder that calls those of its host. Return what serves a process."""
-    from weightsync.actors.control_channels import ControlChannels
-    from weightsync.actors.loop import LoopThread
+    from weightsync.actors.ray.control_channels import ControlChannels
+    from weightsync.actors.ray.loop import LoopThread
     from weightsync.channel.control import ControlOffer, answer_calls
     from weightsync.protocol.daemon import on_daemon
 
@@ -84,7 +84,7 @@ def store() -> Served:
 
 def link() -> Served:
     """Listen as the examined host of a pair."""
-    from weightsync.recipes.link_probe import SECRET_NBYTES, LinkServer, measure
+    from weightsync.recipes.doctor.link_probe import SECRET_NBYTES, LinkServer, measure
 
     secret = bytes(SECRET_NBYTES)
     server = LinkServer("127.0.0.1", None, secret, patient(20))

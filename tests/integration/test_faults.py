@@ -28,7 +28,7 @@ from weightsync.memory import cuda, device
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory, Export
 from weightsync.protocol.handles import DeviceHandle

@@ -11,11 +11,11 @@ from tests.families import build_family
 from tests.models import redraw
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.engines.torch_module import TorchEngine
+from weightsync.driver.updating.controller import Controller
+from weightsync.engines.torch.torch_module import TorchEngine
 from weightsync.holder.holder import Holder
-from weightsync.sources.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.fleets.loop import CONFIG, Loop, drive
-from weightsync.memory.fingerprints import fingerprint
+from weightsync.memory.kernels.fingerprints import fingerprint
 
 NUM_FLIPS = 300
 

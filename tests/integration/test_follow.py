@@ -14,10 +14,15 @@ from tests import follow
 from tests.forked import said_by
 
 PASSED = {
-    "update": ("sources/tensors.py", "holder/update.py", "channel/engine_end.py", "memory/digests.py"),
+    "update": (
+        "sources/tensors.py",
+        "holder/update.py",
+        "channel/engine_end.py",
+        "memory/kernels/digests.py",
+    ),
     "direct": ("holder/update.py", "channel/engine_end.py"),
-    "refill": ("driver/refill.py", "holder/refill.py", "readers/mapped.py"),
-    "connect": ("driver/connect.py", "plan/broadcast.py", "transports/gloo.py"),
+    "refill": ("driver/updating/refill.py", "holder/refill.py", "readers/mapped.py"),
+    "connect": ("driver/connecting/connect.py", "plan/broadcast/broadcast.py", "transports/gloo.py"),
 }
 
 

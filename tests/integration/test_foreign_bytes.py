@@ -21,8 +21,8 @@ from tests.foreign import NASTY, foreign
 from tests.patience import patient
 from tests.unit.channel.test_wire import MESSAGES
 from tests.unit.protocol.test_decoding import REPLIES
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.loop import LoopThread
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.loop import LoopThread
 from weightsync.channel.control import ControlOffer, answer_calls
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.channel.push import Hello, Pushed, PushEnd, PushFeed

@@ -16,7 +16,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
-from weightsync.driver.healing import Healer
+from weightsync.driver.healing.healing import Healer
 from weightsync.errors import (
     DeadlineError,
     EngineError,

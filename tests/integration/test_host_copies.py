@@ -16,9 +16,9 @@ from tests.fleets.loop import drive as drive_loop
 from tests.hosts_fleet import Hosts, drive
 from tests.live_fleet import CONFIG, commit
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember
-from weightsync.driver.refill import GaveWayError
+from weightsync.driver.updating.controller import Controller
+from weightsync.driver.updating.refill import GaveWayError
 from weightsync.errors import TransportError
 from weightsync.holder import part_sink
 from weightsync.holder.holder import Holder

@@ -14,8 +14,8 @@ from tests.hosts_fleet import Hosts, drive
 from tests.live_fleet import CONFIG, THREE, commit, flat, lose, when_filled
 from tests.patience import patient
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.healing import Healer
-from weightsync.driver.refill import GaveWayError
+from weightsync.driver.healing.healing import Healer
+from weightsync.driver.updating.refill import GaveWayError
 from weightsync.errors import (
     PeerLostError,
     ReadError,
@@ -28,7 +28,7 @@ from weightsync.holder.holder import Holder
 from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.portions import Portion
+from weightsync.plan.broadcast.portions import Portion
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 from weightsync.readers import Read, open_reader

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from weightsync.holder import send_buffer as mapped_send_buffer
 from weightsync.holder.send_buffer import Bounce, MappedSendBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.sources.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
 
 TENSORS = {
     "even": torch.arange(600.0).view(20, 30),

@@ -17,8 +17,8 @@ from tests.fleets.loop import CONFIG, Loop, drive
 from tests.integration.test_controller import read_in_place as make_in_place
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError
-from weightsync.memory.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
-from weightsync.sources.checkpoint_store import CheckpointStore
+from weightsync.memory.kernels.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
 
 
 def wanted(data: torch.Tensor) -> int:

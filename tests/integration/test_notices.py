@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
-from weightsync.actors.control_channels import ControlChannel, ControlChannels, PublishNotices
+from weightsync.actors.ray.control_channels import ControlChannel, ControlChannels, PublishNotices
 from weightsync.channel.control import ControlOffer
 from weightsync.channel.notices import Notices
 from weightsync.protocol.messages import PublishReport

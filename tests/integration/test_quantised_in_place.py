@@ -11,9 +11,9 @@ from tests.fleets.loop import drive as drive_loop
 from tests.fleets.quantising import Fleet, drive, refuse_to_serve, stored_of
 from tests.kernel_doubles import use_doubles
 from weightsync.config import SyncConfig
-from weightsync.memory import quantizing_tables
-from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising import quantizing_tables
+from weightsync.quantising.stored_places import StoredPlaces
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalTrainer
 

@@ -10,7 +10,7 @@ from tests.fleets.loop import CONFIG
 from tests.fleets.quantising import Mapped, Staging, Unable, drive_mapped, refuse_to_serve, use_exports
 from tests.kernel_doubles import use_doubles
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines import whole_loads
+from weightsync.engines.loading import whole_loads
 from weightsync.errors import TransportError
 from weightsync.protocol.messages import HolderDigests
 

@@ -14,19 +14,19 @@ from tests.fleets.quantising import Mapped, Staging, drive_mapped, use_exports
 from tests.kernel_doubles import Stream, use_doubles
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.engines import whole_loads
+from weightsync.driver.updating.controller import Controller
+from weightsync.engines.loading import whole_loads
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.quantizing_reads import QuantizingReads
-from weightsync.memory.quantizing_tables import NoKernelError
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Plan, Reads
 from weightsync.protocol.device_memory import LiveExport
 from weightsync.protocol.handles import DeviceHandle
+from weightsync.quantising.quantizing_reads import QuantizingReads
+from weightsync.quantising.quantizing_tables import NoKernelError
+from weightsync.quantising.stored_places import StoredPlaces
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 DIRECT, WHOLE = "direct: 2 become int8", "it takes whole tensors, of which 2 become int8"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patient
-from weightsync.engines.rank_process import RankProcess, RankWatch
+from weightsync.engines.rank.rank_process import RankProcess, RankWatch
 from weightsync.errors import RankLostError
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import os, sys
-from weightsync.engines.rank_process import RankProcess
+from weightsync.engines.rank.rank_process import RankProcess
 print(RankProcess.join(0, {engine}), os.getpid(), flush=True)
 sys.stdin.read()
 """

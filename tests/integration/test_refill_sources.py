@@ -10,7 +10,7 @@ import pytest
 from tests.hosts_fleet import Hosts, drive
 from tests.live_fleet import CONFIG, THREE, commit, flat, lose, when_filled
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.refill import GaveWayError
+from weightsync.driver.updating.refill import GaveWayError
 from weightsync.errors import ReadError
 
 

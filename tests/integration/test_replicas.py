@@ -21,7 +21,7 @@ from weightsync.errors import PeerLostError, ReplicasDifferError
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan
-from weightsync.plan.replicas import MOST_ROUNDS
+from weightsync.plan.layout.replicas import MOST_ROUNDS
 from weightsync.protocol.messages import Digests
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer, LocalTrainer

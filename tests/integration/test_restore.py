@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from tests.fleets.loop import CONFIG, Loop, drive
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import TransportError
 from weightsync.testing import LocalEngine
 
@@ -34,7 +34,7 @@ class Left(Loop):
         return controller
 
 
-CONTROLLER = "weightsync.driver.controller"
+CONTROLLER = "weightsync.driver.updating.controller"
 Work = Callable[[Left], Coroutine[object, object, None]]
 
 

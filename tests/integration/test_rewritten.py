@@ -18,7 +18,7 @@ from tests.patience import patient
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import SourceChangedError, StateError, VerifyError
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.host_table import HostTable
+from weightsync.memory.kernels.host_table import HostTable
 from weightsync.plan import Plan
 from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, Published

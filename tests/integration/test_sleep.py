@@ -10,7 +10,7 @@ import pytest
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.integration.test_controller import fail_to_publish, read_in_place
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.healing import Healer
+from weightsync.driver.healing.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, VerifyError
 
 ASLEEP, PAUSED, SERVING, STALE = (

@@ -16,7 +16,7 @@ from tests.integration.test_healer import Respawned
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.healing import Healer
+from weightsync.driver.healing.healing import Healer
 from weightsync.errors import DeadlineError, SlowError
 
 TIMEOUT_S = patient(0.5)

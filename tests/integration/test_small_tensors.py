@@ -14,10 +14,10 @@ from torch import nn
 
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.torch_module import TorchEngine
+from weightsync.driver.updating.controller import Controller
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.torch.torch_module import TorchEngine
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource

@@ -15,10 +15,10 @@ import pytest
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.connect import FlatLayout
+from weightsync.driver.connecting.connect import FlatLayout
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import HolderSilent
-from weightsync.driver.refill import GaveWayError
+from weightsync.driver.updating.refill import GaveWayError
 from weightsync.errors import PeerLostError, StateError
 
 THERE = "memory for copies is there after"

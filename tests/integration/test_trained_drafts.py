@@ -17,14 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from tests.fleets.loop import CONFIG
 from tests.fleets.speculating import WIDTH, SpeculatingEngine, TrainersDraft, TrainersTarget
 from weightsync.config import Components, SyncConfig
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError, PlanError, StateError, VerifyError
 from weightsync.holder.holder import Holder
 from weightsync.memory.addresses import local_tensor
 from weightsync.plan import RankLayout
-from weightsync.plan.draft import Draft
+from weightsync.plan.layout.draft import Draft
 from weightsync.protocol.messages import Loaded
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.sources import make_components

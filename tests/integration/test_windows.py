@@ -20,9 +20,9 @@ from tests.patience import patient
 from weightsync.actors.coverage import coverage
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines.quantizing_loader import QuantizingLoader
-from weightsync.engines.rank import Rank
-from weightsync.engines.whole_sink import Loader
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.quantizing_loader import QuantizingLoader
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import ReadError, SourceChangedError, TransportError, VerifyError
 from weightsync.holder import staged_parts
 from weightsync.memory.host import SharedBuffer

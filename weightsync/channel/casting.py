@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from weightsync.channel.sink import PieceView, Sink
-from weightsync.memory.digests import BoxPart, box_digests
+from weightsync.memory.kernels.digests import BoxPart, box_digests
 from weightsync.plan import Plan, RankLayout
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.plan import by_tensor
 from weightsync.protocol.messages import Digests, HolderDigests
 
 

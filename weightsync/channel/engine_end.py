@@ -52,8 +52,8 @@ from weightsync.errors import (
 )
 from weightsync.faults import has_faults, inject
 from weightsync.memory.device import open_buffer
-from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import warm_up
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.decoding import decoded

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from weightsync.errors import ConfigError, PlanError, StateError
-from weightsync.memory.host_copies import HostCopies
-from weightsync.memory.kernels import CopyTable
+from weightsync.memory.kernels.device_kernels import CopyTable
+from weightsync.memory.kernels.host_copies import HostCopies
 from weightsync.memory.tensors import extent_nbytes
-from weightsync.plan.buckets import RUN_ALIGN
-from weightsync.plan.copies import Copies, concatenated
-from weightsync.plan.direct import Reads
-from weightsync.plan.layout import Int32, Int64
-from weightsync.plan.segment import suggest
-from weightsync.plan.shuffle import Lane, Messages, ShufflePlan, starts
+from weightsync.plan.broadcast.buckets import RUN_ALIGN
+from weightsync.plan.cross_host.shuffle import Lane, Messages, ShufflePlan, starts
+from weightsync.plan.direct.direct import Reads
+from weightsync.plan.layout.copies import Copies, concatenated
+from weightsync.plan.layout.layout import Int32, Int64
+from weightsync.plan.layout.segment import suggest
 from weightsync.transports import Pending, Transport
 from weightsync.transports.base import Op, Recv, Send
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from weightsync.errors import ConfigError, StateError, VerifyError
-from weightsync.memory.digest_tiles import DigestPart
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.kernels import DigestTable
+from weightsync.memory.kernels.device_kernels import DigestTable
+from weightsync.memory.kernels.digest_tiles import DigestPart
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box
 from weightsync.protocol.decoding import decoded
 from weightsync.transports.base import Broadcast, Pending, Transport

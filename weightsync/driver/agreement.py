@@ -12,10 +12,10 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ReplicasDifferError
 from weightsync.plan import Plan
-from weightsync.plan.replicas import Replicas
+from weightsync.plan.layout.replicas import Replicas
 from weightsync.protocol.messages import Digests, PublishReport, combine
 
-logger = logging.getLogger("weightsync.driver.trainers")
+logger = logging.getLogger("weightsync.driver.verifying.trainers")
 
 
 class Agreement:

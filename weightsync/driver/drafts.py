@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
-from weightsync.plan.draft import Draft
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.draft import Draft
+from weightsync.plan.layout.layout_table import LayoutTable
 
 _REMEDY = (
     'SyncConfig(components={"draft": "frozen"}) freezes it on purpose and has each update compare it, '

@@ -13,7 +13,6 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineFailed, Events
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.driver.rewritten_sources import Rewritten
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     DeadlineError,
@@ -31,9 +30,11 @@ from weightsync.errors import (
 from weightsync.protocol.messages import LoadReport
 from weightsync.protocol.peers import EnginePeer
 
-logger = logging.getLogger("weightsync.driver.controller")
+logger = logging.getLogger("weightsync.driver.updating.controller")
 
 T = TypeVar("T")
+Rewritten = Mapping[str, frozenset[str]]
+"""Tensors that are no longer as published, by the name of the trainer that wrote them."""
 
 _GONE = (PeerLostError, RankLostError)
 """Errors that make an engine DEAD: its process, or a rank's, is gone."""

@@ -48,7 +48,7 @@ __all__ = [
 ENGINES = {
     "vllm": ("vllm", "weightsync.engines.vllm.adapter:VllmEngine"),
     "sglang": ("sglang", "weightsync.engines.sglang.adapter:SglangEngine"),
-    "torch": ("transformers", "weightsync.engines.torch_module:TorchEngine"),
+    "torch": ("transformers", "weightsync.engines.torch.torch_module:TorchEngine"),
 }
 
 _ON_GPUS = ("sglang",)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from weightsync.config import Components, PrefixCache
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from weightsync.holder.snapshots import SnapshotStore
 from weightsync.holder.staging import Staging
 from weightsync.holder.trainer_parts import copied_parts, digest_parts
-from weightsync.memory.digests import tensor_digests
-from weightsync.memory.fingerprints import fingerprint
+from weightsync.memory.kernels.digests import tensor_digests
+from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.plan import Plan
 from weightsync.protocol.messages import Digests, SnapshotHeader
 

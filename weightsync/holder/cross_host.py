@@ -10,7 +10,7 @@ import torch
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.config import Ports
 from weightsync.errors import TransportError
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.cross_host.shuffle import ShufflePlan
 from weightsync.protocol.messages import Exchange
 from weightsync.transports import Transport
 

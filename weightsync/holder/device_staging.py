@@ -19,23 +19,23 @@ from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory import cuda
-from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, MappedTensors
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.kernels import CopyTable
-from weightsync.memory.piece_memory import SlotPieces
-from weightsync.memory.quantizing_reads import QuantizingReads
-from weightsync.memory.quantizing_tables import NoKernelError, QuantizingTables
-from weightsync.memory.stored_places import StoredPlaces
+from weightsync.memory.kernels.bucket_copies import bucket_rows
+from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
-from weightsync.plan.plan import by_tensor
-from weightsync.plan.portions import Portion, needed_portions
+from weightsync.plan.broadcast.plan import by_tensor
+from weightsync.plan.broadcast.portions import Portion, needed_portions
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory, Export, LiveExport
 from weightsync.protocol.handles import DeviceHandle, Handle, StoredExport
 from weightsync.protocol.messages import HolderDigests
+from weightsync.quantising.piece_memory import SlotPieces
+from weightsync.quantising.quantizing_reads import QuantizingReads
+from weightsync.quantising.quantizing_tables import NoKernelError, QuantizingTables
+from weightsync.quantising.stored_places import StoredPlaces
 from weightsync.transports import Pending
 
 logger = logging.getLogger("weightsync.holder.device_staging")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weightsync.holder.mapped_trainers import MappedTrainers
-from weightsync.memory.digests import segment_parts
-from weightsync.memory.kernels import CopyTable, WrittenDigests
+from weightsync.memory.kernels.device_kernels import CopyTable, WrittenDigests
+from weightsync.memory.kernels.digests import segment_parts
 from weightsync.plan import Plan, Reads, Segment
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests

@@ -37,9 +37,9 @@ from weightsync.holder.update import BucketConsumer, moved_buckets, open_consume
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.plan import Plan, RankLayout
-from weightsync.plan.alike import Alike, LocalReads
-from weightsync.plan.cross_host import BundleTable, CrossHostTerms
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
+from weightsync.plan.direct.alike import Alike, LocalReads
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
 from weightsync.protocol.handles import DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (

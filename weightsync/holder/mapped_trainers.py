@@ -9,8 +9,8 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.memory.cuda import view
 from weightsync.memory.device import PeerMemory
-from weightsync.memory.kernels import CopyTable
-from weightsync.plan.copies import Copies
+from weightsync.memory.kernels.device_kernels import CopyTable
+from weightsync.plan.layout.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.portions import Portion
+from weightsync.plan.broadcast.portions import Portion
 
 STEP_NBYTES = 16 << 20
 """Bytes of one read: each has a deadline, and a source that fails is replaced from there on."""

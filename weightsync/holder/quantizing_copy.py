@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from weightsync.holder.mapped_trainers import MappedTrainers
-from weightsync.memory.kernels import CopyTable
-from weightsync.memory.quantizing_reads import NUM_SLOTS, QuantizingReads
+from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.plan import Reads
-from weightsync.plan.whole_sources import WholeSource, whole_sources
+from weightsync.plan.direct.whole_sources import WholeSource, whole_sources
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests
+from weightsync.quantising.quantizing_reads import NUM_SLOTS, QuantizingReads
 
 _NUM_BLOCKS = 264
 """Thread blocks of a copy, which shares multiprocessors with the kernel that quantises what came before.

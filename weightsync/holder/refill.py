@@ -18,7 +18,7 @@ from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
-from weightsync.plan.portions import Portion, all_portions
+from weightsync.plan.broadcast.portions import Portion, all_portions
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, open_reader

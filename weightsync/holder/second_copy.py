@@ -12,11 +12,11 @@ import torch
 from weightsync.errors import DeadlineError, ReadError
 from weightsync.holder.snapshots import Held
 from weightsync.memory import cuda
-from weightsync.memory.bucket_copies import portion_rows
 from weightsync.memory.device import DeviceBuffer
-from weightsync.memory.kernels import CopyTable
+from weightsync.memory.kernels.bucket_copies import portion_rows
+from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.plan import Plan, Segment
-from weightsync.plan.portions import Portion
+from weightsync.plan.broadcast.portions import Portion
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 from weightsync.transports import Pending
 

@@ -19,7 +19,7 @@ from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.trainer_parts import Part, copied_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
 from weightsync.plan import MAPPED, PUSHED, Piece, Plan, RankLayout
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.plan import by_tensor
 from weightsync.protocol.handles import BufferHandle, HostExport, PushTicket
 
 

@@ -22,8 +22,8 @@ from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError, WireError
 from weightsync.memory import cuda
 from weightsync.memory.device import MappedTensors
-from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import BoxPart, box_digests
 from weightsync.plan import Box
 from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Offer

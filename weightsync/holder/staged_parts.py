@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from weightsync.errors import StateError, TransportError
 from weightsync.faults import inject
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
-from weightsync.memory.fingerprints import fingerprint
-from weightsync.memory.host_table import HostPart, HostTable
+from weightsync.memory.kernels.fingerprints import fingerprint
+from weightsync.memory.kernels.host_table import HostPart, HostTable
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader, StagedPart, StageTask, StagingMemory

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import num_threads
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, RankLayout, share_in_place
 from weightsync.protocol.messages import Digests

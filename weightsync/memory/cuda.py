@@ -234,7 +234,7 @@ def _kernel(name: str) -> Any:  # noqa: ANN401
 
     Only this one is compiled (0.2 s): all together take 0.7 s, for which a starting engine would wait.
     """
-    source = Path(__file__).with_name("kernels.cu").read_text()
+    source = (Path(__file__).parent / "kernels/kernels.cu").read_text()
     options = ("--std=c++17", f"-DKERNEL_{name}")
     return _cupy().RawModule(code=source, backend="nvrtc", options=options).get_function(name)
 

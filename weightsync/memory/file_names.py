@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.plan.experts import stack_name
+from weightsync.plan.layout.experts import stack_name
 
 _STACKS: Mapping[tuple[tuple[str, int | None], ...], int] = {
     (("SplitModulelist", 0),): 1,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from weightsync.plan.experts import expert_parts
+from weightsync.plan.layout.experts import expert_parts
 
 
 def as_loaded(

@@ -1,12 +1,12 @@
 """Pure planning: two layouts and the members give one frozen plan. Needs only numpy."""
 
-from weightsync.plan.broadcast import make_plan
-from weightsync.plan.direct import Reads, Reshard, same_dtype_tensors
-from weightsync.plan.explain import Cluster, Explanation
-from weightsync.plan.layout import Layout
-from weightsync.plan.members import Members, broadcast_groups
-from weightsync.plan.plan import Bucket, Piece, Plan, Step, share_in_place
-from weightsync.plan.segment import (
+from weightsync.plan.broadcast.broadcast import make_plan
+from weightsync.plan.broadcast.explain import Cluster, Explanation
+from weightsync.plan.broadcast.plan import Bucket, Piece, Plan, Step, share_in_place
+from weightsync.plan.direct.direct import Reads, Reshard, same_dtype_tensors
+from weightsync.plan.layout.layout import Layout
+from weightsync.plan.layout.members import Members, broadcast_groups
+from weightsync.plan.layout.segment import (
     ITEMSIZE,
     MAPPED,
     PUSHED,

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.collectives.tensor_stream import TensorStream
-from weightsync.engines.checks import check_version
+from weightsync.engines.serving.checks import check_version
 from weightsync.engines.vllm.api import require_no_draft, require_updatable
 from weightsync.engines.vllm.reload import LoadAccount, Reload
 from weightsync.errors import StateError

@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 
 from weightsync.plan import RankLayout, Reads
-from weightsync.plan.column import PackedColumn
-from weightsync.plan.formats import Format
-from weightsync.plan.layout_table import LayoutTable, Outline, pack_names, unpack_names
+from weightsync.plan.layout.column import PackedColumn
+from weightsync.plan.layout.formats import Format
+from weightsync.plan.layout.layout_table import LayoutTable, Outline, pack_names, unpack_names
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, StoredExport
 

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from weightsync.plan import RankLayout, TensorMeta
-from weightsync.plan.formats import Format
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.stored_reads import StoredRead, stored_reads
+from weightsync.plan.direct.stored_reads import StoredRead, stored_reads
+from weightsync.plan.layout.formats import Format
+from weightsync.plan.layout.layout_table import LayoutTable
 
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):

@@ -247,7 +247,7 @@ Digests = npt.NDArray[np.uint64]
 """One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
 
 Fingerprint = npt.NDArray[np.uint64]
-"""What stands for a version's digests, see `weightsync.memory.fingerprints`: shape ``[3]``."""
+"""What stands for a version's digests, see `weightsync.memory.kernels.fingerprints`: shape ``[3]``."""
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
@@ -280,7 +280,7 @@ class Compared:
     """A source's digests of boxes that other ranks hold, too.
 
     Attributes:
-        digests: uint64[n], of the boxes of `weightsync.plan.replicas.Claims`; 0 for boxes of other rounds.
+        digests: uint64[n], of the boxes of `plan.layout.replicas.Claims`; 0 for boxes of other rounds.
         agreement: words that add up to zero over all ranks if their digests of each box are equal.
     """
 

@@ -8,9 +8,9 @@ from typing import NewType, Protocol
 
 from weightsync.config import Components, PrefixCache
 from weightsync.errors import WeightSyncError
-from weightsync.plan.alike import LocalReads
-from weightsync.plan.cross_host import BundleTable
-from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.plan.cross_host.cross_host import BundleTable
+from weightsync.plan.direct.alike import LocalReads
+from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer, PushTicket
 from weightsync.protocol.messages import (

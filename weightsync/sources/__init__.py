@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SOURCES = {
-    "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.zero.deepspeed:DeepSpeedSource",
     "megatron.core.transformer.module.MegatronModule": "weightsync.sources.megatron:MegatronSource",
     "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
 }
@@ -48,8 +48,8 @@ _ENGINE = SOURCES["deepspeed.runtime.engine.DeepSpeedEngine"]
 _INSTEAD = {
     "quantization": {_MODULE: "weightsync.sources.quantized_module:QuantizedModuleSource"},
     "merge": {
-        _MODULE: "weightsync.sources.merged_lora:MergedLoraSource",
-        _ENGINE: "weightsync.sources.merged_zero:MergedZeroSource",
+        _MODULE: "weightsync.sources.lora.merged_lora:MergedLoraSource",
+        _ENGINE: "weightsync.sources.lora.merged_zero:MergedZeroSource",
     },
 }
 """The source that takes another one's place, by the setting that wants it."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weightsync.memory.digests import BoxPart, DigestSums, box_table
-from weightsync.memory.fingerprints import agreement_factors
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.kernels import DigestTable
+from weightsync.memory.kernels.device_kernels import DigestTable
+from weightsync.memory.kernels.digests import BoxPart, DigestSums, box_table
+from weightsync.memory.kernels.fingerprints import agreement_factors
+from weightsync.memory.kernels.host_table import HostPart, HostTable
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, RankLayout, Segment
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.plan import by_tensor
 from weightsync.protocol.messages import Compared, Digests, combine
 from weightsync.sources.piece_copies import CHUNK_NBYTES, is_ready
 

@@ -10,8 +10,8 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout, Segment
-from weightsync.plan.draft import DRAFT
-from weightsync.plan.segment import Cut, MeshPlace
+from weightsync.plan.layout.draft import DRAFT
+from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.base import Models
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.selection import Names, Selection

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import torch
 
-from weightsync.memory.digest_tiles import DigestPart
-from weightsync.memory.kernels import DigestTable
-from weightsync.memory.nonfinite import count_nonfinite, word_mask
+from weightsync.memory.kernels.device_kernels import DigestTable
+from weightsync.memory.kernels.digest_tiles import DigestPart
+from weightsync.memory.kernels.nonfinite import count_nonfinite, word_mask
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, Plan
 from weightsync.protocol.messages import Digests, Published, combine

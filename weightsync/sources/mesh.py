@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.memory.addresses import is_sharded
-from weightsync.plan.segment import Cut, MeshPlace
+from weightsync.plan.layout.segment import Cut, MeshPlace
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

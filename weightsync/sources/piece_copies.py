@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weightsync.memory.digests import host_bytes, tensor_digest
 from weightsync.memory.host import num_threads
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import MASKS, count_nonfinite
+from weightsync.memory.kernels.digests import host_bytes, tensor_digest
+from weightsync.memory.kernels.host_table import HostPart, HostTable
+from weightsync.memory.kernels.nonfinite import MASKS, count_nonfinite
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.protocol.messages import Digests, Published, combine

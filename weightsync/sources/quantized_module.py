@@ -11,10 +11,10 @@ from torch import nn
 
 from weightsync.errors import ConfigError
 from weightsync.memory.addresses import local_tensor
-from weightsync.memory.quantize import quantize
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.formats import MICROSCALING, NEAREST, Format, Quantization
+from weightsync.plan.layout.formats import MICROSCALING, NEAREST, Format, Quantization
 from weightsync.plan.wrappers import unwrapped
+from weightsync.quantising.quantize import quantize
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.own_tensors import OwnTensors

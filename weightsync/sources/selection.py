@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
-from weightsync.plan.segment import most_alike
+from weightsync.plan.layout.segment import most_alike
 from weightsync.plan.wrappers import unwrapped
 
 

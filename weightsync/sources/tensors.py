@@ -17,14 +17,14 @@ import torch
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
-from weightsync.memory.digests import warm_up
 from weightsync.memory.file_names import FileNames
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.kernels import load_digests
+from weightsync.memory.kernels.device_kernels import load_digests
+from weightsync.memory.kernels.digests import warm_up
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, share_in_place
-from weightsync.plan.experts import stack_experts
-from weightsync.plan.plan import by_tensor, holding
+from weightsync.plan.broadcast.plan import by_tensor, holding
+from weightsync.plan.layout.experts import stack_experts
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory

@@ -14,7 +14,7 @@ import torch
 
 from weightsync.errors import ConfigError, StateError
 from weightsync.plan import Segment, TensorMeta
-from weightsync.plan.runs import run_segments
+from weightsync.plan.layout.runs import run_segments
 
 PART = "ds_tensor"
 """The attribute of a parameter that has its partition."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.actors.actor_class import actor_class
+from weightsync.actors.ray.actor_class import actor_class
 
 
 class One: ...

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from weightsync.actors.checkpoint_shard import CheckpointShard
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.fingerprints import fingerprint
+from weightsync.actors.checkpoints.checkpoint_shard import CheckpointShard
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.plan import Members, make_plan
-from weightsync.plan.layout import join_tables
+from weightsync.plan.layout.layout import join_tables
 
 
 def test_a_rank_that_attaches_after_a_publish_does_not_lose_its_digests(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.patience import patient
-from weightsync.actors.daemon import await_daemon
+from weightsync.actors.ray.daemon import await_daemon
 from weightsync.errors import DeadlineError
 
 

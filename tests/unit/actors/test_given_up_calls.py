@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from weightsync.actors.remote import remote_holder, remote_trainer
+from weightsync.actors.ray.remote import remote_holder, remote_trainer
 from weightsync.errors import PeerLostError
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from weightsync.actors import holder_processes
-from weightsync.actors.holder_processes import SharedProcesses
-from weightsync.actors.holders import Holders
-from weightsync.actors.placement import Placement
+from weightsync.actors.holders import holder_processes
+from weightsync.actors.holders.holder_processes import SharedProcesses
+from weightsync.actors.holders.holders import Holders
+from weightsync.actors.ray.placement import Placement
 from weightsync.config import SyncConfig
 from weightsync.errors import PeerLostError
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
-from weightsync.actors.loop import LoopThread
+from weightsync.actors.ray.loop import LoopThread
 from weightsync.errors import StateError
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-import weightsync.actors.metrics
+import weightsync.actors.ray.metrics
 from tests.unit.plan.test_plan_explain import rows_plan
 from tests.unit.test_report import REPORT
-from weightsync.actors.metrics import Metrics
+from weightsync.actors.ray.metrics import Metrics
 from weightsync.errors import EngineError, Where
 from weightsync.plan import Cluster, Plan
 from weightsync.report import HealReport
 
-DASHBOARD = Path(weightsync.actors.metrics.__file__).parent / "dashboards" / "grafana.json"
+DASHBOARD = Path(weightsync.actors.ray.metrics.__file__).parents[1] / "dashboards" / "grafana.json"
 Told = dict[tuple[str, ...], list[float]]
 
 
@@ -39,7 +39,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         set = observe = inc = _tell
 
     for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(weightsync.actors.metrics, kind, Metric)
+        monkeypatch.setattr(weightsync.actors.ray.metrics, kind, Metric)
     return values
 
 
@@ -117,7 +117,7 @@ def test_the_dashboard_shows_every_metric_and_no_other(monkeypatch: pytest.Monke
         return make
 
     for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(weightsync.actors.metrics, kind, export(kind))
+        monkeypatch.setattr(weightsync.actors.ray.metrics, kind, export(kind))
     Metrics(None)
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.patience import patient
-from weightsync.actors import weight_holder
-from weightsync.actors.move_once import MoveOnce
-from weightsync.actors.weight_holder import WeightHolder
+from weightsync.actors.holders import weight_holder
+from weightsync.actors.holders.weight_holder import WeightHolder
+from weightsync.actors.relays.move_once import MoveOnce
 from weightsync.channel.control import ControlOffer
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder.holder import Holder

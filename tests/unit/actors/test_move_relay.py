@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from weightsync.actors.control_channels import ControlChannels
-from weightsync.actors.move_relay import MoveRelay
+from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.relays.move_relay import MoveRelay
 from weightsync.protocol.messages import UpdateTask
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weightsync.actors.placement import Placement
+from weightsync.actors.ray.placement import Placement
 from weightsync.memory.tensors import device_id
 
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weightsync
-from weightsync.actors.placement import Placement, check_versions
-from weightsync.actors.versions import own_versions
+from weightsync.actors.ray.placement import Placement, check_versions
+from weightsync.actors.ray.versions import own_versions
 from weightsync.errors import PlanError
 
 SAME = {"weightsync": "0.1.0", "torch": "2.11.0+cu130", "nccl": "2.28.9"}

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import updates
 from benchmarks.updates import Round, floor
 from weightsync import SyncReport
-from weightsync.plan.estimate import LinkRates
+from weightsync.plan.figures.estimate import LinkRates
 from weightsync.report import Link
 
 

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import bench_driver
 from benchmarks.driver_ledger import Ledger, Wire
 from benchmarks.driver_peers import make_fleet
-from weightsync.actors import relays
+from weightsync.actors.relays import relays
 from weightsync.config import SyncConfig
-from weightsync.driver.controller import Controller
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import VerifyError
 
 NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES = 12, 10, 2

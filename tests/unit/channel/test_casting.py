@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync.channel.casting import Casting, CastingSink
 from weightsync.channel.sink import PieceView
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.protocol.messages import Digests
 

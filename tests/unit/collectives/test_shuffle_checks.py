@@ -13,8 +13,8 @@ import torch
 from tests.shuffle_cases import make_case
 from weightsync import Shuffle, gather_send, scatter_recv
 from weightsync.errors import ConfigError, PlanError, StateError
-from weightsync.memory.host_copies import HostCopies
-from weightsync.plan.copies import Copies, box_copies
+from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.plan.layout.copies import Copies, box_copies
 from weightsync.transports import Op
 from weightsync.transports.base import Send
 

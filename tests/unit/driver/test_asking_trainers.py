@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.trainers import Trainers
+from weightsync.driver.verifying.trainers import Trainers
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.protocol.messages import PublishReport, PublishTask
 from weightsync.protocol.peers import TrainerPeer

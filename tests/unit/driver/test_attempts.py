@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.patience import patient
-from weightsync.driver.attempt import Attempt
+from weightsync.driver.updating.attempt import Attempt
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
 from weightsync.protocol.messages import Moved
 from weightsync.protocol.timing import Span

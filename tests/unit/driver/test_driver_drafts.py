@@ -11,8 +11,8 @@ import pytest
 from weightsync import ConfigError, SyncConfig
 from weightsync.driver.drafts import Drafts
 from weightsync.plan import RankLayout
-from weightsync.plan.draft import Draft
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.draft import Draft
+from weightsync.plan.layout.layout_table import LayoutTable
 
 FROZEN = SyncConfig(components={"draft": "frozen"})
 DRAFT = Draft("eagle3", "a/draft", 3, 100, 0, "kind", "digest")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.driver.joint_commit import JointCommit
+from weightsync.driver.updating.joint_commit import JointCommit
 from weightsync.errors import StateError
 
 ENDS = st.dictionaries(st.sampled_from("abcde"), st.tuples(st.booleans(), st.integers(0, 8)), min_size=1)

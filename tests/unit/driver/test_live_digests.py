@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from weightsync.driver.live_digests import LiveDigests
+from weightsync.driver.verifying.live_digests import LiveDigests
 from weightsync.protocol.messages import LiveDigest, LoadReport
 
 FIRST, SECOND = np.arange(3, dtype=np.uint64), np.arange(1, 4, dtype=np.uint64)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.patience import patient
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
-from weightsync.driver.moves import Moves
+from weightsync.driver.updating.moves import Moves
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.peers import HolderPeer

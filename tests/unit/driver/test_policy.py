@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.driver.healing_policy import Action, decide
+from weightsync.driver.healing.healing_policy import Action, decide
 from weightsync.errors import (
     ConfigError,
     DeadlineError,

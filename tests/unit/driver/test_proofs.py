@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from weightsync.config import SyncConfig
-from weightsync.driver.comparison import Comparison
-from weightsync.driver.live_digests import LiveDigests
+from weightsync.driver.verifying.comparison import Comparison
+from weightsync.driver.verifying.live_digests import LiveDigests
 from weightsync.protocol.messages import LiveDigest, LoadReport
 
 EXPECTED = np.arange(3, dtype=np.uint64)

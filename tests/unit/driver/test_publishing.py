@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.driver.trainers import Publication, Publishing
+from weightsync.driver.verifying.trainers import Publication, Publishing
 from weightsync.errors import StateError
 
 DONE = cast("Publication", object())

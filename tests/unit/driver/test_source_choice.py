@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.driver.source_choice import Candidates
+from weightsync.driver.snapshots.source_choice import Candidates
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import SnapshotHeader
 

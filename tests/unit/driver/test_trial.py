@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from weightsync.config import SyncConfig
+from weightsync.driver.connecting.trial import Trial, run_trial
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PeerLostError
 from weightsync.plan import MAPPED, RankLayout, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.testing import LocalPeer
 

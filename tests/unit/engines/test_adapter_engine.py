@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.patience import patient
-from weightsync.engines.adapter_engine import AdapterEngine
+from weightsync.engines.lora.adapter_engine import AdapterEngine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.plan import RankLayout, Segment, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 
 SPEC = AdapterSpec.of("math", [TensorMeta("up_proj.lora_A.weight", "float32", (2, 4))])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
+from weightsync.engines.lora.adapter_places import AdapterPlaces, digits, passes
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, RankLayout, TensorMeta

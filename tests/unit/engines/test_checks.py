@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from weightsync.engines import checks, make_engine
+from weightsync.engines import make_engine
+from weightsync.engines.serving import checks
 from weightsync.engines.vllm.adopted import AdoptedVllm, AsyncVllm
 from weightsync.errors import ConfigError
 

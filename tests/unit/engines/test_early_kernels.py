@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync.engines import rank as ranks
-from weightsync.engines.rank import Rank
+from weightsync.engines.rank import rank as ranks
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import TransportError
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.serving.engine_ranks import EngineRanks
 from weightsync.errors import ConfigError
 from weightsync.plan import RankLayout
-from weightsync.plan.draft import Draft
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.draft import Draft
+from weightsync.plan.layout.layout_table import LayoutTable
 
 
 class Sleeping(EngineRanks):

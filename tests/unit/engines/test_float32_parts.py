@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from weightsync.engines.checkpoint import checkpoint_of
-from weightsync.engines.float32_parts import keep_float32
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.torch_module import TorchEngine
+from weightsync.engines.loading.checkpoint import checkpoint_of
+from weightsync.engines.loading.float32_parts import keep_float32
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.torch.torch_module import TorchEngine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 CONFIG = DeepseekV3Config(

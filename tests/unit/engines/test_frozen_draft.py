@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.draft_model import DraftModel, own_tensors, shares_weights
-from weightsync.engines.frozen_draft import FrozenDraft
+from weightsync.engines.drafts.draft_model import DraftModel, own_tensors, shares_weights
+from weightsync.engines.drafts.frozen_draft import FrozenDraft
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.kernel_state import KernelState, VolatileBuffers, tensors_beside
-from weightsync.engines.live_digest import require_complete
+from weightsync.engines.loading.kernel_state import KernelState, VolatileBuffers, tensors_beside
+from weightsync.engines.loading.live_digest import require_complete
 from weightsync.errors import TransportError
 
 

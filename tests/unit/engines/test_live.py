@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from tests.patience import patient
 from weightsync.channel.sink import PieceView
-from weightsync.engines import host_writer as host_live
-from weightsync.engines.live_writer import LiveWriter, exported
+from weightsync.engines.loading import host_writer as host_live
+from weightsync.engines.loading.live_writer import LiveWriter, exported
 from weightsync.errors import PlanError, StateError, TransportError
-from weightsync.memory.digest_reduction import DigestReduction
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digest_reduction import DigestReduction
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.protocol.messages import HolderDigests, combine
@@ -360,7 +360,7 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
     def shared(live: Mapping[str, SimpleNamespace]) -> DeviceMemory:
         return DeviceMemory.of({name: HANDLE for name, each in live.items() if each.numel()})
 
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", shared)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.export_tensors", shared)
     assert exported({"w": memory(), "none": memory(0)}) == DeviceMemory.of({"w": HANDLE})
     assert exported({"w": memory(), "v": memory(is_cuda=False)}) is None
     assert exported({"none": memory(0)}) is None
@@ -368,7 +368,7 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
     def refuse(_: object) -> str:
         raise TransportError("it is in no memory that can be shared")
 
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", refuse)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.export_tensors", refuse)
     assert exported({"w": memory()}) is None
 
 
@@ -392,9 +392,9 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
 
     digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
     digesting: list[object] = []
-    monkeypatch.setattr("weightsync.engines.live_writer.CopyTable", copy_table)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.CopyTable", copy_table)
     use_device_doubles(monkeypatch, lambda *args: (digesting.append(args), digests)[1])
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", export)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.export_tensors", export)
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
     live = {b.name: memory for b in layout.buffers}
@@ -426,7 +426,7 @@ def test_a_late_digest_table_is_made_once_memory_is_exported_and_a_load_waits_fo
         return SimpleNamespace(launch=lambda _: None, result=lambda: wanted)
 
     use_device_doubles(monkeypatch, digest_table)
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", export)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.export_tensors", export)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
     writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], late=True)
     assert writer.export()
@@ -445,7 +445,7 @@ def test_what_a_late_digest_table_lacks_is_said_by_each_load(
 
     use_device_doubles(monkeypatch, digest_table)
     monkeypatch.setattr(
-        "weightsync.engines.live_writer.export_tensors", lambda _: DeviceMemory.of({"w": HANDLE})
+        "weightsync.engines.loading.live_writer.export_tensors", lambda _: DeviceMemory.of({"w": HANDLE})
     )
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
@@ -458,6 +458,6 @@ def test_what_a_late_digest_table_lacks_is_said_by_each_load(
 
 def use_device_doubles(monkeypatch: pytest.MonkeyPatch, digest_table: Callable[..., object]) -> None:
     stream = SimpleNamespace(synchronize=lambda: None, device="cuda:0")
-    monkeypatch.setattr("weightsync.engines.live_writer.DigestTable", digest_table)
+    monkeypatch.setattr("weightsync.engines.loading.live_writer.DigestTable", digest_table)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())

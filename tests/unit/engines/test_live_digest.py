@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines import live_digest
-from weightsync.engines.live_digest import EqualLoads, LiveParameters, require_complete
+from weightsync.engines.loading import live_digest
+from weightsync.engines.loading.live_digest import EqualLoads, LiveParameters, require_complete
 from weightsync.errors import StateError, TransportError
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Segment
+from weightsync.quantising.stored_places import StoredPlaces
 
 CPU = torch.device("cpu")
 

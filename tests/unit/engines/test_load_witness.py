@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.engines.load_witness import LoadWitness
+from weightsync.engines.loading.load_witness import LoadWitness
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 WITH_NAN = [*FLOATS, torch.float8_e4m3fn]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.engines.load_witness import has_pattern
-from weightsync.engines.loader_fill import FillCount, ToFill
+from weightsync.engines.loading.load_witness import has_pattern
+from weightsync.engines.loading.loader_fill import FillCount, ToFill
 
 
 def meta(*shape: int) -> torch.Tensor:

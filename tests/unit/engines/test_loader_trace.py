@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.loader_trace import Traced, UnprovableError, trace
+from weightsync.engines.loading.loader_trace import Traced, UnprovableError, trace
 from weightsync.plan import RankLayout, TensorMeta
 
 HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB, EXPERTS = 8, 4, 4, 2, 12, 13, 3

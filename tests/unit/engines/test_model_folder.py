@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import MixtralConfig, OlmoHybridConfig
 
 from tests.families import RENAMED, build_family
-from weightsync.engines.checkpoint import checkpoint_of
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.torch_module import TorchEngine
+from weightsync.engines.loading.checkpoint import checkpoint_of
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.torch.torch_module import TorchEngine
 from weightsync.errors import ConfigError
 from weightsync.memory.file_names import FileNames
 from weightsync.memory.tensors import named_tensors
+from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.sources.module import ModuleSource
-from weightsync.sources.safetensors_files import contents
 
 REMOTE = """
 import torch

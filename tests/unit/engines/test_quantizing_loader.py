@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.quantised import AWQ, GPTQ, INT4, by_library, same_bits
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of_model
-from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of_model
+from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format, Quantization
+from weightsync.plan.layout.formats import Format, Quantization
 
 LAYER = "model.layers.0"
 

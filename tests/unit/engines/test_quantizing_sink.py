@@ -11,8 +11,8 @@ import torch
 from tests.kernel_doubles import use_doubles
 from tests.quantised_rig import FORMATS, Rig, trained
 from weightsync.errors import TransportError
-from weightsync.memory.quantizing_tables import NoKernelError
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.quantizing_tables import NoKernelError
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.kernel_doubles import CopyTable, use_doubles
 from tests.unit.engines.test_live import build
-from weightsync.engines import receive_buffer
-from weightsync.engines.live_writer import LiveWriter
-from weightsync.engines.receive_buffer import ReceiveBuffer, SlotSink
+from weightsync.engines.loading.live_writer import LiveWriter
+from weightsync.engines.lora import receive_buffer
+from weightsync.engines.lora.receive_buffer import ReceiveBuffer, SlotSink
 from weightsync.memory.tensors import byte_strides, segment_view
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.coverage import check_live
+from weightsync.plan.layout.coverage import check_live
 
 SIDES = st.integers(1, 9)
 

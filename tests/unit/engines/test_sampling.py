@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from weightsync.engines.base import Completion, Rollout
-from weightsync.engines.request_loop import Made
-from weightsync.engines.sampling import Sampling
+from weightsync.engines.serving.request_loop import Made
+from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.texts import token_ids
 from weightsync.engines.sglang.api import Server, sampling_params, server_args
-from weightsync.engines.texts import token_ids
 from weightsync.engines.vllm.api import engine_args
 from weightsync.errors import ConfigError
 

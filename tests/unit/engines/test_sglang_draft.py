@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from weightsync.engines.checkpoint import Checkpoint
+from weightsync.engines.drafts.trained_draft import TrainedDraft
+from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.sglang.draft import SglangTrainedDraft, Speculation, draft_of
-from weightsync.engines.trained_draft import TrainedDraft
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.engines.test_loader_trace import Sharded, checkpoint, metas_of, unfused
-from weightsync.engines.loader_trace import trace
-from weightsync.memory.host_copies import HostCopies
+from weightsync.engines.loading.loader_trace import trace
+from weightsync.memory.kernels.host_copies import HostCopies
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
 
 Weights = dict[str, torch.Tensor]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.fleets.speculating import WIDTH, Copying, FusedDraft, SpeculatingHost
-from weightsync.engines.loader_trace import UnprovableError, trace
-from weightsync.engines.trained_draft import TrainedDraft
+from weightsync.engines.drafts.trained_draft import TrainedDraft
+from weightsync.engines.loading.loader_trace import UnprovableError, trace
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import TensorMeta
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightsync.engines.vllm.expert_stacks import stack, with_up_projections
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B
-from weightsync.sources.stacked_lora import StackedExperts
+from weightsync.sources.lora.stacked_lora import StackedExperts
 
 PATH = "layers.0.mlp.experts"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.serving.engine_ranks import EngineRanks
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 
 GPU = torch.device("cuda", 0)
 

@@ -9,11 +9,12 @@ import pytest
 from tests.kernel_doubles import SharedScaleTable, Stream, use_doubles
 from tests.quantised_reads_rig import ReadsRig
 from weightsync.holder.quantizing_copy import sources_on
-from weightsync.memory import quantizing_reads
-from weightsync.plan import Layout, RankLayout, Reshard, Segment, TensorMeta, stored_reads
-from weightsync.plan.formats import Format
-from weightsync.plan.whole_sources import WholeSource
+from weightsync.plan import Layout, RankLayout, Reshard, Segment, TensorMeta
+from weightsync.plan.direct import stored_reads
+from weightsync.plan.direct.whole_sources import WholeSource
+from weightsync.plan.layout.formats import Format
 from weightsync.protocol.handles import DeviceHandle
+from weightsync.quantising import quantizing_reads
 
 FORMATS = (
     Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)),

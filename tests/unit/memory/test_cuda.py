@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.forked import said_by
 from tests.kernel_doubles import Runtime, Stream, use_runtime
 from weightsync.errors import TransportError
-from weightsync.memory import cuda, kernels
+from weightsync.memory import cuda
 from weightsync.memory.host import PART_NBYTES
+from weightsync.memory.kernels import device_kernels
 
 
 @pytest.mark.parametrize("call", [cuda.nccl, cuda.nccl_versions, lambda: cuda.malloc(1)])
@@ -31,15 +32,16 @@ def test_without_cupy_the_error_says_what_to_install(
 def test_kernels_that_are_loaded_ahead_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(cuda, "load", names.append)
-    kernels.load_for_16_bits()
-    source = Path(kernels.__file__).with_name("kernels.cu").read_text().splitlines()
+    device_kernels.load_for_16_bits()
+    source = Path(device_kernels.__file__).with_name("kernels.cu").read_text().splitlines()
     assert len(names) == 5
     assert [name for name in names if f"#ifdef KERNEL_{name}" not in source] == []
 
 
 def imported_for_a_digest(pipe: Connection) -> None:
-    from weightsync.memory import device, kernels  # noqa: F401
-    from weightsync.memory.digests import tensor_digest
+    from weightsync.memory import device  # noqa: F401
+    from weightsync.memory.kernels import device_kernels  # noqa: F401
+    from weightsync.memory.kernels.digests import tensor_digest
 
     tensor_digest(torch.zeros(3), (3,))
     pipe.send([*sys.modules])

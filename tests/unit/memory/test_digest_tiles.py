@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.unit.memory.test_verify import cuts, tensors
 from weightsync.errors import PlanError
-from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors
-from weightsync.memory.digest_tiles import TILE_NBYTES, DigestPart, digest_runs, digest_tiles
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digest_factors import COLUMNS, column_factors, row_factors
+from weightsync.memory.kernels.digest_tiles import TILE_NBYTES, DigestPart, digest_runs, digest_tiles
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box
-from weightsync.plan.layout import Int64
+from weightsync.plan.layout.layout import Int64
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from weightsync.memory.fingerprints import fingerprint, publish_report
+from weightsync.memory.kernels.fingerprints import fingerprint, publish_report
 from weightsync.protocol.messages import Published, combine
 
 WORDS = st.integers(0, 2**64 - 1)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.fleets.loop import Loop, drive
-from weightsync.driver.gpu_peaks import peaks
+from weightsync.driver.updating.gpu_peaks import peaks
 from weightsync.errors import EngineError
 from weightsync.holder.holder import Holder
 from weightsync.memory.gpu_usage import MemorySampler

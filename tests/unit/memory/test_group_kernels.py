@@ -11,8 +11,8 @@ import torch
 
 from tests.quantised import DTYPES, check_declared
 from weightsync.memory import cuda
-from weightsync.memory.group_kernels import can_quantize_groups, quantize_groups
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.group_kernels import can_quantize_groups, quantize_groups
 
 FORMS = [
     *(
@@ -41,7 +41,7 @@ def test_each_formats_kernels_exist_and_its_tensors_are_as_declared(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     weight = torch.ones(8, 96, dtype=dtype)
     check_declared(weight, form, dict(quantize_groups(weight, form)))
-    source = Path(cuda.__file__).with_name("kernels.cu").read_text()
+    source = (Path(cuda.__file__).parent / "kernels/kernels.cu").read_text()
     assert len(launched) == 2
     assert [name for name in launched if f"defined(KERNEL_{name})" not in source] == []
     assert not can_quantize_groups(weight, form)  # on a CPU

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
-from weightsync.memory import host_kernels
-from weightsync.memory.digest_factors import column_factors
+from weightsync.memory.kernels import host_kernels
+from weightsync.memory.kernels.digest_factors import column_factors
 
 
 @pytest.mark.parametrize("name", ["digest", "count_nonfinite", "copy_and_digest"])
@@ -51,7 +51,7 @@ COMPILES = """
 import sys, time
 import numpy as np
 from numba.core.caching import IndexDataCacheFile
-from weightsync.memory import host_kernels
+from weightsync.memory.kernels import host_kernels
 from last import last
 
 read = IndexDataCacheFile._load_index
@@ -69,7 +69,7 @@ for dtype in sys.argv[1:]:
 print(sum(last.stats.cache_hits.values()))
 """
 LAST = """
-from weightsync.memory import host_kernels
+from weightsync.memory.kernels import host_kernels
 
 @host_kernels._compiled
 def last(words):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.memory import host_table
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import MASKS, count_nonfinite
+from weightsync.memory.kernels import host_table
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.memory.kernels.host_table import HostPart, HostTable
+from weightsync.memory.kernels.nonfinite import MASKS, count_nonfinite
 from weightsync.plan import Box
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.float64, torch.float8_e4m3fn]

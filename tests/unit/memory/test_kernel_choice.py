@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weightsync.memory import quantize_kernels
-from weightsync.memory.quantize_kernels import can_quantize
-from weightsync.memory.shared_scale_table import can_share_scale
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising import quantize_kernels
+from weightsync.quantising.quantize_kernels import can_quantize
+from weightsync.quantising.shared_scale_table import can_share_scale
 
 BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(4, 8))
 WHOLE = Format(rule="compressed-tensors", values="float8_e4m3fn", block=(0, 0))

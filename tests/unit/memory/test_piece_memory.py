@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weightsync.memory.piece_memory import SlotPieces
 from weightsync.plan import Layout, Members, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.quantising.piece_memory import SlotPieces
 
 
 def test_a_tensor_in_one_slot_is_whole_if_all_its_rows_are_there() -> None:

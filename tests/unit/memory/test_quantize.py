@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.quantised import by_library, check_declared, same_bits, weights
-from weightsync.memory.quantize import quantize, quantize_together
-from weightsync.plan.formats import FP4, Format
+from weightsync.plan.layout.formats import FP4, Format
+from weightsync.quantising.quantize import quantize, quantize_together
 
 BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 8), "block": (4, 8)}
 CASES = [

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.memory.test_digest_tiles import add
-from weightsync.memory.digest_tiles import TILE_NBYTES, DigestPart, digest_runs
-from weightsync.memory.read_back import ReadBack
+from weightsync.memory.kernels.digest_tiles import TILE_NBYTES, DigestPart, digest_runs
+from weightsync.memory.kernels.read_back import ReadBack
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, Copy, tiles
-from weightsync.plan.layout import Int64
+from weightsync.plan.layout.copies import Copies, Copy, tiles
+from weightsync.plan.layout.layout import Int64
 
 SIZE = 1 << 17
 START = 1 << 20

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.quantised import DTYPES, by_vllm, check_declared, dequantised, same_bits
-from weightsync.memory.quantize import quantize
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.quantize import quantize
 
 CASES = [("awq", 4), ("gptq", 4), ("gptq", 8)]
 

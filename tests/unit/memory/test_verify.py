@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.float64, torch.bool]

@@ -23,11 +23,11 @@ from tests.unit.plan.plan_strategies import (
     write,
 )
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.copies import Copies
-from weightsync.plan.direct import Reads, Reshard
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.shuffle import Messages, starts
-from weightsync.plan.trainers_layout import TrainersLayout
+from weightsync.plan.cross_host.shuffle import Messages, starts
+from weightsync.plan.direct.direct import Reads, Reshard
+from weightsync.plan.layout.copies import Copies
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.plan.layout.trainers_layout import TrainersLayout
 
 TIED = ("head", "embed")
 

@@ -12,11 +12,11 @@ from tests.unit.plan.plan_strategies import World, worlds
 from tests.unit.recipes.small_models import SMALL
 from weightsync.errors import ConfigError
 from weightsync.plan import Cluster, Layout, Members, make_plan
-from weightsync.plan.broadcast_figures import explain_broadcast
-from weightsync.plan.layout import Bool
-from weightsync.recipes.grids import TrainersGrid, engine_layout
-from weightsync.recipes.parallel import parse_engine, parse_trainers
-from weightsync.recipes.shapes import checkpoint_tensors
+from weightsync.plan.figures.broadcast_figures import explain_broadcast
+from weightsync.plan.layout.layout import Bool
+from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
+from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
+from weightsync.recipes.forecast.shapes import checkpoint_tensors
 
 CLUSTER = Cluster("two racks", link_gb_per_s=1.0, host_gb_per_s=0.5)
 

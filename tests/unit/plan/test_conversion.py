@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weightsync.plan import Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.conversion import conversion_of
-from weightsync.plan.segment import AS_STORED
+from weightsync.plan.layout.conversion import conversion_of
+from weightsync.plan.layout.segment import AS_STORED
 
 WIDE, NARROW = (
     [TensorMeta(name, dtype, (2, 3)) for name in "ab"] + [TensorMeta("n", "int32", (1,))]

@@ -12,11 +12,11 @@ from hypothesis import given
 from tests.unit.plan.reshard_strategies import Sides, sides
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.direct_plan import make_direct_plan
-from weightsync.plan.layout import Layout
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.plan import share_in_place
-from weightsync.plan.trainers_layout import TrainersLayout
+from weightsync.plan.broadcast.plan import share_in_place
+from weightsync.plan.direct.direct_plan import make_direct_plan
+from weightsync.plan.layout.layout import Layout
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.plan.layout.trainers_layout import TrainersLayout
 
 BUCKET = 1 << 20
 META = TensorMeta("w", "bfloat16", (8, 4))

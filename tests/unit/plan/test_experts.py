@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.balance import Stretch
-from weightsync.plan.experts import expert_parts, stack_experts, stack_name, stacked
+from weightsync.plan.layout.balance import Stretch
+from weightsync.plan.layout.experts import expert_parts, stack_experts, stack_name, stacked
 
 
 def rank_layout(experts: list[int], rows: int, columns: int) -> RankLayout:

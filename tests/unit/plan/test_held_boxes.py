@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.column import number_rows
-from weightsync.plan.draft import DRAFT
-from weightsync.plan.held_boxes import held_boxes
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.plan import by_tensor
+from weightsync.plan.broadcast.held_boxes import held_boxes
+from weightsync.plan.broadcast.plan import by_tensor
+from weightsync.plan.layout.column import number_rows
+from weightsync.plan.layout.draft import DRAFT
+from weightsync.plan.layout.layout_table import LayoutTable
 
 SHAPES: dict[str, tuple[int, ...]] = {"cut": (4, 2), "line": (3,), "scalar": (), DRAFT + "own": (2,)}
 METAS = tuple(TensorMeta(name, "float32", shape) for name, shape in SHAPES.items())

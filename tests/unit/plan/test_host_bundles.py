@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 
 from tests.shuffle_cases import reads_of
-from weightsync.plan import host_bundles
-from weightsync.plan.host_bundles import HostBundles
+from weightsync.plan.cross_host import host_bundles
+from weightsync.plan.cross_host.host_bundles import HostBundles
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.reshard_strategies import Sides, sides
-from weightsync.plan.direct import Reads
-from weightsync.plan.packed_reads import PackedReads
+from weightsync.plan.direct.direct import Reads
+from weightsync.plan.direct.packed_reads import PackedReads
 
 
 @given(sides(), st.data())

@@ -15,26 +15,18 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, run, sides
-from weightsync.plan import (
-    Box,
-    Layout,
-    RankLayout,
-    Reads,
-    Reshard,
-    Segment,
-    TensorMeta,
-    alike,
-    host_bundles,
-    tensor_rows,
-)
-from weightsync.plan.alike import Alike, AlikeReshard, LocalReads
-from weightsync.plan.column import row_codes
-from weightsync.plan.cross_host_parts import CrossHostParts, Needs
-from weightsync.plan.layout import columns
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.segment import MeshPlace
-from weightsync.plan.shuffle import Lane
-from weightsync.plan.trainers_layout import TrainersLayout
+from weightsync.plan import Box, Layout, RankLayout, Reads, Reshard, Segment, TensorMeta
+from weightsync.plan.cross_host import host_bundles
+from weightsync.plan.cross_host.cross_host_parts import CrossHostParts, Needs
+from weightsync.plan.cross_host.shuffle import Lane
+from weightsync.plan.direct import alike
+from weightsync.plan.direct.alike import Alike, AlikeReshard, LocalReads
+from weightsync.plan.layout import tensor_rows
+from weightsync.plan.layout.column import row_codes
+from weightsync.plan.layout.layout import columns
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.plan.layout.segment import MeshPlace
+from weightsync.plan.layout.trainers_layout import TrainersLayout
 
 
 def by_trainer(reads: Reads) -> list[list[int]]:

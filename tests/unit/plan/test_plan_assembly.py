@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.assembly import assemble
+from weightsync.plan.broadcast.assembly import assemble
 
 
 def plan_of(sizes: list[int], bucket_bytes: int) -> Plan:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan.copies import Copies, box_copies, tiles
+from weightsync.plan.layout.copies import Copies, box_copies, tiles
 
 Bytes = npt.NDArray[np.uint8]
 POISON = 0xA5

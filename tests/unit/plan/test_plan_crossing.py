@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tests.shuffle_cases import bundles, reads_of
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
-from weightsync.plan import alike, host_bundles
-from weightsync.plan.alike import AlikeReads, AlikeReshard
-from weightsync.plan.cross_host_parts import CrossHostParts, Needs
-from weightsync.plan.direct import Reads
-from weightsync.plan.host_bundles import HostBundles
-from weightsync.plan.shuffle import Lane, ShufflePlan, in_order
+from weightsync.plan.cross_host import host_bundles
+from weightsync.plan.cross_host.cross_host_parts import CrossHostParts, Needs
+from weightsync.plan.cross_host.host_bundles import HostBundles
+from weightsync.plan.cross_host.shuffle import Lane, ShufflePlan, in_order
+from weightsync.plan.direct import alike
+from weightsync.plan.direct.alike import AlikeReads, AlikeReshard
+from weightsync.plan.direct.direct import Reads
 
 LEAST, MIB = 256, 1 << 20
 

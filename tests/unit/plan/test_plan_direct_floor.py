@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.reshard_strategies import Sides, sides
 from weightsync.plan import Reads
-from weightsync.plan.estimate import (
+from weightsync.plan.figures.estimate import (
     DirectFloor,
     LinkRates,
     Receiver,

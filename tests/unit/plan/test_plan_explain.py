@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.bench_plan import engine_layout, growth_exponent, members, plan, tensors, trainer_layout
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.plan import Box, Cluster, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.explain import count_text, rate_text, size_text
+from weightsync.text import count_text, rate_text, size_text
 
 
 def rows_plan(

@@ -10,7 +10,7 @@ import pytest
 from tests.quantised import INT4
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import FP4, Format, Quantization
+from weightsync.plan.layout.formats import FP4, Format, Quantization
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

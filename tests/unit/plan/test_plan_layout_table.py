@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.errors import PlanError
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
-from weightsync.plan.draft import Draft
-from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable, MetaTable
+from weightsync.plan.layout.draft import Draft
+from weightsync.plan.layout.layout import join_tables
+from weightsync.plan.layout.layout_table import LayoutTable, MetaTable
 
 NAMES = st.text(max_size=5)
 PAIRS = st.tuples(NAMES, NAMES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.plan.plan_strategies import contiguous
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.coverage import check_live
+from weightsync.plan.layout.coverage import check_live
 
 TENSOR = TensorMeta("w", "bfloat16", (64, 64, 64))
 

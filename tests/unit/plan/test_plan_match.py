@@ -19,8 +19,8 @@ from weightsync.plan import (
     make_plan,
     same_dtype_tensors,
 )
-from weightsync.plan.plan import by_tensor
-from weightsync.plan.replicas import Replicas
+from weightsync.plan.broadcast.plan import by_tensor
+from weightsync.plan.layout.replicas import Replicas
 
 A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
 

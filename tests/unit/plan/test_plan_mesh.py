@@ -15,9 +15,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weightsync.plan import Box, RankLayout, Reads, Reshard, Segment, TensorMeta
-from weightsync.plan.layout import Layout, columns, join_tables
-from weightsync.plan.layout_table import LayoutTable
-from weightsync.plan.segment import Cut, MeshPlace
+from weightsync.plan.layout.layout import Layout, columns, join_tables
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.plan.layout.segment import Cut, MeshPlace
 
 
 def strides(extent: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
-from weightsync.plan.direct import Reshard
-from weightsync.plan.shuffle import Messages, messages
+from weightsync.plan.cross_host.shuffle import Messages, messages
+from weightsync.plan.direct.direct import Reshard
 
 
 @given(sides(), st.sampled_from([256, 300, 1024, 4096, 1 << 20]))

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import World, worlds
-from weightsync.memory.bucket_copies import bucket_rows, portion_rows
-from weightsync.memory.host_copies import HostCopies
-from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan, portions
-from weightsync.plan.plan import by_tensor
-from weightsync.plan.portions import Portion, needed_portions
+from weightsync.memory.kernels.bucket_copies import bucket_rows, portion_rows
+from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan.broadcast import portions
+from weightsync.plan.broadcast.plan import by_tensor
+from weightsync.plan.broadcast.portions import Portion, needed_portions
 
 ROWS, COLUMNS = 64, 32
 

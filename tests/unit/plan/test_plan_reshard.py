@@ -23,9 +23,9 @@ from tests.unit.plan.reshard_strategies import (
 )
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.copies import stable_order
-from weightsync.plan.coverage import check_live
-from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, same_dtype_tensors
+from weightsync.plan.direct.direct import CHUNK_NBYTES, Reads, Reshard, same_dtype_tensors
+from weightsync.plan.layout.copies import stable_order
+from weightsync.plan.layout.coverage import check_live
 
 
 @given(sides())
@@ -89,7 +89,7 @@ def test_reads_are_the_same_however_many_boxes_are_worked_on_at_once(made: Sides
     near = [trainer % 3 for trainer in range(num_trainers)]
     for rank in range(len(made.ranks)):
         wanted = made.reshard().reads(rank, near)
-        with mock.patch.multiple("weightsync.plan.direct", _AT_ONCE=at_once):
+        with mock.patch.multiple("weightsync.plan.direct.direct", _AT_ONCE=at_once):
             found = made.reshard().reads(rank, near)
         assert np.array_equal(found.table(), wanted.table())
         for name in ("trainer", "src_buffer", "dst_buffer"):

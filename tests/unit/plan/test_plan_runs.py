@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Segment, TensorMeta
-from weightsync.plan.runs import run_boxes, run_segments
+from weightsync.plan.layout.runs import run_boxes, run_segments
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

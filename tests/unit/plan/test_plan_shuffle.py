@@ -15,7 +15,7 @@ from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, packs, run, sides, unpacks
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Layout
-from weightsync.plan.shuffle import ShufflePlan, capacities
+from weightsync.plan.cross_host.shuffle import ShufflePlan, capacities
 
 LEAST = 256
 

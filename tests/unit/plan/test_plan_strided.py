@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan.copies import box_copies, join
+from weightsync.plan.layout.copies import box_copies, join
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 3)), max_size=40))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.balance import choose
+from weightsync.plan.layout.balance import choose
 
 BUCKET = {"bucket_bytes": 1 << 20, "max_staging_bytes": 1 << 30}
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
-from weightsync.plan.copies import ITEMSIZES, MIN_SIDE, BoxCopy, Copies, Copy, box_copies
-from weightsync.plan.transposes import Transposes
+from weightsync.plan.layout.copies import ITEMSIZES, MIN_SIDE, BoxCopy, Copies, Copy, box_copies
+from weightsync.plan.layout.transposes import Transposes
 
 LENGTHS = st.sampled_from([1, 2, MIN_SIDE - 1, MIN_SIDE, MIN_SIDE + 1, 64, 70])
 SIDES = st.sampled_from([16, 64, 128])

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import PlanError
-from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta, stored_reads
-from weightsync.plan.coverage import covers_all
-from weightsync.plan.formats import Format
-from weightsync.plan.stored_reads import reads_layout
-from weightsync.plan.stored_reads import stored_reads as find
+from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
+from weightsync.plan.direct import stored_reads
+from weightsync.plan.direct.stored_reads import reads_layout
+from weightsync.plan.direct.stored_reads import stored_reads as find
+from weightsync.plan.layout.coverage import covers_all
+from weightsync.plan.layout.formats import Format
 
 BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(4, 8))
 CHANNELS = Format(rule="compressed-tensors", values="int8", block=(1, 0))

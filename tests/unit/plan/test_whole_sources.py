@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 
 from tests.unit.plan.reshard_strategies import Sides, sides
-from weightsync.plan.direct import Reads
-from weightsync.plan.whole_sources import whole_sources
+from weightsync.plan.direct.direct import Reads
+from weightsync.plan.direct.whole_sources import whole_sources
 
 
 @given(sides())

@@ -51,7 +51,7 @@ def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
     assert {
         "weightsync/py.typed",
         "weightsync/actors/dashboards/grafana.json",
-        "weightsync/recipes/report.html.j2",
+        "weightsync/recipes/report/report.html.j2",
         "weightsync/recipes/quickstart.yaml",
         "LICENSE",
     } <= shipped

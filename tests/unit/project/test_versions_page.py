@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine_versions import VERSIONS
 from tests.versions_page import PAGE, RESULTS, ROOT, page
-from weightsync.engines.checks import FIRST, TESTED
+from weightsync.engines.serving.checks import FIRST, TESTED
 
 ROWS = json.loads(RESULTS.read_text())
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.plan import Box, RankLayout, Reads, Segment
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
 from weightsync.protocol.handles import DeviceHandle
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.recipes.shapes import MixtureShape, MlaShape, ModelShape
+from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape
 
 __all__ = ["DENSE", "GLM", "MLA", "MOE", "SMALL"]
 

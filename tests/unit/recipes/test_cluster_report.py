@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.recipes.cluster_report import ClusterReport, Host, Pair, rounds
+from weightsync.recipes.doctor.cluster_report import ClusterReport, Host, Pair, rounds
 
 VERSIONS = {"python": "3.11.9", "weightsync": "0.1.0", "torch": "2.11.0+cu130", "nccl": "2.28.9", "vllm": ""}
 

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.recipes.small_models import SMALL
-from weightsync.plan import Layout, Members, alike
-from weightsync.plan.alike import AlikeReshard
-from weightsync.plan.estimate import DirectFloor
-from weightsync.recipes.engine_reads import reads_floor
-from weightsync.recipes.grids import TrainersGrid, engine_layout
-from weightsync.recipes.hosts import HostSpec, Rate
-from weightsync.recipes.parallel import parse_engine, parse_trainers
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.plan import Layout, Members
+from weightsync.plan.direct import alike
+from weightsync.plan.direct.alike import AlikeReshard
+from weightsync.plan.figures.estimate import DirectFloor
+from weightsync.recipes.forecast.engine_reads import reads_floor
+from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
+from weightsync.recipes.forecast.hosts import HostSpec, Rate
+from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 
 def hosts(gpus_per_host: int) -> tuple[str, HostSpec]:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.patience import patient
 from weightsync.errors import ConfigError, TransportError
-from weightsync.recipes import link_probe
-from weightsync.recipes.host_probe import num_free
-from weightsync.recipes.link_probe import LinkServer, measure
+from weightsync.recipes.doctor import link_probe
+from weightsync.recipes.doctor.host_probe import num_free
+from weightsync.recipes.doctor.link_probe import LinkServer, measure
 
 HOST, SECRET, WAIT_S = "127.0.0.1", b"0123456789abcdef", patient(10)
 

@@ -14,12 +14,12 @@ from tests.unit.test_report import REPORT
 from weightsync.protocol.timing import Span
 from weightsync.recipes import bench as recipe_bench
 from weightsync.recipes import cli
-from weightsync.recipes.bench_report import BenchReport, BenchRow
-from weightsync.recipes.catalog import load
-from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.inputs import recipe_file
 from weightsync.recipes.policy import Policy
 from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.report.bench_report import BenchReport, BenchRow
 from weightsync.report import Link, SyncReport
 
 RUNNER = CliRunner()

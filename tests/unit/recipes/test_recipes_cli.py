@@ -22,18 +22,18 @@ from tests.unit.recipes.test_recipes_page import run_report
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout
-from weightsync.plan.cross_host_parts import Needs
-from weightsync.plan.estimate import Receiver
-from weightsync.plan.explain import size_text
-from weightsync.plan.host_bundles import HostBundles
+from weightsync.plan.cross_host.cross_host_parts import Needs
+from weightsync.plan.cross_host.host_bundles import HostBundles
+from weightsync.plan.figures.estimate import Receiver
 from weightsync.recipes import cli
-from weightsync.recipes.engine_reads import sample
-from weightsync.recipes.forecast import planned
+from weightsync.recipes.forecast.engine_reads import sample
+from weightsync.recipes.forecast.forecast import planned
+from weightsync.recipes.forecast.quantised import INT4
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
-from weightsync.recipes.page import page
-from weightsync.recipes.quantised import INT4
 from weightsync.recipes.recipe import Recipe, load_recipe
-from weightsync.recipes.run_report import RunReport, read_report
+from weightsync.recipes.report.page import page
+from weightsync.recipes.report.run_report import RunReport, read_report
+from weightsync.text import size_text
 
 RUNNER = CliRunner()
 
@@ -569,7 +569,7 @@ def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
 
 
 def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.recipes.engine_reads.MOST_COPIES", 5_000)
+    monkeypatch.setattr("weightsync.recipes.forecast.engine_reads.MOST_COPIES", 5_000)
     arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
     lines = direct_section(*arguments)
     assert lines[0].startswith("  3 of 8 engine ranks")
@@ -604,7 +604,8 @@ def test_ranks_that_are_alike_are_planned_once(
     monkeypatch.setattr(Receiver, "of_host", counted)
     quick, num_quick = direct_section(*arguments), len(planned)
     monkeypatch.setattr(
-        "weightsync.recipes.engine_reads.alike", lambda every, *_: dict.fromkeys(range(len(every)), 1)
+        "weightsync.recipes.forecast.engine_reads.alike",
+        lambda every, *_: dict.fromkeys(range(len(every)), 1),
     )
     assert quick == direct_section(*arguments)
     assert num_quick <= len(planned) - num_quick == tp * engines
@@ -639,7 +640,7 @@ def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.Mon
         rest = [each for each in source.names if each.endswith("layernorm.weight")]
         return frozenset(source.names) - {*rest}, dict.fromkeys(rest, "float32 here, bfloat16 there")
 
-    monkeypatch.setattr("weightsync.recipes.forecast.same_dtype_tensors", same_dtype_tensors)
+    monkeypatch.setattr("weightsync.recipes.forecast.forecast.same_dtype_tensors", same_dtype_tensors)
     lines = direct_section(*MODEL)
     assert "  model.layers.0.input_layernorm.weight, by broadcast: float32 here, bfloat16 there" in lines
     assert lines[-1].endswith(" more tensors by broadcast")

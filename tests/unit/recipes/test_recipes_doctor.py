@@ -18,9 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 from weightsync.errors import ConfigError, TransportError
-from weightsync.recipes import cli, probes
-from weightsync.recipes.doctor import Row, is_fit, table
-from weightsync.recipes.run_report import RunReport
+from weightsync.recipes import cli
+from weightsync.recipes.doctor import probes
+from weightsync.recipes.doctor.doctor import Row, is_fit, table
+from weightsync.recipes.report.run_report import RunReport
 from weightsync.report import Covered, coverage_table
 
 RUNNER = CliRunner()

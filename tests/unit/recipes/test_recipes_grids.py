@@ -14,13 +14,13 @@ from tests.patience import patient
 from tests.unit.recipes.small_models import DENSE, GLM, MLA, MOE, SMALL
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, Members, TensorMeta, make_plan
-from weightsync.plan.coverage import check_live
-from weightsync.plan.runs import run_segments
-from weightsync.recipes.catalog import load, shipped
-from weightsync.recipes.cuts import partition
-from weightsync.recipes.grids import engine_layout, trainer_layout
-from weightsync.recipes.parallel import parse_engine, parse_trainers
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.plan.layout.coverage import check_live
+from weightsync.plan.layout.runs import run_segments
+from weightsync.recipes.forecast.catalog import load, shipped
+from weightsync.recipes.forecast.cuts import partition
+from weightsync.recipes.forecast.grids import engine_layout, trainer_layout
+from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 Array = npt.NDArray[np.int32]
 

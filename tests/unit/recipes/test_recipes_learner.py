@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from tests.forked import fork, forking, import_deepspeed, import_megatron
 from weightsync.memory.tensors import segment_view
-from weightsync.plan.experts import stack_experts
+from weightsync.plan.layout.experts import stack_experts
 from weightsync.recipes.backends import BACKENDS
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner

@@ -14,8 +14,8 @@ import pytest
 from tests.chromium import chromium, show
 from weightsync.errors import ConfigError
 from weightsync.protocol.timing import Span
-from weightsync.recipes.page import page, write_page
-from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.report.page import page, write_page
+from weightsync.recipes.report.run_report import RunReport, StepRow
 from weightsync.report import Covered, HealReport, Link
 
 SCRIPT = "<script>console.error('ran')</script>"

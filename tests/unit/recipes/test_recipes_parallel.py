@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, Zero, parse_engine, parse_trainers
+from weightsync.recipes.forecast.parallel import (
+    EngineParallel,
+    Fsdp,
+    Megatron,
+    Zero,
+    parse_engine,
+    parse_trainers,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from weightsync.errors import StateError
 from weightsync.recipes import quickstart
 from weightsync.recipes.inputs import SHIPPED
 from weightsync.recipes.recipe import load_recipe
-from weightsync.recipes.run_folder import RunFolder
-from weightsync.recipes.run_report import read_report
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.run_folder import RunFolder
+from weightsync.recipes.report.run_report import read_report
+from weightsync.recipes.report.screen import Screen
 
 
 def test_the_files_of_a_run_that_fails_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

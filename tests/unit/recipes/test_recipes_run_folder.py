@@ -12,7 +12,7 @@ import pytest
 
 from weightsync.errors import DeadlineError
 from weightsync.recipes import cli
-from weightsync.recipes.run_folder import RunFolder, replace_text
+from weightsync.recipes.report.run_folder import RunFolder, replace_text
 
 
 def full(_: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.recipes.test_recipes_page import run_report
 from tests.unit.test_report import REPORT
 from weightsync.errors import StateError
-from weightsync.recipes.run_report import RunReport, StepRow, read_report
+from weightsync.recipes.report.run_report import RunReport, StepRow, read_report
 
 
 def row(step: int, reward: float) -> StepRow:

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tests.patience import patient
-from weightsync.recipes.run_report import RunReport, StepRow
-from weightsync.recipes.screen import Screen
+from weightsync.recipes.report.run_report import RunReport, StepRow
+from weightsync.recipes.report.screen import Screen
 from weightsync.report import Covered, HealReport, coverage_table
 
 

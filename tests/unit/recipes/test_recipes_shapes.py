@@ -22,9 +22,9 @@ from transformers import (
 
 from tests.unit.recipes.small_models import DENSE, SMALL
 from weightsync.errors import ConfigError
-from weightsync.recipes.catalog import load, shipped
-from weightsync.recipes.hosts import HostSpec
-from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
+from weightsync.recipes.forecast.catalog import load, shipped
+from weightsync.recipes.forecast.hosts import HostSpec
+from weightsync.recipes.forecast.shapes import ModelShape, checkpoint_tensors
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "dense": (Qwen3Config, Qwen3ForCausalLM),

@@ -11,7 +11,7 @@ import pytest
 from weightsync.errors import StateError
 from weightsync.recipes.inputs import SHIPPED
 from weightsync.recipes.recipe import load_recipe
-from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.report.run_report import RunReport, StepRow
 from weightsync.recipes.survival import actor_options, begun, read_back, take_trainers
 from weightsync.report import HealReport
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.recipes.test_recipes_page import run_report
 from tests.unit.test_report import REPORT
 from weightsync.protocol.timing import Span
-from weightsync.recipes.trace import write_trace
+from weightsync.recipes.report.trace import write_trace
 
 SPANS = {
     "driver": (Span("publish", 1.7e9, 0.25), Span("move", 1.7e9 + 1, 0.5)),

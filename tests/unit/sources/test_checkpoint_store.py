@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from tests.models import build_tiny_qwen3
 from weightsync.errors import ConfigError, PlanError
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Box, TensorMeta
-from weightsync.plan.balance import Stretch, partition
+from weightsync.plan.layout.balance import Stretch, partition
 from weightsync.protocol.messages import combine
-from weightsync.sources import checkpoint_store
-from weightsync.sources.checkpoint_store import CheckpointStore
-from weightsync.sources.safetensors_files import contents
+from weightsync.sources.checkpoint import checkpoint_store
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.safetensors_files import contents
 
 ONE, TWO = "model-1.safetensors", "model-2.safetensors"
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.plan.reshard_strategies import Sides, sides
 from weightsync.driver.agreement import dissenters
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.direct_plan import make_direct_plan
-from weightsync.plan.replicas import MOST_ROUNDS
+from weightsync.plan.direct.direct_plan import make_direct_plan
+from weightsync.plan.layout.replicas import MOST_ROUNDS
 from weightsync.protocol.messages import Compared, combine
 from weightsync.sources.claimed_boxes import ClaimedBoxes
 

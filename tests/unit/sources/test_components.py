@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from weightsync import Part, TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.plan import RankLayout, Stage
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.sources import make_components
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource

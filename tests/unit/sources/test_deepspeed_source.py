@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.sources.deepspeed import DeepSpeedSource
+from weightsync.sources.zero.deepspeed import DeepSpeedSource
 
 
 class Engine:

@@ -21,9 +21,9 @@ from tests.unit.sources.test_float8_weights import BLOCKS
 from tests.unit.sources.test_float8_weights import save as save_float8
 from weightsync.errors import SourceChangedError
 from weightsync.plan import TensorMeta
-from weightsync.sources import checkpoint_store
-from weightsync.sources.checkpoint_store import CheckpointStore
-from weightsync.sources.stored_files import StoredFile
+from weightsync.sources.checkpoint import checkpoint_store
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.stored_files import StoredFile
 
 NAME = "model.safetensors"
 Change = Callable[[Path], None]

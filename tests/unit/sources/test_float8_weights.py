@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from tests.quantised import same_bits
 from tests.unit.sources.test_checkpoint_store import held
 from weightsync.errors import ConfigError, PlanError
-from weightsync.memory.digests import tensor_digest
-from weightsync.memory.quantize import quantize
-from weightsync.plan.formats import Format, Quantization
-from weightsync.sources.checkpoint_store import CheckpointStore
-from weightsync.sources.safetensors_files import contents
+from weightsync.memory.kernels.digests import tensor_digest
+from weightsync.plan.layout.formats import Format, Quantization
+from weightsync.quantising.quantize import quantize
+from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore
+from weightsync.sources.checkpoint.safetensors_files import contents
 
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [4, 8]}
 CHANNELS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.messages import PublishTask, combine
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 peft = pytest.importorskip("peft")
 

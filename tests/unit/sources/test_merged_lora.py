@@ -13,7 +13,7 @@ from tests.unit.sources.test_lora import Model, adapted, published
 from tests.unit.sources.test_stacked_lora import stacked
 from weightsync.errors import ConfigError, StateError
 from weightsync.sources import make_source
-from weightsync.sources.merged_lora import MergedLoraSource
+from weightsync.sources.lora.merged_lora import MergedLoraSource
 
 peft = pytest.importorskip("peft")
 

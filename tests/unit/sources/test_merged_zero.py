@@ -11,8 +11,8 @@ from tests.unit.sources.test_lora import adapted
 from weightsync.memory.tensors import meta_of, named_tensors
 from weightsync.plan import RankLayout, Segment
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.merged_weights import MergedWeights
-from weightsync.sources.merged_zero import _merge
+from weightsync.sources.lora.merged_weights import MergedWeights
+from weightsync.sources.lora.merged_zero import _merge
 
 pytest.importorskip("peft")
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from tests.contract.source_ranks import plan_for
 from weightsync.errors import ConfigError, MovedError, StateError
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 from weightsync.protocol.messages import Digests, Published
 from weightsync.sources import piece_copies

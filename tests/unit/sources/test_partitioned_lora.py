@@ -15,7 +15,7 @@ from tests.unit.sources.test_stacked_lora import stacked
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 
 pytest.importorskip("peft")
 

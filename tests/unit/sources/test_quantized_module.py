@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.quantised import AWQ, GPTQ, INT4, int4, same_bits
 from weightsync.errors import ConfigError
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.quantize import quantize
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
-from weightsync.plan.formats import Quantization
+from weightsync.plan.layout.formats import Quantization
+from weightsync.quantising.quantize import quantize
 from weightsync.sources import make_source
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.quantized_module import QuantizedModuleSource

@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.contract.source_ranks import plan_for, publish
 from tests.unit.sources.test_quantized_module import FP8, Model
 from weightsync.errors import PlanError
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.sources import make_source
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.readable import require_values

@@ -9,7 +9,7 @@ from torch import nn
 from tests.contract.source_ranks import plan_for, publish
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Plan, RankLayout
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.selection import Names, Part

@@ -17,8 +17,8 @@ from weightsync.errors import ConfigError
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B
-from weightsync.sources.lora import LoraSource
-from weightsync.sources.stacked_lora import StackedExperts
+from weightsync.sources.lora.lora import LoraSource
+from weightsync.sources.lora.stacked_lora import StackedExperts
 
 peft = pytest.importorskip("peft")
 

@@ -16,7 +16,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
 from weightsync.protocol.messages import Published
 from weightsync.sources import make_source
-from weightsync.sources.lora import LoraSource
+from weightsync.sources.lora.lora import LoraSource
 from weightsync.sources.tensors import TensorSource
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from weightsync.config import PrefixCache
-from weightsync.engines.adapter_engine import Served
-from weightsync.engines.adapter_places import passes
-from weightsync.engines.checks import check_version, refuse_salt, require_gpus
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
-from weightsync.engines.rank_process import RankProcess, RankWatch
-from weightsync.engines.request_loop import Params, RequestLoop
-from weightsync.engines.sampling import Sampling
+from weightsync.engines.lora.adapter_engine import Served
+from weightsync.engines.lora.adapter_places import passes
+from weightsync.engines.lora.slot_serving import SlotServing
+from weightsync.engines.rank.rank_process import RankProcess, RankWatch
+from weightsync.engines.serving.checks import check_version, refuse_salt, require_gpus
+from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, answers_of
+from weightsync.engines.serving.request_loop import Params, RequestLoop
+from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
-from weightsync.engines.slot_serving import SlotServing
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
 from weightsync.protocol.adapters import AdapterSpec
 

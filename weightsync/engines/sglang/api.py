@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.checks import refuse_sizes
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_fill import FillCount, ToFill
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.request_loop import Made
-from weightsync.engines.sampling import Sampling
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_fill import FillCount, ToFill
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.loading.wrapped import is_lora, unwrapped
+from weightsync.engines.serving.checks import refuse_sizes
+from weightsync.engines.serving.request_loop import Made
+from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.texts import Tokenizer
 from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.engines.sglang.storage import derive_again
-from weightsync.engines.texts import Tokenizer
-from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError, nearest
 
 _LOADER = "weightsync.engines.sglang.worker.receive"

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_trace import UnprovableError
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
-from weightsync.engines.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.whole_sink import Loader
-from weightsync.memory.stored_places import StoredPlaces
+from weightsync.quantising.stored_places import StoredPlaces
 
 
 def trace_channels(

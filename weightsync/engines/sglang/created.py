@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.live_digest import parameters_of, require_complete
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.reload_trace import Reload, trace_reload
-from weightsync.engines.whole_sink import Loader
+from weightsync.engines.loading.live_digest import parameters_of, require_complete
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.reload_trace import Reload, trace_reload
+from weightsync.engines.loading.whole_sink import Loader
 from weightsync.errors import TransportError
 from weightsync.plan import TensorMeta
 

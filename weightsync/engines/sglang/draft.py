@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from weightsync.config import Treatment
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.draft_model import DraftModel
+from weightsync.engines.drafts.draft_model import DraftModel
+from weightsync.engines.drafts.trained_draft import TrainableDraft
+from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.sglang.api import Loads
 from weightsync.engines.sglang.storage import stored_otherwise
-from weightsync.engines.trained_draft import TrainableDraft
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import TensorMeta

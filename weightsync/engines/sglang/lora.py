@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
-from weightsync.engines.adapter_rank import Slot
+from weightsync.engines.lora.adapter_places import AdapterPlaces, digits, passes
+from weightsync.engines.lora.adapter_rank import Slot
 from weightsync.engines.sglang import expert_slots
 from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import LORA_A, AdapterSpec
@@ -149,7 +149,7 @@ def _padded(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
 
 
 class LoraSlots:
-    """The slots of one SGLang rank, see `weightsync.engines.adapter_rank.AdapterSlots`.
+    """The slots of one SGLang rank, see `weightsync.engines.lora.adapter_rank.AdapterSlots`.
 
     The engine calls `require`, and then for each load `look`, has SGLang load an adapter and run a request
     of it, and calls `see` or `take`.

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.quantised_experts import STACKS, Expert
-from weightsync.engines.quantizing_loader import stored_tensors
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.traced_rows import is_whole_rows
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.quantised_experts import STACKS, Expert
+from weightsync.engines.quantised.quantizing_loader import stored_tensors
+from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
 from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
-from weightsync.engines.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.traced_rows import is_whole_rows
-from weightsync.engines.whole_sink import Loader
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Segment, TensorMeta
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.stored_places import StoredPlaces
 
 ROWS = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
 """What SGLang makes of a matrix. A rank that keeps some columns has scales of these alone."""

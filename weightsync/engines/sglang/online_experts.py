@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
 
 EXPERT = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
 """What SGLang makes of an expert in a stack. A rank that keeps a part of it has a scale of that part."""

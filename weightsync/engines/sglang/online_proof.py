@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.quantised_experts import STACKS
-from weightsync.engines.quantiser_bytes import are_same, random_matrix
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.quantised.quantised_experts import STACKS
+from weightsync.engines.quantised.quantiser_bytes import are_same, random_matrix
 from weightsync.engines.sglang.online import ROWS
 from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
-from weightsync.memory.quantize import quantize, quantize_together
+from weightsync.quantising.quantize import quantize, quantize_together
 
 _MOST_ROWS = 2560
 """Of a random matrix. SGLang has one kernel for fewer than 16 rows a multiprocessor, and one for more."""

@@ -22,8 +22,8 @@ import zmq
 
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.wire import SentError
-from weightsync.engines.adapter_rank import AdapterRank
-from weightsync.engines.rank import Rank
+from weightsync.engines.lora.adapter_rank import AdapterRank
+from weightsync.engines.rank.rank import Rank
 from weightsync.errors import EngineError, WeightSyncError, WireError
 from weightsync.protocol.decoding import decoded, decoded_one
 

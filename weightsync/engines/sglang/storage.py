@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.plan.formats import FIELD, Format
+from weightsync.plan.layout.formats import FIELD, Format
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from weightsync.config import Treatment
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
-from weightsync.engines.draft_model import DraftModel
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.rank import Rank
+from weightsync.engines.drafts.draft_model import DraftModel
+from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
+from weightsync.engines.quantised.stored_loader import trace_places
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.sglang.api import Loads, loaded_layers, model_folder, packed_layers
 from weightsync.engines.sglang.channels import trace_channels
 from weightsync.engines.sglang.draft import Speculation, draft_of
@@ -33,12 +36,9 @@ from weightsync.engines.sglang.storage import (
     stored_otherwise,
     transposed_layers,
 )
-from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
-from weightsync.engines.stored_loader import trace_places
-from weightsync.engines.whole_sink import Loader
 from weightsync.errors import ConfigError
-from weightsync.memory.stored_places import StoredPlaces
-from weightsync.plan.formats import FIELD
+from weightsync.plan.layout.formats import FIELD
+from weightsync.quantising.stored_places import StoredPlaces
 
 logger = logging.getLogger("weightsync.engines.sglang")
 

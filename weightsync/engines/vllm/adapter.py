@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from weightsync.engines.adapter_engine import Served
 from weightsync.engines.base import DraftCounts
-from weightsync.engines.checks import check_version
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
-from weightsync.engines.rank_process import RankProcess, RankWatch
-from weightsync.engines.request_loop import Params, RequestLoop
-from weightsync.engines.sampling import Sampling
-from weightsync.engines.slot_serving import SlotServing
+from weightsync.engines.lora.adapter_engine import Served
+from weightsync.engines.lora.slot_serving import SlotServing
+from weightsync.engines.rank.rank_process import RankProcess, RankWatch
+from weightsync.engines.serving.checks import check_version
+from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
+from weightsync.engines.serving.request_loop import Params, RequestLoop
+from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.drafted import draft_counts
 from weightsync.engines.vllm.lora import Adapted, adapted

@@ -8,8 +8,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
-from weightsync.engines.checks import check_version, refuse_salt
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS
+from weightsync.engines.serving.checks import check_version, refuse_salt
+from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
 from weightsync.faults import Fault

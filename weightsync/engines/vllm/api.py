@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
-from weightsync.engines.checks import refuse_sizes, require_gpus
-from weightsync.engines.model_folder import ModelFolder
-from weightsync.engines.sampling import Sampling
-from weightsync.engines.wrapped import is_lora
+from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.loading.wrapped import is_lora
+from weightsync.engines.serving.checks import refuse_sizes, require_gpus
+from weightsync.engines.serving.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from weightsync.config import Treatment
-from weightsync.engines.checkpoint import FULL
-from weightsync.engines.draft_model import DraftModel, own_tensors, shares_weights
+from weightsync.engines.drafts.draft_model import DraftModel, own_tensors, shares_weights
+from weightsync.engines.loading.checkpoint import FULL
 from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, draft_files
 from weightsync.engines.vllm.reload import Reload
 from weightsync.engines.vllm.trained_draft import VllmTrainedDraft

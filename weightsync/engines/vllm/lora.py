@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.adapter_places import AdapterPlaces, digits, passes
-from weightsync.engines.adapter_rank import Slot
+from weightsync.engines.lora.adapter_places import AdapterPlaces, digits, passes
+from weightsync.engines.lora.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
 from weightsync.engines.vllm.expert_slots import is_of_experts, require_experts
 from weightsync.engines.vllm.expert_stacks import is_of_stack, stack, with_up_projections
@@ -41,7 +41,7 @@ def adapted(name: str, version: int, number: int, sampling: object) -> Adapted:
 
 
 class LoraSlots:
-    """The slots of one vLLM rank, see `weightsync.engines.adapter_rank.AdapterSlots`."""
+    """The slots of one vLLM rank, see `weightsync.engines.lora.adapter_rank.AdapterSlots`."""
 
     def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM's, of either version
         self._runner = runner

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from weightsync.plan import Box, TensorMeta
-from weightsync.plan.balance import Stretch
-from weightsync.plan.experts import stacked
+from weightsync.plan.layout.balance import Stretch
+from weightsync.plan.layout.experts import stacked
 
 MTP = "mtp"
 """vLLM's method. It calls all others, such as ``deepseek_mtp``, so when it starts."""

@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.checkpoint import Checkpoint
-from weightsync.engines.live_digest import parameters_of, require_complete
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.quantised_experts import STACKS, Expert
-from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
-from weightsync.engines.reload_trace import trace_reload
-from weightsync.engines.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.stored_loader import StoredLoader
-from weightsync.engines.traced_rows import block_number, is_whole_rows
-from weightsync.engines.whole_sink import Loader
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.live_digest import parameters_of, require_complete
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.reload_trace import trace_reload
+from weightsync.engines.loading.traced_rows import block_number, is_whole_rows
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.quantised.quantised_experts import STACKS, Expert
+from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, stored_tensors
+from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
+from weightsync.engines.quantised.stored_loader import StoredLoader
 from weightsync.errors import TransportError
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import Box, Segment
-from weightsync.plan.formats import Format
+from weightsync.plan.layout.formats import Format
+from weightsync.quantising.stored_places import StoredPlaces
 
 logger = logging.getLogger("weightsync.engines.vllm")
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.quantised_experts import STACKS
-from weightsync.engines.quantiser_bytes import are_same, random_matrix
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.wrapped import is_lora
+from weightsync.engines.quantised.quantised_experts import STACKS
+from weightsync.engines.quantised.quantiser_bytes import are_same, random_matrix
 from weightsync.engines.vllm.online import LAYER, Loaded
-from weightsync.engines.wrapped import is_lora
-from weightsync.memory.quantize import quantize
+from weightsync.quantising.quantize import quantize
 
 _LINEAR = "Fp8PerTensorOnlineLinearMethod"
 _EXPERTS = ("Fp8OnlineMoEMethod", "Fp8PerTensorOnlineMoEMethod")

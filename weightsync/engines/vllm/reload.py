@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weightsync.engines.kernel_state import KernelState, VolatileBuffers
-from weightsync.engines.load_witness import LoadWitness
-from weightsync.engines.loader_fill import FillCount, ToFill, storage_number
+from weightsync.engines.loading.kernel_state import KernelState, VolatileBuffers
+from weightsync.engines.loading.load_witness import LoadWitness
+from weightsync.engines.loading.loader_fill import FillCount, ToFill, storage_number
+from weightsync.engines.loading.wrapped import is_lora, unwrapped
 from weightsync.engines.vllm.api import layerwise, materialized
-from weightsync.engines.wrapped import is_lora, unwrapped
 from weightsync.errors import ConfigError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plan import TensorMeta
-from weightsync.plan.segment import CASTABLE
+from weightsync.plan.layout.segment import CASTABLE
 
 _NEVER_WHOLE = -(1 << 60)
 _FROM_CONFIG = ("input_scale_ub",)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from weightsync.engines.request_loop import Made
-from weightsync.engines.texts import Tokenizer
+from weightsync.engines.serving.request_loop import Made
+from weightsync.engines.serving.texts import Tokenizer
 from weightsync.engines.vllm.lora import Adapted
 
 

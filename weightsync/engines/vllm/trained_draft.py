@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
-from weightsync.engines.draft_model import own_modules
-from weightsync.engines.trained_draft import TrainableDraft
+from weightsync.engines.drafts.draft_model import own_modules
+from weightsync.engines.drafts.trained_draft import TrainableDraft
+from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.vllm import mtp
 from weightsync.engines.vllm.api import ModelRunner, draft_files, file_headers, model_folder
 from weightsync.engines.vllm.reload import Reload

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.config import Treatment
-from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
-from weightsync.engines.draft_model import DraftModel
-from weightsync.engines.live_digest import parameters_of
-from weightsync.engines.loader_trace import UnprovableError
-from weightsync.engines.rank import Rank
-from weightsync.engines.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
-from weightsync.engines.stored_loader import find_places
+from weightsync.engines.drafts.draft_model import DraftModel
+from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.whole_sink import Loader
+from weightsync.engines.loading.wrapped import unwrapped
+from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint, quantization_of, require_stored
+from weightsync.engines.quantised.stored_loader import find_places
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.vllm.api import (
     ModelRunner,
     building,
@@ -33,11 +35,9 @@ from weightsync.engines.vllm.online import online_loader, trace_online
 from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
 from weightsync.engines.vllm.reload import Reload, rehearse
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
-from weightsync.engines.whole_sink import Loader
-from weightsync.engines.wrapped import unwrapped
 from weightsync.errors import PlanError
-from weightsync.memory.stored_places import StoredPlaces
 from weightsync.plan import TensorMeta
+from weightsync.quantising.stored_places import StoredPlaces
 
 logger = logging.getLogger("weightsync.engines.vllm")
 

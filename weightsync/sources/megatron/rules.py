@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weightsync.errors import ConfigError
-from weightsync.plan.segment import suggest
+from weightsync.plan.layout.segment import suggest
 from weightsync.sources.megatron.cuts import Cut
 
 _FIELDS = ("layer", "expert")

@@ -13,8 +13,8 @@ from tests.contract.source_ranks import plan_for
 from tests.megatron_standin import model_of
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError, PlanError, StateError
-from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.plan import Plan
 from weightsync.sources import make_source
 from weightsync.sources.megatron import MegatronSource

@@ -1,0 +1,1 @@
+"""Checkpoint folders as sources of weights."""

@@ -1,0 +1,1 @@
+"""Holder actors: where they run, and which processes they are."""

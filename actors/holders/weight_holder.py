@@ -1,0 +1,187 @@
+"""Starts the holders' processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from ray.actor import ActorHandle
+
+from weightsync.actors.holders.detached import detached
+from weightsync.actors.ray.actor_class import actor_class
+from weightsync.actors.ray.placement import Placement, threaded
+from weightsync.actors.relays.host_moves import HostMoves
+from weightsync.actors.relays.move_once import MoveOnce
+from weightsync.actors.relays.publish_relay import publish_all
+from weightsync.channel.control import ControlOffer, Turns, answer_calls
+from weightsync.config import Ports
+from weightsync.errors import TransportError
+from weightsync.holder.holder import Holder
+from weightsync.memory import cuda
+from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
+from weightsync.memory.tensors import device_id
+from weightsync.plan import Plan
+from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.messages import Moved, Prepared, UpdateTask
+from weightsync.transports import transport_class
+
+# watch(), answer_calls(), relay(), relay_moves(), answer_relay(), a refill, snapshot() and replicate() take
+# one each. The rest are for other calls.
+_NUM_THREADS = 12
+
+
+def spawn_holder(
+    name: str, placement: Placement, transport: str, ports: Ports | None, outlives_as: str = ""
+) -> ActorHandle[WeightHolder]:
+    """Start a WeightHolder actor on the host of `placement`.
+
+    It reserves no CPU or GPU, and sees that GPU alone.
+
+    It ends with its driver. With `outlives_as`, a name, it is detached and runs until it is killed.
+
+    Ray does not restart it: a new process would hold nothing, so the controller has to know.
+    """
+    options = process_options(placement.node, placement.gpu if transport == "nccl" else None)
+    if outlives_as:
+        options |= detached(outlives_as)
+    return (
+        actor_class(WeightHolder)
+        .options(**options)
+        .remote(**holder_settings(name, placement, transport, ports))
+    )
+
+
+class WeightHolder(Holder):
+    """A holder's actor, which also calls the trainers and holders of its host for the driver."""
+
+    def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
+        """See `Holder`."""
+        super().__init__(name, host, transport, device, ports=ports)
+        self._relaying, self._relaying_moves, self._relayed = Turns(), Turns(), Turns()
+        self._once = MoveOnce(name)
+
+    def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have `trainers`, by rank, publish when the driver asks, until the channel is lost or replaced."""
+        answer_calls(offer, {"publish_all": partial(publish_all, trainers)}, self._relaying.begin())
+
+    def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have the `holders` of this host, by index, move when the driver asks.
+
+        Ends when the channel is lost or replaced.
+        """
+        is_newest = self._relaying_moves.begin()
+        with closing(HostMoves(holders)) as moves:
+            answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved}, is_newest)
+
+    def answer_relay(self, offer: ControlOffer) -> None:
+        """Answer `move` on a channel of the holder that relays, until it is lost or replaced.
+
+        What comes after the next `prepare` is refused.
+        """
+        answer_calls(offer, {"move": partial(self._move, self._once)}, self._relayed.begin())
+
+    def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
+        """See `Holder.prepare`."""
+        self._once.close()
+        self._once = MoveOnce(self.name)
+        return super().prepare(plan, index, source)
+
+    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        """See `Holder.move`. The driver and the holder that relays may both ask: see `MoveOnce`."""
+        return self._move(self._once, attempt, feeding, task, timeout_s)
+
+    def _move(self, once: MoveOnce, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        work = partial(super().move, attempt, feeding, task, timeout_s)
+        return once.move(attempt, work, timeout_s)
+
+
+class HolderStandby(WeightHolder):
+    """A holder's process started ahead of time, with its imports done."""
+
+    def __init__(self, gpu: int | str | None) -> None:
+        """Import what holders need. It becomes a holder in `sit`.
+
+        `gpu`: the only GPU that it sees, as its index among Ray's GPUs on this host or as
+        ``CUDA_VISIBLE_DEVICES`` names it; None for none yet.
+        """
+        self.name = "spare holder"  # Ray asks for its name now
+        self._bound_to = ""
+        transport_class("gloo" if gpu is None else "nccl")
+        if gpu is not None:
+            importlib.import_module("weightsync.holder.device_staging")
+            with contextlib.suppress(TransportError):  # the holder raises it if it needs NCCL
+                cuda.nccl()
+            self._bound_to = _see(gpu)
+
+    def bound_to(self) -> str:
+        """Return its GPU, ``cuda:<UUID>``, ``cpu`` if CUDA did not start, or empty if unbound."""
+        return self._bound_to
+
+    def expect(self, device: str) -> None:
+        """Create the CUDA context, and load kernels, if `device` is this standby's GPU.
+
+        All but one load on a thread: the standby can become a holder before they are there.
+        """
+        if device == self._bound_to:
+            torch.cuda.current_stream().query()
+            with contextlib.suppress(TransportError):
+                load_copies()
+                on_daemon(load_for_16_bits, "weightsync-kernels")
+
+    def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
+        """Become the holder `name` at `placement`."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
+        super().__init__(**holder_settings(name, placement, transport, ports))
+        for log in (sys.stdout, sys.stderr):  # as Ray writes when an actor starts: logs are known by it
+            log.write(f":actor_name:{self!r}\n")
+            log.flush()
+
+
+def _see(gpu: int | str) -> str:
+    """Start CUDA on GPU `gpu` alone, without taking GPU memory.
+
+    CUDA starts in one process of a host at a time. Started later, it would delay engines that connect.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        if isinstance(gpu, int) and shown is not None:
+            gpu = shown.split(",")[gpu]
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        return device_id(torch.device("cuda", 0))
+    except (AssertionError, IndexError, RuntimeError):  # a PyTorch or a process without it
+        return "cpu"
+
+
+def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby]:
+    """Start a `HolderStandby` actor on host `node`. It ends with its driver."""
+    return (
+        actor_class(HolderStandby).options(**process_options(node, "" if gpu is None else None)).remote(gpu)
+    )
+
+
+def holder_settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
+    """Return the arguments of `Holder`."""
+    device = placement.device if transport == "nccl" else ""
+    return {
+        "name": name,
+        "host": placement.address,
+        "transport": transport,
+        "device": device,
+        "ports": ports,
+    }
+
+
+def process_options(node: str, gpu: str | None, num_threads: int = _NUM_THREADS) -> dict[str, Any]:
+    """Return Ray's options of a process with holders, for `num_threads` calls at the same time.
+
+    `gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets.
+    """
+    visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
+    return visible | threaded(node, num_threads)

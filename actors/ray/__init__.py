@@ -1,0 +1,1 @@
+"""Calls to Ray actors, and their life."""

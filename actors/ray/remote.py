@@ -1,0 +1,342 @@
+"""Calls actors as awaitable peers and turns Ray's errors into ours.
+
+Only this file knows both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import (
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
+
+from weightsync.actors.ray.claim import ClaimedPeer
+from weightsync.actors.ray.control_channels import (
+    Callee,
+    ControlChannel,
+    Notifier,
+    PublishNotices,
+)
+from weightsync.actors.ray.placement import Placement
+from weightsync.channel.control import CALLS, ControlOffer
+from weightsync.config import Ports
+from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
+from weightsync.faults import Fault
+from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.messages import Attached, PublishReport, PublishTask
+from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
+
+_LONG_S = 0.01
+"""How long a trainer may publish before Ray is called, too."""
+
+
+async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
+    """Await an actor's answer.
+
+    Raises the actor's own WeightSyncError, PeerLostError if its process is gone, or PeerError for any
+    other error, also if Ray has lost the connection and not the process.
+    """
+    try:
+        return await reference
+    except ActorUnavailableError as error:
+        raise PeerError(peer, f"it cannot be reached: {_cause(str(error))}") from error
+    except (RayActorError, TaskCancelledError) as error:
+        raise PeerLostError(peer, _cause(str(error))) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, WeightSyncError):
+            raise _named(error.cause, peer) from error
+        raise PeerError(peer, f"{type(error.cause).__name__}: {error.cause}") from error
+    except RayError as error:
+        raise PeerError(peer, f"{type(error).__name__}: {_cause(str(error))}") from error
+
+
+def _named(error: WeightSyncError, peer: str) -> WeightSyncError:
+    """Return `error`, with its engine's name: a rank does not know the name before it is attached."""
+    if isinstance(error, EngineError) and not error.engine:
+        return type(error)(peer.removeprefix("engine "), *error.args[1:])
+    return error
+
+
+def _cause(text: str) -> str:
+    """The first line of Ray's message; the last line if the actor's constructor raised."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"its constructor raised {lines[-1]}" if "creation task" in lines[0] else lines[0]
+
+
+def share(value: object) -> object:
+    """Put `value` into Ray's object store, which brings it to each host once.
+
+    Give the result to calls of actors as an argument of its own: Ray puts the value in its place. The value
+    stays in the store while the result lives, or an actor that has arrays of it.
+    """
+    return ray.put(value)
+
+
+class Remote:
+    """An actor as a peer: each method calls the actor's method of that name, after `prefix`.
+
+    `remote_trainer`, `remote_engine` and `remote_holder` return it with the types of its methods.
+    """
+
+    def __init__(
+        self, name: str, handle: ActorHandle[Any], prefix: str, adapter: AdapterSpec | None = None
+    ) -> None:
+        """With an `adapter`, the methods are those of the actor's part for it."""
+        self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
+        self.channel: ControlChannel | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What it is known by. Equal for peers that call the same actor, or the same part of one."""
+        handle: Hashable = self.handle
+        return handle
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args: self.call(method, *args)
+
+    def answers(self, method: str) -> bool:
+        """Whether the actor has this method."""
+        return hasattr(self.handle, self._prefix + method)
+
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """Call the actor, by its control channel where that can, which then needs no task.
+
+        The answer raises as `answer`, and ConfigError if the actor has no such method.
+        """
+        called = self.channel.call(method, args) if self.channel else None
+        return self._call_by_ray(method, *args) if called is None else called
+
+    async def _call_by_ray(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
+        if self.channel and self.channel.stuck and method in CALLS:
+            await self.channel.channels.replace(cast("Callee", self))
+        try:
+            remote = self._remote(self._prefix + method)
+        except AttributeError as error:
+            remedy = "give the handle of an actor derived from TrainerShard, EngineActor or VllmActor"
+            raise ConfigError(self.name, type(self.handle).__name__, remedy) from error
+        return await answer(self.name, remote(*args))
+
+    def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
+        """Return what calls a method of the actor. Raises AttributeError if it has none."""
+        remote: Callable[..., Awaitable[Any]] = getattr(self.handle, method).remote
+        if self._adapter is None:
+            return remote
+        return partial(self.handle.sync_adapter.remote, self._adapter, method)
+
+
+class _Engine(Remote):
+    """An engine's actor."""
+
+    async def placements(self) -> list[Placement]:
+        """Ask it for its placements, with an object of Ray's store, as plans are.
+
+        After a lost link, a host may get no objects for minutes while its actors answer
+        (https://github.com/ray-project/ray/pull/59807). Only asking for one shows that.
+        """
+        found: list[Placement] = await self.call("placements", share(None))
+        return found
+
+
+class _Trainer(Remote):
+    """A trainer's actor, which says during `publish` that its weights may be read."""
+
+    def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
+        super().__init__(name, handle, "sync_", adapter)
+        self.notices: PublishNotices | None = None
+        self._is_read_in_place = False
+        self._expected: _Expected | None = None
+
+    async def attach(
+        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+    ) -> Attached:
+        """Attach it, and note whether holders read its weights in place."""
+        self._is_read_in_place = send_buffer is None
+        report: Attached = await self.call("attach", plan, trainer, send_buffer)
+        return report
+
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
+        """Ask it on its control channel, if holders read its weights in place."""
+        if not (self.notices and self.channel and self._is_read_in_place):
+            return None
+        self._expected = _Expected.of(self.notices, readable)
+        early = self.channel.call("readable", (self._expected.ticket,))
+        if early:
+            early.add_done_callback(partial(_note, readable))
+        return early
+
+    async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
+        """Have it publish. What it says on its socket comes before Ray's answer."""
+        expected, self._expected = self._expected, None
+        if expected is None or expected.readable is not readable:
+            expected = _Expected.of(self.notices, readable)
+        elif readable.done():
+            report = await self._publish_in_place(task, expected.ticket)
+            if report is not None:
+                return report
+        told, ticket = expected.told, expected.ticket
+        asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
+            self.call("publish", task, ticket, bool(ticket))
+        )
+        asked.add_done_callback(_no_log)
+        try:
+            await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
+        return told.result() if told.done() else asked.result()
+
+    async def _publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport | None:
+        """Have a trainer that may be read publish by its control channel. None if it takes long, or cannot.
+
+        Ray is called then, which knows whether the process lives, and gets the same report.
+        """
+        called = self.channel.call("publish_in_place", (task, ticket)) if self.channel else None
+        if called is None:
+            return None
+        called.add_done_callback(_no_log)
+        done, _ = await asyncio.wait([called], timeout=_LONG_S)
+        report: PublishReport | None = called.result() if done else None
+        return report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    """What a trainer is to say on its socket while it publishes. `ticket` is 0 if it has none."""
+
+    readable: asyncio.Future[None]
+    told: asyncio.Future[PublishReport]
+    ticket: int
+
+    @classmethod
+    def of(cls, notices: PublishNotices | None, readable: asyncio.Future[None]) -> _Expected:
+        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
+        return cls(readable, told, notices.expect(readable, told) if notices else 0)
+
+
+def _no_log(ended: asyncio.Future[Any]) -> None:
+    """Ask for its error: asyncio logs one that nobody asks for, as when every wait was cancelled."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
+    """Resolve `readable` if the trainer said so. What it raised, `publish` raises, too."""
+    if not early.cancelled() and not early.exception() and early.result() and not readable.done():
+        readable.set_result(None)
+
+
+class _Holder(Remote):
+    """A holder's actor. Its process may still be starting, as a standby."""
+
+    def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
+        super().__init__(name, handle, "")
+        self._becoming = becoming
+        if becoming:
+            becoming.add_done_callback(_no_log)
+
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        return self._call_later(method, *args) if self._becoming else super().call(method, *args)
+
+    async def _call_later(self, method: str, *args: object) -> Any:  # noqa: ANN401
+        if self._becoming:
+            await asyncio.shield(self._becoming)  # this call may be given up, and another follow
+            self._becoming = None
+        return await super().call(method, *args)
+
+
+class _Part(_Holder):
+    """One holder of a process that has several."""
+
+    def __init__(
+        self, name: str, handle: ActorHandle[Any], part: int, opening: asyncio.Future[None] | None
+    ) -> None:
+        super().__init__(name, handle, opening)
+        self._part = part
+
+    @property
+    def key(self) -> Hashable:
+        return self.handle, self._part
+
+    def answers(self, method: str) -> bool:
+        return True
+
+    def close(self) -> Awaitable[None]:
+        """Free its memory and sockets. The process goes on."""
+        return answer(self.name, self.handle.close_part.remote(self._part))
+
+    def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self.handle.call_part.remote, self._part, method)
+
+
+class _Actor(Protocol):
+    """What every actor of a fleet answers."""
+
+    name: str
+    handle: ActorHandle[Any]
+
+    @property
+    def key(self) -> Hashable: ...
+    async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
+
+
+class RemoteTrainer(_Actor, Notifier, ClaimedPeer, TrainerPeer, Protocol):
+    """A TrainerShard actor."""
+
+    async def placement(self) -> Placement: ...
+    async def placement_so_far(self) -> Placement | None: ...
+
+
+class RemoteEngine(_Actor, Callee, ClaimedPeer, EnginePeer, Protocol):
+    """An EngineActor or VllmActor. `EngineCalls` documents the methods."""
+
+    async def placements(self) -> list[Placement]: ...
+    async def watch(self) -> None: ...
+    async def ping(self) -> None: ...
+
+
+class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
+    """A Holder actor. `Holder` documents the methods."""
+
+    async def ready(self) -> tuple[str, str, Ports | None]: ...
+    async def watch(self) -> None: ...
+    async def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def close(self) -> None: ...
+
+
+def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:
+    """Return a trainer's actor, or its part for an adapter, as a peer called `name`."""
+    return cast("RemoteTrainer", _Trainer(name, handle, adapter))
+
+
+def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteEngine:
+    """Return an engine's actor, or its part for an adapter, as a peer called `name`."""
+    return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter))
+
+
+def remote_holder(
+    name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None = None
+) -> RemoteHolder:
+    """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
+    return cast("RemoteHolder", _Holder(name, handle, becoming))
+
+
+def remote_part(
+    name: str, handle: ActorHandle[Any], part: int, opening: asyncio.Future[None]
+) -> RemoteHolder:
+    """Return part `part` of a `HolderParts` actor as a peer called `name`. Calls wait for `opening`."""
+    return cast("RemoteHolder", _Part(name, handle, part, opening))

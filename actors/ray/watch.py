@@ -1,0 +1,98 @@
+"""Notices processes that end or stop answering between updates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any
+
+import ray
+
+from weightsync.actors.ray.remote import RemoteEngine, RemoteHolder
+from weightsync.driver.gather import gather_named
+from weightsync.errors import DeadlineError, PeerError, WeightSyncError
+
+Lost = Callable[[WeightSyncError], None]
+Heard = Callable[[], None]
+
+
+class Watches:
+    """Keeps a call waiting in each process, which Ray fails when it ends.
+
+    Also pings engines.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+
+    def engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
+        """Call `heard` at each heartbeat of `engine`, and `lost` at the first that it misses or when it ends.
+
+        One that missed heartbeats may be heard again, and lost again.
+        """
+        self._begin(engine.key, lambda: self._engine(engine, lost, heard))
+
+    def holder(self, holder: RemoteHolder, lost: Lost) -> None:
+        """Call `lost` once when `holder` ends."""
+        self._begin(holder.key, lambda: self._ended(holder.watch(), lost))
+
+    async def close(self) -> None:
+        """End all watches, and wait until they have ended."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, key: Hashable, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        if key in self._tasks:
+            return
+        task = asyncio.create_task(work())
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key))
+
+    async def _engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
+        waiting, is_silent = asyncio.ensure_future(engine.watch()), False
+        try:
+            while not await self._has_ended(waiting):
+                if not ray.is_initialized():
+                    return  # a call would start a new Ray
+                if waiting.done():
+                    waiting = asyncio.ensure_future(engine.watch())
+                ping = {engine.name: engine.ping()}
+                error = (await gather_named(ping, "heartbeat", self._heartbeat_s)).failures.get(engine.name)
+                if await self._has_ended(waiting, 0):
+                    break
+                if error is None:
+                    heard()
+                elif not is_silent:
+                    lost(error)
+                if error and not is_silence(error):
+                    return
+                is_silent = error is not None
+            await self._ended(waiting, lost)
+        finally:
+            waiting.cancel()
+
+    async def _has_ended(self, waiting: asyncio.Future[None], timeout_s: float | None = None) -> bool:
+        """Wait for a heartbeat's time, or until the process has ended. Returns whether it has."""
+        timeout_s = self._heartbeat_s if timeout_s is None else timeout_s
+        if (await asyncio.wait([waiting], timeout=timeout_s))[0] and not waiting.cancelled():
+            if isinstance(waiting.exception(), PeerError):  # Ray lost the connection
+                await asyncio.sleep(timeout_s)
+                return False
+            return True
+        return False
+
+    @staticmethod
+    async def _ended(waiting: Any, lost: Lost) -> None:  # noqa: ANN401 (an awaitable)
+        try:
+            await waiting
+        except WeightSyncError as error:
+            if ray.is_initialized():  # else the driver itself is ending
+                lost(error)
+
+
+def is_silence(error: WeightSyncError) -> bool:
+    """Whether the process may still be there."""
+    return isinstance(error, (DeadlineError, PeerError))

@@ -1,0 +1,1 @@
+"""Calls that one process of a host forwards for the others."""

@@ -1,0 +1,1 @@
+"""What an environment or a cluster can run."""

@@ -1,0 +1,1 @@
+"""What an update would move, without a cluster."""

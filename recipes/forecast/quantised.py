@@ -1,0 +1,133 @@
+"""Describes what a quantised engine makes of the tensors of a model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from weightsync.errors import ConfigError
+from weightsync.plan import Layout, TensorMeta
+from weightsync.plan.direct.stored_reads import cuts_block
+from weightsync.plan.layout.formats import FIELD, Format, Quantization, unproven
+from weightsync.text import count_text, size_text
+
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""The ``quantization_config`` of a recipe's int4 engines."""
+
+_OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
+"""Matrices that are no linear layers of a model: its embedding, and routers."""
+
+
+def read_quantization(given: str) -> Quantization:
+    """Read what `quantization_config` returns. Also raises ConfigError if the format is not known here."""
+    return Quantization.read(quantization_config(given))
+
+
+def quantization_config(given: str) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a config.json, or of a YAML file like it.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError("--quantization", given, "give a model's config.json, or a YAML file like it")
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--quantization", given, f"it is neither JSON nor YAML: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get(FIELD), dict):
+        raise ConfigError("--quantization", given, f"it has no {FIELD}; give a quantised model's config.json")
+    found: dict[str, Any] = config[FIELD]
+    return found
+
+
+def _format_of(meta: TensorMeta, quantization: Quantization) -> Format | None:
+    is_linear = meta.name.endswith(".weight") and len(meta.shape) == 2 and not meta.name.endswith(_OTHERS)
+    return quantization.of(meta.name) if is_linear else None
+
+
+def formats_text(tensors: Sequence[TensorMeta], quantization: Quantization) -> str:
+    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``."""
+    forms = (_format_of(meta, quantization) for meta in tensors)
+    counts = Counter(str(form) for form in forms if form)
+    return ", ".join(f"{count} become {form}" for form, count in counts.items())
+
+
+def why_whole(engine: Layout, quantization: Quantization) -> str:
+    """Return why the ranks of an engine take whole tensors; "" if each can read just what it keeps.
+
+    It can if it keeps all that shares a scale, and kernels read values as a checkpoint stores them.
+    """
+    numbers: defaultdict[Format, list[int]] = defaultdict(list)
+    for number, meta in enumerate(engine.tensors):
+        if form := _format_of(meta, quantization):
+            numbers[form].append(number)
+    for form, its in numbers.items():
+        if form.packed or form.powers_of_two or not form.block[0]:
+            return f"the engine's loader stores {form}"
+        held = np.flatnonzero(np.isin(engine.tensor, its))
+        tensor, first = engine.tensor[held], engine.offset[held, :2]
+        end, whole = first + engine.extent[held, :2], engine.shape[tensor, :2]
+        cut = cuts_block(first, end, whole, np.where(form.block, form.block, whole))
+        if cut.any():
+            return f"a rank keeps a part of what shares a scale, of {engine.names[tensor[cut.argmax()]]}"
+    return ""
+
+
+def explain_formats(
+    tensors: Sequence[TensorMeta], quantization: Quantization, *, in_parts: bool
+) -> list[str]:
+    """Return a line for each format, with its bytes, and one for what stays as it is.
+
+    `in_parts`: each engine rank reads just what it keeps.
+
+    Raises:
+        PlanError: a weight does not fit its format.
+    """
+    refusals: dict[str, None] = {}
+    alike: defaultdict[tuple[Format | None, str, tuple[int, ...]], list[TensorMeta]] = defaultdict(list)
+    for meta in tensors:
+        form = _format_of(meta, quantization)
+        if form and (why := unproven(meta.name, form)):
+            refusals[f"{why}: connect() refuses it"] = None
+        alike[form, meta.dtype, meta.shape].append(meta)
+    groups: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for (form, dtype, _), metas in alike.items():
+        count, first = len(metas), metas[0]
+        values, *others = form.stored(first) if form else (first,)
+        nbytes = first.nbytes, values.nbytes, sum(each.nbytes for each in others)
+        groups[f"become {form}" if form else f"stay {dtype}"].append((count, *(count * n for n in nbytes)))
+    lines = []
+    for change, rows in groups.items():
+        count, whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
+        said = f"{count_text(count, 'tensor')} {change}: {size_text(values_nbytes)}"
+        if change.startswith("become"):
+            said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
+        lines.append(said)
+    if refusals:
+        return [*lines, *refusals]
+    if in_parts:
+        return [*lines, "each engine rank's holder reads what the rank keeps, and quantises it on its device"]
+    return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]

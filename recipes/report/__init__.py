@@ -1,0 +1,1 @@
+"""Reports of runs and benchmarks, on the screen and as a page."""

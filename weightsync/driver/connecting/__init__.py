@@ -1,0 +1,1 @@
+"""Connects trainers, holders and engines, and plans the traffic between them."""

@@ -1,0 +1,425 @@
+"""Decides which engines read the trainers' memory directly, and plans their reads."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.config import SyncConfig
+from weightsync.driver.connecting.cross_host import CrossHostExchange
+from weightsync.driver.connecting.layouts import are_alike
+from weightsync.driver.connecting.linking import Served
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
+from weightsync.errors import ConfigError, VerifyError, WeightSyncError
+from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
+from weightsync.plan.cross_host.cross_host_parts import Needs
+from weightsync.plan.direct.alike import Alike, AlikeReads, AlikeReshard, LocalReads
+from weightsync.plan.layout.coverage import covers_all
+from weightsync.plan.layout.layout import join_tables
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.plan.layout.trainers_layout import TrainersLayout
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
+from weightsync.protocol.messages import LoadReport, UpdateTask
+from weightsync.protocol.peers import SharedAlike
+from weightsync.report import DIRECT, is_direct
+
+logger = logging.getLogger("weightsync.driver.connecting.routing")
+
+_LATER = "its holder came after connecting, and meets those of other hosts with the next update"
+_JOINING = "it has joined, and its reads are planned before the next update"
+_SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
+
+
+def obstacle(
+    config: SyncConfig,
+    demoted: str,
+    failed: str,
+    *,
+    trainers_export: bool,
+    engine_exports: bool,
+    converts: str,
+) -> str:
+    """Return why an engine may not read the trainers' memory directly, or "".
+
+    Args:
+        demoted: why the engine was demoted before, or "".
+        failed: why holders could not map trainers' memory in a trial, or "".
+        trainers_export: every trainer rank exports its memory. Before `attach`, whether it can.
+        engine_exports: the same of the engine's ranks.
+        converts: what these make of the tensors, see `RankLayout`.
+    """
+    if converts:
+        return f"it takes whole tensors, of which {converts}"
+    if config.mode == "broadcast":
+        return "sync.mode is broadcast"
+    if demoted:
+        return demoted
+    if not trainers_export:
+        return "the trainers' weights are not read in place"
+    if not engine_exports:
+        return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
+    return failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joining:
+    """An engine that has joined and has no route yet. Attributes are the arguments of `Router.join`."""
+
+    engine: Layout
+    exports: Served
+    converts: str
+
+
+class Router:
+    """Routes of all engines of one connection.
+
+    Attributes:
+        routes: per engine `DIRECT`, or why it takes broadcasts. For one that quantises what it reads,
+            `DIRECT` and more.
+        demoted: engines that may no longer read directly, and why.
+        read: per engine that reads directly, the bytes that each rank reads from each trainer on its host.
+        exchange: what direct engines get from other hosts; None before `meet`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: SyncConfig,
+        plan: Plan,
+        source: TrainersLayout,
+        exports: Sequence[RankMemory | None],
+        demoted: Mapping[str, str],
+    ) -> None:
+        """Make a router without engines.
+
+        `source` is the trainers' layout. `exports` has one entry per trainer rank, None if its holder does
+        not map its memory. `demoted` comes from the previous connection's router.
+        """
+        self._fleet, self._config, self._plan = fleet, config, plan
+        self._source, self._exports = source, exports
+        self.demoted = dict(demoted)
+        self._near: defaultdict[str, list[int]] = defaultdict(list)
+        for trainer, (_, holder) in enumerate(fleet.trainers):
+            self._near[fleet.node(holder)].append(trainer)
+        self._cast: dict[str, frozenset[int]] = {}
+        self.routes: dict[str, str] = {}
+        self.read: dict[str, list[dict[int, int]]] = {}
+        self.exchange: CrossHostExchange | None = None
+        self._far: dict[str, dict[int, Needs]] = {}
+        self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
+        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
+        self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
+        self._shared: dict[tuple[Layout, int], SharedAlike] = {}
+        self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
+        self._quantised: dict[str, str] = {}
+        self._ready: set[str] = set()
+        self._joining: dict[str, _Joining] = {}
+        self._parts: list[tuple[Sequence[LayoutTable], Layout]] = []
+
+    def join(
+        self,
+        name: str,
+        engine: Layout,
+        exports: Served,
+        failed: str = "",
+        converts: str = "",
+    ) -> None:
+        """Note an engine whose holders have mapped its ranks' `exports`. It has no route before `plan_reads`.
+
+        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` and
+        `converts` are those of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine
+        cannot read directly.
+        """
+        self._far.pop(name, None)
+        self._quantised.pop(name, None)
+        self._ready.discard(name)
+        reason = obstacle(
+            self._config,
+            self.demoted.get(name, ""),
+            failed,
+            trainers_export=all(self._exports),
+            engine_exports=all(isinstance(each, RankMemory) for each in exports),
+            converts=converts,
+        )
+        self._joining.pop(name, None)
+        if reason:
+            self._decide(name, reason)
+        else:
+            self.routes[name] = _JOINING
+        if not reason or (converts and not failed):
+            self._joining[name] = _Joining(engine, exports, converts)
+
+    def is_joining(self, name: str) -> bool:
+        """Whether engine `name` has joined, and its reads are not planned yet."""
+        return name in self._joining
+
+    async def plan_reads(self, name: str) -> None:
+        """Have the holders of an engine that has joined prepare its reads. Does nothing for any other.
+
+        Raises ConfigError as `join`.
+        """
+        if (joining := self._joining.get(name)) is None:
+            return
+        try:
+            await self._plan_reads(name, joining)
+        except WeightSyncError:
+            self._joining.pop(name, None)
+            raise
+        self._joining.pop(name, None)  # one that was cancelled stays, for the next update
+
+    async def _plan_reads(self, name: str, joining: _Joining) -> None:
+        devices = [each.device for each in joining.exports if each]
+        if self.routes[name] == _JOINING:
+            self._decide(name, await self._route(name, joining.engine, devices))
+        else:
+            live = [each for each in joining.exports if isinstance(each, LiveMemory)]
+            await self._add_quantised(name, joining.converts, live, devices)
+
+    async def _add_quantised(
+        self, name: str, converts: str, live: Sequence[LiveMemory], devices: Sequence[str]
+    ) -> None:
+        """Have an engine's holders prepare to read what they quantise, for when they may write it."""
+        reads = [each.reads for each in live if each.reads]
+        if not reads or len(reads) < len(devices) or name in self.demoted:
+            return
+        if self._config.mode != "auto" or not all(self._exports):
+            return
+        layout = next((known for tables, known in self._parts if are_alike(reads, tables)), None)
+        if layout is None:
+            layout = join_tables(reads)
+            self._parts.append((reads, layout))
+        reason = "" if covers_all(layout) else "no rank keeps some part of a tensor"
+        reason = reason or await self._route(name, layout, devices, near_only=True)
+        if reason:
+            logger.info("[engine %s] takes whole tensors in each update: %s", name, reason)
+        else:
+            self._quantised[name] = converts
+            self._ready |= {name} if all(each.takes_parts for each in live) else set()
+
+    async def meet(self) -> None:
+        """Connect the hosts, after all engines were added. Raises the errors of `connect`.
+
+        If messages do not fit in ``sync.max_staging_bytes``, engines that need them take broadcasts. Raises
+        ConfigError if the plan has no buckets for these.
+        """
+        far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
+        needs = {holder: reads for its in far.values() for holder, reads in its.items()}
+        try:
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs, self._near)
+        except ConfigError as error:
+            for name in far:
+                self._decide(name, str(error))
+            if not self.suffices:
+                remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
+                raise ConfigError(error.field, error.value, remedy) from error
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {}, {})
+        await self.exchange.open()
+        self._cut.clear()
+
+    def _decide(self, name: str, reason: str) -> None:
+        self.routes[name] = reason or DIRECT
+        if reason == _LATER:
+            return
+        if reason and self._config.mode == DIRECT:
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
+        if reason and self._config.mode == "auto":
+            logger.info("[engine %s] takes broadcasts: %s", name, reason)
+
+    def demote(self, name: str, error: VerifyError) -> None:
+        """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
+        if self.reads_directly(name) and self._config.mode == "auto":
+            logger.warning("[engine %s] takes broadcasts from now on: %s", name, error)
+            self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
+            self._quantised.pop(name, None)
+
+    def reads_directly(self, name: str) -> bool:
+        """Whether engine `name` reads the trainers' memory in the next update."""
+        return is_direct(self.routes.get(name, ""))
+
+    def note(self, loaded: Mapping[str, LoadReport]) -> None:
+        """Note which engines that quantise can read directly from the next update on."""
+        self._ready |= {name for name, report in loaded.items() if report.takes_parts}
+
+    @property
+    def suffices(self) -> bool:
+        """Whether every engine reads directly, now or later, or the plan has buckets."""
+        routes = self.routes.values()
+        return self._plan.slots > 0 or all(route in (DIRECT, _LATER, _JOINING) for route in routes)
+
+    def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
+        """Return the update task of each holder, for an update of the engines `takers`.
+
+        `takers` gives each engine's holders. Without `frozen`, frozen tensors stay as they are. Holders that
+        are not in the result have nothing to do.
+        """
+        for name in self._ready & self._quantised.keys() & set(takers):
+            self.routes[name] = f"{DIRECT}: {self._quantised[name]}"
+        direct = {name for name in takers if self.reads_directly(name)}
+        broadcasts_all = direct != set(takers)
+        cast = frozenset[int]().union(*(self._cast[name] for name in direct))
+        pulling = {holder for name in direct for holder in takers[name]}
+        # Every member of a communicator has to take part in its exchange.
+        crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
+        exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
+        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
+        return {
+            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging, frozen)
+            for holder in sorted(members)
+        }
+
+    async def _route(self, name: str, engine: Layout, devices: Sequence[str], near_only: bool = False) -> str:
+        """Have each rank's holder map the memory it reads. Returns why it cannot, or "".
+
+        `devices` are the ranks'. With `near_only`, nothing may come from other hosts or by broadcasts.
+        """
+        holders = self._fleet.engines[name].holders
+        distances = [self._distances(holder, device) for holder, device in zip(holders, devices, strict=True)]
+        some_far = any(_OTHER_HOST in near for near in distances)
+        if near_only and some_far:
+            return "some trainers are on other hosts"
+        reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
+        reshards: list[Reshard] = []
+        if not alike:
+            # What crosses hosts is sent as a whole, frozen tensors too.
+            apart = not any(_OTHER_HOST in near for near in distances)
+            reasons, reshards = self._pair(name, engine, apart)
+            if not reshards or (near_only and reasons):
+                return next(iter(reasons.values()))
+        local: dict[int, _Local] = {}
+        far: dict[int, Needs] = {}
+        for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
+            remote: Needs | None = None
+            if alike:
+                local[holder], remote = self._split_alike(engine, alike, rank, near)
+            elif _OTHER_HOST in near:
+                local[holder], remote = self._split(engine, reshards[0], rank, near)
+            else:
+                start = self._start(holder)
+                local[holder] = _Local.of([each.reads(rank, near, start=start) for each in reshards])
+            if remote is not None:
+                far[holder] = remote
+        if self.exchange:
+            if max(far, default=-1) >= self._plan.members.num_holders:
+                return _LATER
+            if not self.exchange.agrees(holders, far):
+                return "what it needs of other hosts was not planned when all connected"
+        calls = {
+            f"holder {holder}": self._fleet.holders[holder].route(
+                its.reads, self._memory(its.by_trainer), its.alike
+            )
+            for holder, its in local.items()
+        }
+        outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            return str(error)
+        self.read[name] = [dict(its.by_trainer) for its in local.values()]
+        self._far[name] = far
+        self._cast[name] = self._buckets(reasons.keys())
+        return ""
+
+    def _pair(self, name: str, engine: Layout, apart: bool) -> tuple[dict[str, str], list[Reshard]]:
+        """Pair an engine's layout with the trainers', for all that equal it.
+
+        Returns why tensors are left out, and one `Reshard`. With `apart`, frozen tensors have a second one.
+        """
+        if (engine, apart) not in self._paired:
+            names, reasons = same_dtype_tensors(self._source.stated, name, engine)
+            frozen = names & {self._plan.tensors[i].name for i in self._plan.frozen} if apart else frozenset()
+            parts = [names - frozen, frozen] if frozen < names else [names]
+            made = [Reshard(self._source.whole, name, engine, only=part) for part in parts if part]
+            self._paired[engine, apart] = reasons, made
+        return self._paired[engine, apart]
+
+    def _pair_alike(self, name: str, engine: Layout) -> tuple[dict[str, str], AlikeReshard | None]:
+        """Pair as `_pair`, in kinds of tensors, for engines that read from other hosts."""
+        if engine not in self._alike:
+            names, reasons = same_dtype_tensors(self._source.stated, name, engine)
+            found = AlikeReshard.of(self._source, name, engine, names) if names else None
+            self._alike[engine] = reasons, found
+        return self._alike[engine]
+
+    def _distances(self, holder: int, device: str) -> list[int]:
+        """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
+        near = [_OTHER_HOST] * len(self._exports)
+        for trainer in self._near.get(self._fleet.node(holder), ()):
+            export = self._exports[trainer]
+            same_device = export is not None and export.device == device
+            near[trainer] = _SAME_DEVICE if same_device else _SAME_HOST
+        return near
+
+    def _split(
+        self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]
+    ) -> tuple[_Local, Reads | None]:
+        """Return a rank's reads from trainers on its host, and those from other hosts, if any.
+
+        All ranks start with the same trainer, so that messages can be shared. Engines of equal layout that
+        are equally far from all trainers have the same objects: members get and plan these once.
+        """
+        key = engine, rank, tuple(near)
+        if key not in self._cut:
+            whole = reshard.reads(rank, near, start=0)
+            is_far = np.array(near)[whole.trainer] == _OTHER_HOST
+            local = _Local.of([whole.take(np.flatnonzero(~is_far))])
+            self._cut[key] = local, whole.take(np.flatnonzero(is_far)) if is_far.any() else None
+        return self._cut[key]
+
+    def _split_alike(
+        self, engine: Layout, reshard: AlikeReshard, rank: int, near: Sequence[int]
+    ) -> tuple[_Local, AlikeReads | None]:
+        """Do as `_split` in kinds of tensors. Its second result has the reads from all hosts.
+
+        So engines of equal layout have the same object, wherever they are.
+        """
+        key = engine, rank, tuple(near) if reshard.has_replicas else ()
+        if key not in self._whole:
+            reads = reshard.reads(rank, near)
+            self._whole[key] = reads, reads.by_trainer()
+        whole, by_trainer = self._whole[key]
+        its = {trainer: nbytes for trainer, nbytes in by_trainer.items() if near[trainer] != _OTHER_HOST}
+        local = _Local.of([Reads.none()])
+        if its:
+            if (engine, rank) not in self._shared:
+                self._shared[engine, rank] = SharedAlike(self._fleet.share(Alike.of(whole)))
+            first = near.index(_SAME_DEVICE) + 1 if _SAME_DEVICE in near else 0
+            local = _Local(LocalReads.of(whole, [*its], first), its, self._shared[engine, rank])
+        return local, whole if len(its) < len(by_trainer) else None
+
+    def _start(self, holder: int) -> int:
+        """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
+        return holder * len(self._exports) // len(self._fleet.holders)
+
+    def _memory(self, trainers: Collection[int]) -> dict[int, DeviceMemory]:
+        """Return the memory of trainer ranks that are read."""
+        exports = {trainer: self._exports[trainer] for trainer in sorted(trainers)}
+        return {trainer: export.memory for trainer, export in exports.items() if export}
+
+    def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
+        """Return the buckets that contain any of `tensors`."""
+        if not tensors:
+            return frozenset()
+        numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
+        buckets = self._plan.buckets()
+        return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Local:
+    """What an engine rank reads from trainers on its host.
+
+    Attributes:
+        reads, alike: as its holder gets them, see `HolderPeer.route`.
+        by_trainer: the bytes from each trainer rank.
+    """
+
+    reads: LocalReads
+    by_trainer: Mapping[int, int]
+    alike: SharedAlike | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Reads]) -> _Local:
+        return cls(LocalReads(parts), sum((Counter(reads.by_trainer()) for reads in parts), Counter()))

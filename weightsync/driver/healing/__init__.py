@@ -1,0 +1,1 @@
+"""Decides when lost processes are restored, and restores them."""

@@ -1,0 +1,1 @@
+"""Copies of versions, and the choice of the copy that fills an engine."""

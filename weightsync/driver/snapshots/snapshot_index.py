@@ -1,0 +1,436 @@
+"""The holders' snapshots of the committed version, copied while engines already serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from weightsync.config import SyncConfig
+from weightsync.driver.connecting.connect import Connection
+from weightsync.driver.copy_checks import Copy, CopyChecks
+from weightsync.driver.engine_group import EngineGroup
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import Events, HolderSilent
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.snapshots.host_copies import HostCopies, Wanted
+from weightsync.driver.snapshots.live_sources import LiveSources
+from weightsync.driver.snapshots.snapshot_memory import SnapshotMemory
+from weightsync.driver.snapshots.source_choice import Candidates
+from weightsync.driver.snapshots.stager import StagedVersion
+from weightsync.driver.verifying.live_digests import LiveDigests
+from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
+from weightsync.protocol.handles import Offer
+from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
+
+logger = logging.getLogger("weightsync.driver.snapshots.snapshot_index")
+
+_LATER_S = 0.002
+"""How long after a commit copying starts, so that the update returns before Ray is asked to call holders."""
+_NO_MEMORY = "memory for it is not there yet"
+_UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
+"""States of engines that are filled soon, unless they were given up."""
+
+
+@dataclass(slots=True)
+class _Version:
+    """Offers of each part of a version, by layout and the part's number.
+
+    `hosts` has the host of each holder that made one. `damaged` are copies that are offered no more.
+    """
+
+    number: int = 0
+    offers: defaultdict[str, dict[int, list[Offer]]] = field(default_factory=lambda: defaultdict(dict))
+    hosts: dict[str, str] = field(default_factory=dict)
+    damaged: set[Copy] = field(default_factory=set)
+
+    def add(self, layout: str, part: int, offer: Offer, host: str) -> None:
+        """Add an offer of a holder on `host`."""
+        self.offers[layout].setdefault(part, []).append(offer)
+        self.hosts[offer.holder] = host
+        self.damaged.discard((offer.holder, part))
+
+
+class SnapshotIndex:
+    """Snapshots of one committed version, in parts.
+
+    A holder copies each part, then holders on other hosts replicate it. A part is what a trainer rank
+    published or, where trainers' memory is read in place, what an engine rank serves.
+
+    Attributes:
+        expected: the version's fingerprint.
+        live: digests of parameters that engines converted. Copies of them keep theirs.
+        host_copies: copies that several engine ranks of a host read, which count as snapshots.
+        live_sources: engines that serve the version, which others can read where there are no copies.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, engine_group: EngineGroup) -> None:
+        self._config, self._fleet, self._events = config, fleet, events
+        self.live_sources = LiveSources(config, fleet, engine_group)
+        self.host_copies = HostCopies(config, fleet)
+        self._memory, self._checks = SnapshotMemory(config, fleet, events), CopyChecks(config, fleet)
+        self._copying: asyncio.Task[None] | None = None
+        self._replicating: asyncio.Task[None] | None = None
+        self._now, self._begun = _Version(), 0
+        self.expected: Fingerprint | None = None
+        self.live = LiveDigests()
+
+    def reserve(self, connection: Connection) -> None:
+        """Start to have holders allocate and map their snapshots' memory. Copies of a version wait for it."""
+        self.live_sources.begin(0)  # holders do not know what the memory holds that they have mapped now
+        if self._config.keep_versions < 2:
+            return
+        for name in connection.layouts if connection.in_place else ():
+            if name not in connection.flat_layouts:
+                logger.warning(
+                    "[engine %s] no snapshot fills it, since holders have not mapped its memory: after a "
+                    "failure it waits for the next update; sync.stage host keeps one",
+                    name,
+                )
+        parts = {
+            home: header.part for header, homes in self._parts(0, connection, everyone=True) for home in homes
+        }
+        # Engines of equal layout are filled from one copy.
+        readers = {
+            holder: part
+            for name, flat in connection.flat_layouts.items()
+            for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first)
+        }
+        self._memory.begin(parts, readers if self._config.refill == "auto" else {}, connection.in_place)
+
+    def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
+        """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
+        self._now, self._begun, self.expected = _Version(), version, expected
+        self.live_sources.begin(version)
+        if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
+            self._copying = asyncio.create_task(self._copy(version, connection, expected))
+
+    def begin_staged(self, staged: StagedVersion) -> None:
+        """Start to make a staged version, which committed, the snapshots."""
+        self._now, self._begun = _Version(), staged.version
+        self._copying = asyncio.create_task(self._keep_staged(staged))
+
+    @property
+    def is_reserving(self) -> bool:
+        """Whether holders still allocate or map memory. They may not be asked to fill engines from it yet."""
+        return self._memory.is_pending
+
+    async def copied(self) -> None:
+        """Wait until send buffers and engines may be written again."""
+        if (copying := self._copying) and not copying.done():
+            # A copy has a deadline of its own, and then says which holder was silent. Its wait for memory has
+            # another, of connecting, which is longer than a call should take: it counts here, too. As long as
+            # the memory is not there, no holder was asked to copy, so none reads what is written next.
+            done, _ = await asyncio.wait([copying], timeout=self._config.timeout_s + GRACE_S)
+            if not done:
+                what = _NO_MEMORY if self.is_reserving else "copying it takes too long"
+                logger.warning("[driver · v%d] holders keep no copy of it: %s", self._begun, what)
+            copying.cancel()
+
+    async def ended(self) -> None:
+        """Wait until no holder is asked to allocate or to copy any more. What is late is given up.
+
+        It has to come before a fleet is placed or connected again: numbers of holders and parts may change,
+        and holders unmap what they would allocate for, or copy.
+        """
+        deadline = time.monotonic() + self._config.timeout_s + GRACE_S
+        await self.copied()
+        await self._memory.end(deadline - time.monotonic())
+
+    async def writable(self, released: Collection[str] = ()) -> None:
+        """Wait until no memory of an engine is read, and send buffers may be written again.
+
+        Memory of engines in `released` is about to be released. Without any, an update follows. It does not
+        wait for memory of copies: if that is not there, its version is copied in place of the one before.
+        """
+        self.live_sources.leave_out(released)
+        if self._copying and self.is_reserving and not released:  # no holder has been asked to copy
+            self._copying.cancel()
+            logger.info("[driver · v%d] holders keep no copy of it: %s", self._begun, _NO_MEMORY)
+        await asyncio.gather(self.copied(), self.live_sources.withdrawn())
+
+    async def kept(self) -> None:
+        """Wait until the snapshots' memory is there, and they are copied."""
+        await self._memory.ready()
+        await self.copied()
+
+    async def settled(self) -> None:
+        """Wait until the snapshots are copied and replicated."""
+        await self.kept()
+        if self._replicating and not self._replicating.done():
+            await asyncio.wait([self._replicating])
+
+    async def stop(self) -> None:
+        """Cancel allocating, copying and replicating. Nobody reads engines afterwards."""
+        tasks = [task for task in (self._copying, self._replicating) if task]
+        for task in tasks:
+            task.cancel()
+        others = self._memory.end(0), self.host_copies.stop(), self.live_sources.withdrawn()
+        await asyncio.gather(*tasks, *others, return_exceptions=True)
+
+    def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
+        """Whether `engine` can be filled with `version`, from copies or from engines that serve it."""
+        return self._candidates(version, connection, engine).choose().suffices
+
+    def is_near(self, version: int, connection: Connection, engine: str) -> bool:
+        """Whether `engine` can be filled with `version` from its own host."""
+        return self._candidates(version, connection, engine).choose().is_near
+
+    async def bring_near(self, version: int, connection: Connection, engine: str) -> None:
+        """Have holders copy what several ranks on a host of `engine` would each read from other hosts.
+
+        They are then filled from these copies. What could not be copied each reads itself; it is logged.
+        """
+        if (expected := self.expected) is None:
+            return
+        layout = self._layout(connection, engine)
+        hosts: defaultdict[str, list[int]] = defaultdict(list)
+        for holder in self._fleet.engines[engine].holders:
+            hosts[self._fleet.node(holder)].append(holder)
+
+        def wanted(host: str) -> Wanted:
+            others = self._waiting(connection, engine).count(host)
+            shared = self._candidates(version, connection, engine).shared(host, others)
+            headers = {part: SnapshotHeader(version, layout, part) for part in shared}
+            return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
+
+        add = partial(self._now.add, layout)
+        copies = [self.host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
+        if under_way := [task for task in copies if task]:
+            await asyncio.wait(under_way)  # not ended with this engine: others wait, too
+
+    @asynccontextmanager
+    async def sources(
+        self, version: int, connection: Connection, engine: str
+    ) -> AsyncIterator[Snapshot | None]:
+        """Yield what `engine` can be filled from. Yields None if a part is nowhere.
+
+        Engines serve as sources while the body runs.
+        """
+        choice = self._candidates(version, connection, engine).choose()
+        flat = connection.flat_layouts.get(engine)
+        if flat and (connection.in_place or choice.first.live):
+            first, num_ranks = (
+                SnapshotHeader(version, flat.layout, flat.first),
+                len(self._fleet.engines[engine].holders),
+            )
+            async with self.live_sources.offered(
+                version, flat, choice.first.live, choice.reserve.live
+            ) as offers:
+                yield choice.snapshot(first, num_ranks, is_flat=True, live=offers)
+        else:
+            first = SnapshotHeader(version, self._layout(connection, engine), 0)
+            yield choice.snapshot(first, len(choice.first.copies), is_flat=False, live={})
+
+    def _candidates(self, version: int, connection: Connection, engine: str) -> Candidates:
+        layout, holders = self._layout(connection, engine), self._fleet.engines[engine].holders
+        copies = self._now.offers.get(layout, {}) if version == self._now.number else {}
+        return Candidates(
+            copies,
+            self._now.hosts,
+            self.live_sources.by_host(version, connection, engine),
+            [self._fleet.node(holder) for holder in holders],
+            mixes=connection.in_place,
+        )
+
+    def _waiting(self, connection: Connection, engine: str) -> list[str]:
+        """Return the host of each rank of other engines that have yet to be filled with copies."""
+        return [
+            self._fleet.node(holder)
+            for name, member in self._fleet.engines.items()
+            if name not in (engine, *connection.flat_layouts) and member.record.state in _UNFILLED
+            for holder in member.holders
+        ]
+
+    def _layout(self, connection: Connection, engine: str) -> str:
+        """Return the layout of the copies that fill `engine`, "" if none do."""
+        if not connection.in_place:
+            return connection.content
+        flat = connection.flat_layouts.get(engine)
+        return flat.layout if flat else ""
+
+    async def restore(self, connection: Connection) -> int:
+        """Find a previous driver's snapshots. Returns the newest version that is complete, or 0."""
+        calls = {name: holder.snapshots() for name, holder in self._fleet.named_holders().items()}
+        # A holder that is copying answers when the copy is done.
+        outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
+        found = {
+            number: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
+            for number, name in enumerate(calls)
+        }
+        versions, ranks = {header.version for shares in found.values() for header in shares}, self._ranks()
+        for version in sorted(versions, reverse=True):
+            now = _Version(version)
+            for header, homes in self._parts(version, connection, everyone=True):
+                order = [*homes, *(found.keys() - set(homes))]
+                having = [number for number in order if header in found[number]]
+                shares = [found[number][header] for number in having]
+                now.offers[header.layout][header.part] = []
+                for number, share in zip(having, shares, strict=True):
+                    now.add(header.layout, header.part, share.offer, self._fleet.node(number))
+                for number in having[self._config.mirrors + 1 :]:
+                    self.host_copies.note(number, header)
+                if shares:
+                    self.expected = shares[0].expected
+                    if shares[0].live:
+                        self.live.learn(self.expected, ranks[homes[0]][1], shares[0].live)
+            if any(all(parts.values()) for parts in now.offers.values()):
+                self._now = now
+                return version
+        return 0
+
+    def lost(self, holder: str, part: int | None = None) -> None:
+        """Forget the snapshots of a lost holder, or only that of a part."""
+        for parts in self._now.offers.values():
+            for number, offers in parts.items():
+                if part in (number, None):
+                    parts[number] = [offer for offer in offers if offer.holder != holder]
+
+    async def drop_headless(self, holders: Collection[str]) -> bool:
+        """Forget copies of `holders` that have no valid header any more. Returns whether there were any."""
+        headers = {
+            (offer.holder, part): SnapshotHeader(self._now.number, layout, part)
+            for layout, parts in self._now.offers.items()
+            for part, offers in parts.items()
+            for offer in offers
+            if offer.holder in holders
+        }
+        headless = await self._checks.without_header(headers)
+        self._drop(headless)
+        return bool(headless)
+
+    async def drop_damaged(self, connection: Connection, engine: str, read: Collection[str]) -> str:
+        """Forget damaged copies, since `engine` holds wrong bytes. It was filled from the holders in `read`.
+
+        Returns a holder of these whose copy was damaged, "" if none was.
+        """
+        layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
+        version, copies = self._now.number, self._now.offers.get(layout, {})
+        if not connection.in_place:
+            assert self.expected is not None
+            self._drop(await self._checks.unlike_version(version, layout, copies, self.expected))
+        elif flat:
+            ranks = dict(enumerate(self._fleet.engines[engine].holders, start=flat.first))
+            self._drop(await self._checks.like_memory(version, layout, copies, ranks))
+        # Another engine may have read the same copy, and found it damaged, meanwhile.
+        return next((holder for holder, part in self._now.damaged if holder in read and part in copies), "")
+
+    def _drop(self, damaged: Sequence[Copy]) -> None:
+        for holder, part in damaged:
+            where = f"[{holder} · v{self._now.number}]"
+            logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
+            self.lost(holder, part)
+        self._now.damaged.update(damaged)
+
+    def _parts(
+        self, version: int, connection: Connection, everyone: bool = False
+    ) -> Iterator[tuple[SnapshotHeader, list[int]]]:
+        """Yield each part and its holders, one per host whose engines serve it.
+
+        `everyone`: include engines that do not serve `version`.
+        """
+        if not connection.in_place:
+            for trainer, (_, home) in enumerate(self._fleet.trainers):
+                yield SnapshotHeader(version, connection.content, trainer), [home]
+            return
+        for flat in dict.fromkeys(connection.flat_layouts.values()):
+            hosts: dict[str, tuple[int, ...]] = {}
+            for name, member in self._fleet.engines.items():
+                serves = (member.record.state, member.record.version) == (EngineState.SERVING, version)
+                if connection.flat_layouts.get(name) == flat and (everyone or serves):
+                    hosts.setdefault(self._fleet.node(member.holders[0]), member.holders)
+            copies = [*hosts.values()][: self._config.mirrors + 1]
+            for rank, homes in enumerate(zip(*copies, strict=True)):
+                yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
+
+    def _ranks(self) -> Mapping[int, tuple[str, int]]:
+        """Return the engine that each holder serves, and the number of its rank."""
+        engines = self._fleet.engines.items()
+        return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
+
+    async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
+        await asyncio.sleep(_LATER_S)
+        await self._memory.ready()  # else holders would allocate it here, in the deadline of a copy
+        if self._replicating:  # the snapshots that it reads are about to be replaced
+            self._replicating.cancel()
+        parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
+        is_flat, ranks = connection.in_place, self._ranks()
+        live = {header: self.live.of(*ranks[home]) if is_flat else None for header, home in parts}
+        calls = {
+            f"holder {home}": self._fleet.holders[home].snapshot(header, is_flat, expected, live[header])
+            for header, home in parts
+        }
+        outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        await self.host_copies.free()
+        for error in outcome.failures.values():
+            logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
+            self._tell(error)
+        now = _Version(version)
+        homes: dict[SnapshotHeader, list[int]] = {}
+        for header, home in parts:
+            now.offers[header.layout].setdefault(header.part, [])
+            if offer := outcome.answers.get(f"holder {home}"):
+                now.add(header.layout, header.part, offer, self._fleet.node(home))
+                homes.setdefault(header, []).append(home)
+        self._now = now
+        num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
+        self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected, live))
+
+    async def _keep_staged(self, staged: StagedVersion) -> None:
+        await asyncio.sleep(_LATER_S)
+        calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
+        outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        await self.host_copies.free()
+        for error in outcome.failures.values():
+            logger.warning("[driver · v%d] a snapshot is missing: %s", staged.version, error)
+            self._tell(error)
+        now = _Version(staged.version)
+        for home, parts in staged.parts.items():
+            for each in parts:
+                now.offers[staged.layout].setdefault(each.part, [])
+                if f"holder {home}" in outcome.answers:
+                    now.add(staged.layout, each.part, each.offer, self._fleet.node(home))
+        self._now, self.expected = now, staged.expected
+
+    async def _replicate(
+        self,
+        now: _Version,
+        homes: Mapping[SnapshotHeader, Sequence[int]],
+        num_holders: int,
+        expected: Fingerprint,
+        live: Mapping[SnapshotHeader, LiveDigest | None],
+    ) -> None:
+        nodes = [self._fleet.node(i) for i in range(num_holders)]
+        for header, kept_on in homes.items():
+            held = {self._fleet.node(home) for home in kept_on}
+            others = [i for i in range(num_holders) if nodes[i] not in held]
+            offers = now.offers[header.layout][header.part]
+            if not offers:
+                continue  # its holder was lost since
+            snapshot_part = SnapshotPart(header, offers[0], expected, live[header])
+            for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
+                place = others[(header.part + step) % len(others)]
+                call = self._fleet.holders[place].replicate(snapshot_part, self._config.timeout_s)
+                limit_s = self._config.timeout_s + GRACE_S
+                outcome = await gather_named({f"holder {place}": call}, "replicate", limit_s)
+                for error in outcome.failures.values():
+                    logger.warning(
+                        "[holder %d · v%d] does not replicate part %d: %s",
+                        place,
+                        header.version,
+                        header.part,
+                        error,
+                    )
+                    self._tell(error)
+                for offer in outcome.answers.values():
+                    now.add(header.layout, header.part, offer, nodes[place])
+
+    def _tell(self, error: WeightSyncError) -> None:
+        if isinstance(error, (DeadlineError, PeerLostError)):
+            self._events.publish(HolderSilent())

@@ -1,0 +1,107 @@
+"""Memory of snapshots, which holders allocate and map in the background once a fleet is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from weightsync.config import SyncConfig
+from weightsync.driver.events import Events, HolderSilent
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import Outcome, gather_named
+from weightsync.errors import DeadlineError, PeerLostError
+from weightsync.protocol.handles import Offer
+from weightsync.protocol.peers import HolderPeer
+
+logger = logging.getLogger("weightsync.driver.snapshots.snapshot_memory")
+
+
+class SnapshotMemory:
+    """Has holders allocate, page-lock and map memory, which takes seconds for tens of GB.
+
+    No update needs it: a version is copied after it has committed. So `connect` does not wait for it.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
+        self._config, self._fleet, self._events = config, fleet, events
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, parts: Mapping[int, int], readers: Mapping[int, int], in_place: bool) -> None:
+        """Start to have holders allocate. Nothing else may run: see `end`.
+
+        Args:
+            parts: for each holder that allocates memory, by index, the number of the part.
+            readers: holders that map a part, if another holder of their host has it.
+            in_place: whether parts are what engine ranks serve.
+        """
+        if parts:
+            # The fleet as it is now: engines may join and leave before holders have answered.
+            peers = [*self._fleet.holders]
+            nodes = [self._fleet.node(i) for i in range(len(peers))]
+            self._task = asyncio.create_task(self._reserve(parts, readers, in_place, peers, nodes))
+            self._task.add_done_callback(_log_error)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether holders still allocate or map."""
+        return self._task is not None and not self._task.done()
+
+    async def ready(self) -> None:
+        """Wait until holders have their memory, or failed to get it. Each step has its own deadline."""
+        if self._task and not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def end(self, timeout_s: float) -> None:
+        """Wait for at most `timeout_s` seconds until it is there, and no longer for what is late."""
+        if self._task:
+            await asyncio.wait([self._task], timeout=max(0.0, timeout_s))
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _reserve(
+        self,
+        parts: Mapping[int, int],
+        readers: Mapping[int, int],
+        in_place: bool,
+        peers: list[HolderPeer],
+        nodes: list[str],
+    ) -> None:
+        began = time.monotonic()
+        calls = {f"holder {home}": peers[home].reserve(part, in_place) for home, part in parts.items()}
+        reserved = await gather_named(calls, "reserve", self._config.connect_timeout_s)
+        self._tell(reserved, "not every holder can keep versions")
+        offers = {home: offer for home in parts if (offer := reserved.answers.get(f"holder {home}"))}
+        shared = _near(parts, readers, nodes, offers)
+        maps = {f"holder {reader}": peers[reader].map(its) for reader, its in shared.items()}
+        mapped = await gather_named(maps, "map", self._config.connect_timeout_s)
+        self._tell(mapped, "a snapshot on the same host is not mapped")
+        if offers:
+            logger.info("[driver] memory for copies is there after %.1f s", time.monotonic() - began)
+
+    def _tell(self, outcome: Outcome[Offer | None] | Outcome[None], what: str) -> None:
+        for error in outcome.failures.values():
+            logger.warning("[driver] %s: %s", what, error)
+            if isinstance(error, (DeadlineError, PeerLostError)):
+                self._events.publish(HolderSilent())
+
+
+def _near(
+    parts: Mapping[int, int], readers: Mapping[int, int], nodes: list[str], offers: Mapping[int, Offer]
+) -> Mapping[int, Mapping[int, tuple[Offer]]]:
+    """Return the offer, by the part's number, that each reader without its own copy maps on its host."""
+    found: dict[int, Mapping[int, tuple[Offer]]] = {}
+    for reader, part in readers.items():
+        if reader in offers and parts[reader] == part:
+            continue
+        for home, offer in offers.items():
+            if parts[home] == part and nodes[home] == nodes[reader]:
+                found[reader] = {part: (offer,)}
+    return found
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    """Log a bug at once. Nobody else asks the task for its error."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("[driver] holders may have no memory for copies: %r", error)

@@ -1,0 +1,1 @@
+"""Runs an update, and refills engines."""

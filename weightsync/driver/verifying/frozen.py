@@ -1,0 +1,41 @@
+"""Frozen tensors: whether engines have them, and whether trainers changed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightsync.driver.connecting.connect import Connection
+from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.fleet import EngineMember
+from weightsync.driver.verifying.comparison import Comparison
+from weightsync.errors import StateError
+from weightsync.protocol.messages import Fingerprint
+
+
+class FrozenTensors:
+    """Remembers the frozen tensors of the last version that committed.
+
+    Attributes:
+        committed: their fingerprint; None before the first version, and without frozen tensors.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self.committed: Fingerprint | None = None
+
+    def are_held(self, connection: Connection, takers: Mapping[str, EngineMember], version: int) -> bool:
+        """Whether all `takers` have them in memory that keeps what an update leaves out."""
+        now = EngineRecord(EngineState.SERVING, version)
+        # An engine that came after connect has one of these layouts.
+        keeps = all(rank.buffers for ranks in connection.layouts.values() for rank in ranks)
+        return self.committed is not None and keeps and all(each.record == now for each in takers.values())
+
+    async def check(self, connection: Connection, version: int, published: Fingerprint) -> None:
+        """Raise StateError if one is not what it was in `version`, the last that committed."""
+        if self.committed is None or (published == self.committed).all():
+            return
+        name = await self._comparison.changed_frozen(connection.plan, version)
+        raise StateError(
+            f"{name} is frozen, and changed since version {version}: take it out of frozen=, "
+            "or call connect() to send the frozen tensors again"
+        )

@@ -1,0 +1,1 @@
+"""Writes weights into an engine's model, or has its loader do so."""

@@ -1,0 +1,1 @@
+"""Slots of LoRA adapters, for every engine."""

@@ -1,0 +1,1 @@
+"""One rank of an engine, and its process."""

@@ -1,0 +1,338 @@
+"""One rank's side of an update, in the process that owns its parameters. vLLM and SGLang share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from weightsync.channel.engine_end import EngineFeed
+from weightsync.config import Treatment
+from weightsync.engines.drafts.draft_model import DraftModel, HasDraft
+from weightsync.engines.drafts.frozen_draft import FrozenDraft
+from weightsync.engines.drafts.trained_draft import TrainableDraft, TrainedDraft
+from weightsync.engines.loading.checkpoint import Checkpoint
+from weightsync.engines.loading.live_writer import LiveWriter, exported
+from weightsync.engines.loading.load_errors import naming_load
+from weightsync.engines.loading.loader_trace import UnprovableError, trace
+from weightsync.engines.loading.whole_loads import Converts, WholeLoads
+from weightsync.engines.loading.whole_sink import Loader, synchronize
+from weightsync.engines.lora.adapter_rank import AdapterRank, AdapterSlots
+from weightsync.engines.rank.rank_process import RankProcess
+from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
+from weightsync.faults import Fault, set_faults
+from weightsync.memory.kernels.device_kernels import load_digests
+from weightsync.memory.tensors import device_id
+from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.plan.layout.draft import Draft
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.messages import Attached, FeedTicket, Loaded
+from weightsync.text import count_text
+
+
+class Host(Converts, Protocol):
+    """Calls from a rank to the engine that it is part of."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run the model's own loader on tensors of `checkpoint`, which it iterates over lazily."""
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the full-precision checkpoint of the engine's model. Raises ConfigError if it has none."""
+
+    def stored_otherwise(self) -> str:
+        """Return why live parameters may differ from the loader's bytes; "" if they do not."""
+
+    def loader(self, stored: bool) -> Loader:
+        """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none.
+
+        `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
+        """
+
+
+@runtime_checkable
+class Rehearses(Protocol):
+    """A host that runs its loader without tensors."""
+
+    def rehearse(self) -> Sequence[TensorMeta]:
+        """Return the tensors of `Host.checkpoint` that are known in the dtypes that the loader keeps.
+
+        Nothing changes. Raises ConfigError if the loader leaves out a tensor.
+        """
+
+
+class Rank:
+    """One rank. `answer` calls its methods by name, one at a time."""
+
+    def __init__(
+        self, kind: str, rank: int, device: torch.device, host: Host, slots: AdapterSlots | None = None
+    ) -> None:
+        """`slots`: those of an engine that serves adapters."""
+        self._rank, self._device, self._host, self._slots = rank, device, host, slots
+        self._logger = logging.getLogger(f"weightsync.engines.{kind}")
+        self._layout: RankLayout | None = None
+        self._live: dict[str, torch.Tensor] = {}
+        self._feed: EngineFeed | None = None
+        self._writer: LiveWriter | None = None
+        self._whole: WholeLoads | None = None
+        self._is_treated = False
+        self._draft: DraftModel | None = None
+        self._frozen: FrozenDraft | None = None
+        self._trained: TrainedDraft | None = None
+        self._takes_stored = False
+        self._engine = ""
+        self._adapters: dict[tuple[int, ...], AdapterRank] = {}
+
+    def answer(self, method: str, args: Sequence[Any]) -> object:
+        """Call a method. Returns its result or its error; never raises, since that may end the engine."""
+        try:
+            return getattr(self, method)(*args)
+        except WeightSyncError as error:
+            return error
+        except Exception as error:
+            self._logger.exception("rank %d: %s failed", self._rank, method)
+            return EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
+
+    def join(self, engine_pid: int) -> RankProcess | None:
+        """Return this process as a rank of the engine, which has just started, see `RankProcess.join`."""
+        self._begin_loading([2])  # weights mostly have 16 bits
+        return RankProcess.join(self._rank, engine_pid)
+
+    def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
+        """Set this rank's part of `faults`, which has a list per rank."""
+        if faults[self._rank] or not any(faults):
+            set_faults(process, faults[self._rank], seed)
+
+    def treat(self, treatment: Treatment | None) -> None:
+        """Treat a draft so, from the next `layout` on.
+
+        Each load compares a frozen draft with its bytes of this time. Raises ConfigError if it cannot be
+        treated so.
+        """
+        draft = self._host.draft(treatment) if isinstance(self._host, HasDraft) else None
+        self._is_treated = True
+        if draft and treatment == "frozen":
+            self._frozen = self._frozen or FrozenDraft(draft, self._host.model(), self._device)
+        before, self._trained = self._trained, None
+        if draft and treatment == "trained":
+            assert isinstance(draft, TrainableDraft)
+            self._frozen, self._trained = None, TrainedDraft(draft, self._host.model())
+        self._draft = draft
+        if before or self._trained:
+            self._layout = None
+        elif self._layout:
+            self._layout = self._with_draft(self._layout)
+
+    def layout(self) -> LayoutTable:
+        """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
+
+        Whole tensors have no live buffers. The layout is found once for each `treat`, since live parameters
+        keep their addresses.
+        """
+        return LayoutTable.of(self._own_layout())
+
+    def _own_layout(self) -> RankLayout:
+        if not self._is_treated:
+            self.treat(None)
+        if self._layout is None:
+            self._layout = self._with_draft(self._find_layout())
+            if self._layout.buffers:
+                self._begin_loading({meta.itemsize for meta in self._layout.tensors})
+        return self._layout
+
+    def reload(self) -> LayoutTable:
+        """Take whole tensors from now on, even if the layout was proven."""
+        self._layout = self._with_draft(self._whole_layout(self._found_checkpoint()))
+        return LayoutTable.of(self._layout)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
+        return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
+
+    def can_export(self, asleep: bool) -> bool:
+        """Whether `attach` would export the live memory now. While `asleep`, there is none."""
+        return self.export(asleep) is not None
+
+    def export(self, asleep: bool) -> DeviceMemory | None:
+        """Return what `attach` would export now, but for tensors that are cast: then it exports nothing."""
+        return exported(self._live) if not asleep and self._own_layout().buffers else None
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
+        """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
+        self.close()
+        layout, ticket = self._own_layout(), tickets[self._rank]
+        names = {meta.name for meta in plan.tensors}
+        self._takes_stored = layout.takes_stored(names)
+        self._feed = EngineFeed.open(ticket, plan, timeout_s, layout.for_tensors(names))
+        self._engine, casts = ticket.engine, self._feed.casts
+        if not layout.buffers:
+            self._whole = WholeLoads(
+                self._host,
+                self._feed,
+                plan,
+                self._device,
+                self._make_loader,
+                self._takes_stored,
+                self._logger,
+            )
+            live = None if asleep else self._whole.attach()
+            return Attached(self._feed.plan_digest, None, live, casts)
+        self._writer = LiveWriter(
+            plan,
+            layout,
+            self._live,
+            self._feed.slots,
+            readable=not asleep,
+            views=self._feed.views,
+            casts=casts,
+            late=not asleep,
+        )
+        export = None if asleep else self._writer.export()
+        return Attached(self._feed.plan_digest, export, casts=casts)
+
+    def settle(self) -> None:
+        """Wait for a step that may still run with the old weights."""
+        synchronize(self._device)
+
+    def blank(self) -> None:
+        """Zero parameters that sleep dropped, since padding, as of a vocabulary, is not loaded."""
+        with torch.no_grad():
+            for parameter in self._host.model().parameters():
+                parameter.zero_()
+        synchronize(self._device)
+
+    def load(self, attempt: int, timeout_s: float) -> Loaded:
+        """Take one attempt's buckets. Raises EngineError if a draft's own tensors changed."""
+        if self._feed is None:
+            raise StateError("a rank is not attached: connect first")
+        with naming_load(self._engine, self._rank):
+            if self._writer:
+                self._begin(self._feed, self._writer, attempt)
+                loaded = Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
+            else:
+                assert self._whole
+                loaded = self._whole.load(attempt, timeout_s)
+        self._require_same_draft()
+        return loaded
+
+    def close(self) -> None:
+        """Drop the connection to the holder."""
+        self._writer = self._whole = None
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    def adapter(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
+        """Call a method of the `AdapterRank` with these slots. ``layout`` makes it, and ``close`` ends it."""
+        key = tuple(numbers)
+        if key not in self._adapters:
+            if method == "close":
+                return None
+            if method != "layout" or self._slots is None:
+                raise StateError(f"adapter {spec.name} has no slots here: register it again")
+            self._adapters[key] = AdapterRank(self._rank, spec, key, self._slots)
+        answer = getattr(self._adapters[key], method)(*args)
+        if method == "close":
+            del self._adapters[key]
+        return answer
+
+    def call_slots(self, method: str, args: Sequence[Any]) -> None:
+        """Call a method of the slots, for engines that fill and find them by calls of their own."""
+        assert self._slots, "an engine of this kind gives its ranks slots"
+        getattr(self._slots, method)(*args)
+
+    def _with_draft(self, layout: RankLayout) -> RankLayout:
+        if self._draft is None:
+            return layout
+        held = self._trained or self._frozen
+        return replace(layout, draft=held.describe() if held else Draft(self._draft.method, self._draft.path))
+
+    def _require_same_draft(self) -> None:
+        if self._frozen and (changed := self._frozen.changed()):
+            names = ", ".join(f"draft {name}" for name in changed[:3])
+            cause = (
+                f"{names}: bytes are not those that it started with, of {count_text(len(changed), 'tensor')}"
+            )
+            raise EngineError(self._engine, "verify", cause, self._rank)
+
+    def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
+        try:
+            writer.begin(self._current())
+        except StateError as error:
+            feed.refuse(attempt, error)
+            raise
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Return the current parameters and buffers by name."""
+        model = self._served()
+        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    def _begin_loading(self, itemsizes: Collection[int]) -> None:
+        """Load kernels before they are needed, so that `attach` need not wait for CuPy."""
+        if self._device.type == "cuda":
+            on_daemon(partial(self._load_kernels, itemsizes), "weightsync-kernels")
+
+    def _load_kernels(self, itemsizes: Collection[int]) -> None:
+        with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
+            load_digests(itemsizes)
+
+    def _served(self) -> torch.nn.Module:
+        """Return all that updates write."""
+        return self._trained.modules if self._trained else self._host.model()
+
+    def _found_checkpoint(self) -> Checkpoint:
+        found = self._host.checkpoint()
+        return self._trained.join(found) if self._trained else found
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._trained:
+            self._trained.load_weights(self._host.load_weights, weights)
+        else:
+            self._host.load_weights(weights)
+
+    def _make_loader(self) -> Loader:
+        loader = self._host.loader(self._takes_stored)
+        return self._trained.loader(loader) if self._trained else loader
+
+    def _stored_otherwise(self) -> str:
+        return self._host.stored_otherwise() or (
+            self._trained.draft.stored_otherwise() if self._trained else ""
+        )
+
+    def _find_layout(self) -> RankLayout:
+        checkpoint = self._found_checkpoint()
+        device = device_id(self._device)
+        if reason := self._stored_otherwise():
+            level = logging.INFO if self._device.type == "cpu" else logging.WARNING
+            self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
+        else:
+            try:
+                traced = trace(
+                    self._served(), checkpoint.tensors, checkpoint.tied, device, self._load_weights
+                )
+            except UnprovableError as error:
+                self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
+            else:
+                self._live = traced.live
+                return traced.layout
+        return self._whole_layout(checkpoint)
+
+    def _whole_layout(self, checkpoint: Checkpoint) -> RankLayout:
+        kept = self._host.rehearse() if isinstance(self._host, Rehearses) else ()
+        by_name = {meta.name: meta for meta in kept}
+        tensors = tuple(by_name.get(meta.name, meta) for meta in checkpoint.tensors)
+        return RankLayout(
+            tensors,
+            tuple(map(Segment.whole, tensors)),
+            checkpoint.tied,
+            device=device_id(self._device),
+            converts=checkpoint.converts,
+            stored=checkpoint.stored,
+        )

@@ -1,0 +1,1 @@
+"""Requests, versions and processes of an engine."""

@@ -1,0 +1,84 @@
+"""Base class of adapters that run requests in a `RequestLoop`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.config import PrefixCache
+from weightsync.engines.base import Prompts, Rollout
+from weightsync.engines.serving.engine_ranks import EngineRanks
+from weightsync.engines.serving.request_loop import CacheStep, Params, RequestLoop
+from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.texts import token_ids, with_texts
+from weightsync.errors import StateError, WeightSyncError
+from weightsync.protocol.messages import Loaded
+
+
+class ServingRanks(EngineRanks):
+    """Loads, checks and generates for adapters that generate tokens.
+
+    Attributes:
+        loop: the thread that owns the engine. Subclasses create it.
+    """
+
+    loop: RequestLoop
+    _prefix_cache: PrefixCache = "drop"
+    _caches: CacheStep = "keep"
+    """What the next `resume` does with what is cached."""
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Treat cached prefixes so, see `CachesPrefixes.use_prefix_cache`."""
+        self._prefix_cache = treatment
+
+    def check(self) -> None:
+        """Raise RankLostError once a rank is lost."""
+        self.loop.require_ranks()
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
+        if not self.loop.frozen:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
+        if self._caches == "keep":
+            self._caches = self._prefix_cache
+        try:
+            return super().load(attempt, timeout_s)
+        except WeightSyncError:
+            self.loop.invalidate()
+            raise
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Pause, then release the memory of weights and caches, see `Sleeps.sleep`."""
+        self._caches = "drop"
+        super().sleep(level, mode, timeout_s)
+
+    def _serve(self, version: int) -> None:
+        self.loop.resume(version, self._caches)
+        self._caches = "keep"
+
+    def serving(self) -> int:
+        """Return the version being served, 0 while paused."""
+        return self.loop.serving
+
+    def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
+        """Complete prompts. Requests of concurrent calls share the engine's batches."""
+        self.require_awake("update or wake it first")
+        settings, tokenizer = Sampling.of(sampling), self.loop.server.tokenizer
+        ids = token_ids(prompts, settings, tokenizer)
+        params = [self._params(settings, index) for index in range(len(ids))]
+        return with_texts(self._answer(ids, params, settings), prompts, settings, tokenizer)
+
+    def _answer(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[Params], settings: Sampling
+    ) -> Rollout:
+        settings.require_no_adapter()
+        return Rollout.of(self.loop.complete(prompts, params))
+
+    @abstractmethod
+    def _params(self, settings: Sampling, index: int) -> Params:
+        """Return the engine's parameters for completion number `index` of a call.
+
+        Raises ConfigError for a setting or a value that the engine does not know.
+        """

@@ -1,0 +1,1 @@
+"""Copies and digests, on CPUs and on GPUs."""

@@ -1,0 +1,1 @@
+"""Plans of buckets that holders broadcast."""

@@ -1,0 +1,1 @@
+"""Plans of messages between hosts, and of shuffles."""

@@ -1,0 +1,129 @@
+"""What members of the cross-host exchange know, and the messages that each of them plans from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan.cross_host.alike_messages import AlikeMessages
+from weightsync.plan.cross_host.shuffle import Lane, ShufflePlan, bundle_messages, in_order
+from weightsync.plan.direct.alike import Kinds, Places
+from weightsync.plan.direct.packed_reads import PackedReads
+from weightsync.plan.layout.column import Column
+from weightsync.plan.layout.layout import Int64
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivingHost:
+    """A host that gets data from others.
+
+    Attributes:
+        kind: number of its kind. Hosts of one kind need the same.
+        first: number of its first bundle.
+        ranks: the ranks of the communicator on it, by place.
+        near: the ranks that send from it. Their bundles do not cross to it.
+    """
+
+    kind: int
+    first: int
+    ranks: tuple[int, ...]
+    near: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BundleTable:
+    """The bundles of one kind of host that concern one member, in columns.
+
+    Attributes:
+        number: int64[n], the number of each among those of the host.
+        sender: int64[n], the rank that packs it; -1 if it crosses to no host.
+        capacity: int64[n], the most bytes of one of its messages.
+        orders: the places that need it, as in `HostBundles`.
+        bounds: int64[n + 1], the first of each one's `reads`.
+        reads: the member's own; if it sends, those of the first place, without where that writes them. With
+            kinds, those of the first buffer of each.
+        low, high: int[n], as in `HostBundles`.
+        places: where the member writes what it reads of the other buffers, if there are kinds.
+    """
+
+    number: Int64
+    sender: Int64
+    capacity: Int64
+    orders: tuple[tuple[int, ...], ...]
+    bounds: Int64
+    reads: PackedReads
+    low: Column
+    high: Column
+    places: Places | None
+
+    def lanes(
+        self, hosts: Sequence[ReceivingHost], rank: int, src_names: tuple[str, ...], kinds: Kinds | None
+    ) -> Iterator[Lane]:
+        """Yield the messages between `hosts`, which are of this kind, and `rank`."""
+        reads = self.reads.reads(src_names)
+        known = AlikeMessages(kinds, self.places) if kinds else None
+        for n, (number, sender, order) in enumerate(
+            zip(self.number.tolist(), self.sender.tolist(), self.orders, strict=True)
+        ):
+            takers = [host for host in hosts if sender >= 0 and sender not in host.near]
+            if not takers:
+                continue
+            part, capacity = reads.take(np.arange(*self.bounds[n : n + 2])), int(self.capacity[n])
+            if known:
+                messages = known.of(part, int(self.low[n]), int(self.high[n]), capacity)
+            else:
+                messages = bundle_messages(part, capacity)
+            for host in takers:
+                first, *others = (host.ranks[place] for place in order)
+                for giver, taker in ((sender, first), *((first, other) for other in others)):
+                    if rank in (giver, taker):
+                        yield Lane(giver, taker, messages, host.first + number, int(giver != sender))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossHostTerms:
+    """What all members of the exchange know.
+
+    Attributes:
+        members: the holder of each rank of the communicator. Those of trainers that are read come first.
+        num_senders: the number of these trainers.
+        max_message_bytes: as in `ShufflePlan.from_layouts`.
+        src_names: the trainers' buffers.
+        hosts: those that receive.
+        kinds: by kind of these, the kinds of buffers that they read, if they read buffers in kinds.
+    """
+
+    members: tuple[int, ...]
+    num_senders: int
+    max_message_bytes: int
+    src_names: tuple[str, ...]
+    hosts: tuple[ReceivingHost, ...]
+    kinds: tuple[Kinds | None, ...]
+
+    def place(self, rank: int) -> tuple[ReceivingHost, int] | None:
+        """Return the host where `rank` receives, and its place there. None if it only sends."""
+        return next(((host, host.ranks.index(rank)) for host in self.hosts if rank in host.ranks), None)
+
+    def plan(self, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None) -> ShufflePlan:
+        """Return the messages of `rank`: its part of the plan that all members have in common.
+
+        Args:
+            rank: number of the member.
+            sent: what it sends, by the kind of the hosts that get it.
+            received: what it receives.
+        """
+        lanes: list[Lane] = []
+        for kind, table in sorted(sent.items()):
+            hosts = [host for host in self.hosts if host.kind == kind]
+            lanes += table.lanes(hosts, rank, self.src_names, self.kinds[kind])
+        if received and (found := self.place(rank)):
+            lanes += received.lanes(found[:1], rank, self.src_names, self.kinds[found[0].kind])
+        return ShufflePlan(
+            num_senders=self.num_senders,
+            receivers=tuple(sorted({lane.receiver for lane in lanes})),
+            max_message_bytes=self.max_message_bytes,
+            lanes=in_order(lanes),
+            local=(),
+        )

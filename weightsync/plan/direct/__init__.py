@@ -1,0 +1,1 @@
+"""Plans of direct reads of trainers' memory."""

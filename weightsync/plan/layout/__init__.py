@@ -1,0 +1,1 @@
+"""Which boxes of which tensors a process holds."""

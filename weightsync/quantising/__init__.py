@@ -1,0 +1,1 @@
+"""Quantises weights to the bytes of engines' formats."""

@@ -1,0 +1,388 @@
+"""The launches that quantise buckets into live parameters, made once for each plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weightsync.memory.kernels.device_kernels import CopyTable
+from weightsync.memory.kernels.digests import BoxPart, box_table
+from weightsync.memory.stacked_experts import as_loaded
+from weightsync.memory.tensors import byte_strides, typed
+from weightsync.plan import Box, Piece, Plan, TensorMeta
+from weightsync.plan.broadcast.assembly import assemble
+from weightsync.plan.layout.copies import BoxCopy, Copies, box_copies
+from weightsync.plan.layout.formats import TOGETHER, Format
+from weightsync.protocol.messages import HolderDigests
+from weightsync.quantising.launch_graph import LaunchGraph
+from weightsync.quantising.piece_memory import SlotPieces
+from weightsync.quantising.quantize_kernels import (
+    MatrixDigests,
+    QuantizedMatrix,
+    QuantizeTable,
+    can_quantize,
+)
+from weightsync.quantising.stored_places import StoredPlaces
+
+_ALIGN = 256
+
+
+class NoKernelError(Exception):
+    """There is no kernel for what an engine stores. The message names the tensor."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is done with one bucket, after what is put together was taken from it."""
+
+    wholes: list[BoxPart] = field(default_factory=list)
+    matrices: list[QuantizedMatrix] = field(default_factory=list)
+    stored: list[BoxPart] = field(default_factory=list)
+    copies: list[BoxCopy] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def write(self, part: BoxPart, place: torch.Tensor) -> None:
+        """Copy what is stored to its place, and digest it where it was."""
+        self.stored.append(part)
+        self.copies.append(_copy(part.data, place))
+
+
+class _Parts(NamedTuple):
+    """The names under which a tensor is stored: its own, or those of its experts. One format for all."""
+
+    names: tuple[str, ...]
+    form: Format | None
+
+
+class QuantizingTables:
+    """The launches of an update: digest what came, quantise it, digest what that makes, write it.
+
+    A piece that is whole rows of blocks is quantised where it lies. Other matrices, and stacks of experts,
+    are first put together from their pieces, unless all their rows lie in order. If the place of a matrix is
+    whole rows, too, the kernel writes there. Otherwise it writes to scratch memory.
+
+    Attributes:
+        nbytes: of the memory in which tensors are put together and quantised during an update.
+        places: where what is stored lives.
+    """
+
+    def __init__(
+        self, plan: Plan, pieces: SlotPieces, places: StoredPlaces, formats: Mapping[str, Format]
+    ) -> None:
+        """
+        Args:
+            pieces: where they lie, on the device of the live parameters.
+            formats: of what is quantised, by the name of its weight. All else is stored as it comes.
+
+        Raises:
+            NoKernelError: a tensor is stored in a way that no kernel here writes. `bind` finds the rest.
+        """
+        self.places = places
+        self._plan, self._memory, self._formats = plan, pieces, formats
+        self._shapes = {meta.name: meta.shape for meta in plan.tensors}
+        self._parts = [self._parts_of(meta) for meta in plan.tensors]
+        self._pieces = [plan.bucket(index).pieces for index in range(plan.num_buckets)]
+        self._in_rows = [self._fits_in_rows(tensor) for tensor in range(len(plan.tensors))]
+        every = [piece for its in self._pieces for piece in its]
+        parted = {each.tensor for each in every if not self._can_pass(each)}
+        self._passing = {each.tensor for each in every} - parted
+        self._together = [self._whole_tensors(its) for its in self._pieces]
+        parted -= {tensor for wholes in self._together for tensor in wholes}
+        self._assembly = assemble(plan, parted)
+        self._taken = parted
+        made = zip(self._together, self._assembly.complete, strict=True)
+        most = max((self._scratch_nbytes([*wholes, *complete]) for wholes, complete in made), default=0)
+        self.nbytes = self._assembly.nbytes + most
+        self._base = -1
+        self._graphs: Sequence[LaunchGraph] = ()
+        device = pieces.device
+        with torch.cuda.device(device):
+            self._wholes, self._stored = (
+                torch.zeros((2, num), dtype=torch.int64, device=device)
+                for num in (len(plan.tensors), len(places.names))
+            )
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """Prepare launches that use `memory`, uint8[nbytes], unless they use it already.
+
+        The caller keeps it while they run. Raises NoKernelError, see `QuantizingTables`.
+        """
+        if memory.data_ptr() == self._base:
+            return
+        steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
+        if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
+            raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
+        self._write = _copy_table([step.copies for step in steps])
+        self._take = _copy_table([self._copies(bucket, memory) for bucket in range(self._plan.num_buckets)])
+        self._graphs = [LaunchGraph(self._launches(bucket, step)) for bucket, step in enumerate(steps)]
+        self._base = memory.data_ptr()
+
+    def run(self, bucket: int, stream: torch.cuda.Stream) -> None:
+        """Start all launches for a bucket on `stream`. They use its slot until they end.
+
+        Bucket 0 begins an update.
+        """
+        if bucket == 0:
+            with torch.cuda.stream(stream):
+                self._wholes.zero_()
+                self._stored.zero_()
+        self._graphs[bucket].launch(stream)
+
+    def result(self) -> HolderDigests:
+        """Return what an update made, after all its launches have ended."""
+        wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
+        return HolderDigests(wholes, stored)
+
+    def _launches(self, bucket: int, step: _Step) -> Callable[[torch.cuda.Stream], None]:
+        wholes = box_table(step.wholes, len(self._wholes[0]), self._wholes)
+        stored = box_table(step.stored, len(self._stored[0]), self._stored)
+        quantize = QuantizeTable(step.matrices, self._wholes[0], self._stored[0])
+
+        def launch(stream: torch.cuda.Stream) -> None:
+            self._take.launch(bucket, stream)
+            wholes.launch(stream)
+            quantize.launch(stream)
+            stored.launch(stream)
+            self._write.launch(bucket, stream)
+
+        return launch
+
+    def _parts_of(self, meta: TensorMeta) -> _Parts:
+        """Return the names of what a tensor is stored as. Raises NoKernelError if no kernel makes that."""
+        whole = torch.empty(meta.shape, device="meta")
+        names = tuple(name for name, _ in as_loaded(meta.name, whole, self._shapes))
+        formats = {self._formats.get(name) for name in names}
+        if len(formats) > 1:
+            raise NoKernelError(f"experts of {meta.name} are stored in different formats")
+        form = formats.pop()
+        if form and form.rule in TOGETHER:  # before memory is taken for it
+            raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
+        return _Parts(names, form)
+
+    def _can_pass(self, piece: Piece) -> bool:
+        """Whether a piece can be stored without the others of its tensor, as it comes or quantised."""
+        meta, (names, form) = self._plan.tensors[piece.tensor], self._parts[piece.tensor]
+        if form is None or names != (meta.name,):
+            return form is None and names == (meta.name,)
+        is_elsewhere = not any(self.places.held(name) for name in _names(meta, form))
+        return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
+
+    def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
+        """Return each tensor that a bucket has whole, row after row."""
+        held = defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            held[piece.tensor].append(piece)
+        found = {
+            tensor: self._memory.whole(its) for tensor, its in held.items() if tensor not in self._passing
+        }
+        return {tensor: whole for tensor, whole in found.items() if whole is not None}
+
+    def _step(self, bucket: int, memory: torch.Tensor) -> _Step:
+        step, scratch = _Step(), _Scratch(memory[self._assembly.nbytes :])
+        for piece in self._pieces[bucket]:
+            if piece.tensor in self._passing:
+                self._pass_on(step, piece)
+        for tensor, whole in self._together[bucket].items():
+            self._store(step, tensor, whole, scratch)
+        for tensor in self._assembly.complete[bucket]:
+            self._store(step, tensor, self._assembled(tensor, memory), scratch)
+        return step
+
+    def _assembled(self, tensor: int, memory: torch.Tensor) -> torch.Tensor:
+        """View a tensor where it is put together."""
+        meta, start = self._plan.tensors[tensor], self._assembly.offset[tensor]
+        return typed(memory[start : start + meta.nbytes], meta, Box.whole(meta.shape))
+
+    def _copies(self, bucket: int, memory: torch.Tensor) -> list[BoxCopy]:
+        """Return the copies of a bucket's pieces to where tensors are put together."""
+        return [
+            _copy(self._memory.view(piece), self._assembled(piece.tensor, memory)[piece.box.slices()])
+            for piece in self._pieces[bucket]
+            if piece.tensor in self._taken
+        ]
+
+    def _scratch_nbytes(self, tensors: Sequence[int]) -> int:
+        """Return the bytes of scratch memory that the quantised tensors among `tensors` take."""
+        nbytes = 0
+        for tensor in tensors:
+            meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+            if form and not self._in_rows[tensor]:
+                rows, columns = meta.numel // meta.shape[-1], meta.shape[-1]
+                down, across = form.grid((rows, columns))
+                nbytes += _aligned(rows * columns) + _aligned(4 * down * across)
+        return nbytes
+
+    def _pass_on(self, step: _Step, piece: Piece) -> None:
+        """Store a piece as it comes, or quantise it."""
+        meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
+        data = self._memory.view(piece)
+        if form:
+            self._quantize_in_place(step, piece.tensor, data, piece.box.offset[0])
+            return
+        step.wholes.append(BoxPart(piece.tensor, data, meta.shape, piece.box))
+        step.names.add(meta.name)
+        for segment, place in self.places.held(meta.name):
+            _require_dtype(meta.name, data, place)
+            if part := piece.box.intersect(segment.box):
+                held = data[part.slices(piece.box)]
+                number = self.places.number(meta.name)
+                step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
+
+    def _store(self, step: _Step, tensor: int, whole: torch.Tensor, scratch: _Scratch) -> None:
+        """Store a whole tensor, and quantise it if it has a format."""
+        meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+        parts = as_loaded(meta.name, whole, self._shapes)
+        if form is None:
+            step.wholes.append(BoxPart.whole(tensor, whole))
+            for name, part in parts:
+                self._put(step, name, part)
+            return
+        matrix = whole.view(-1, whole.shape[-1])
+        if self._in_rows[tensor]:
+            self._quantize_in_place(step, tensor, matrix, 0)
+            return
+        require_kernel(meta, matrix, form)
+        values = scratch.take(matrix.shape, getattr(torch, form.values))
+        scales = scratch.take(form.grid(matrix.shape), torch.float32)
+        digests = MatrixDigests(tensor, matrix.shape[1])
+        step.matrices.append(QuantizedMatrix.of(matrix, form, values, scales, digests))
+        for name, part in parts:
+            first = (part.storage_offset() - whole.storage_offset()) // matrix.shape[1]
+            end, block = first + len(part), form.block[0]
+            if first % block or (end % block and end < len(matrix)):
+                raise NoKernelError(f"{name}: a block of {block} rows would reach into the next expert")
+            self._put(step, name, values[first:end])
+            self._put(step, _scales_of(name, form), scales[first // block : -(-end // block)])
+
+    def _put(self, step: _Step, name: str, data: torch.Tensor) -> None:
+        """Write what is stored, a whole tensor, to its places."""
+        step.names.add(name)
+        for _, place in self.places.held(name):
+            _require_dtype(name, data, place)
+        for place, part in self.places.parts(name, data):
+            step.write(part, place)
+
+    def _fits_in_rows(self, tensor: int) -> bool:
+        """Whether what a matrix is quantised to has one place, in whole rows, where a kernel can write it."""
+        meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
+        if form is None or names != (meta.name,):
+            return False
+        held = [self.places.held(name) for name in _names(meta, form)]
+        if any(len(each) != 1 for each in held):
+            return False
+        ((values, place),), ((scales, scales_place),) = held
+        if not _is_rows_of_blocks(values.box, meta, form):
+            return False
+        scales_box = Box((values.box.offset[0] // form.block[0], 0), form.grid(values.box.extent))
+        dtypes = getattr(torch, form.values), torch.float32
+        return (
+            scales.box == scales_box
+            and (place.dtype, scales_place.dtype) == dtypes
+            and place.is_contiguous()
+            and scales_place.is_contiguous()
+        )
+
+    def _quantize_in_place(self, step: _Step, tensor: int, data: torch.Tensor, first: int) -> None:
+        """Quantise rows of a matrix, from `first` on, to the place of those that this rank holds, if any."""
+        meta, form = self._plan.tensors[tensor], self._parts[tensor].form
+        assert form
+        require_kernel(meta, data, form)
+        names, block = _names(meta, form), form.block[0]
+        step.names.update(names)
+        box = Box((first, 0), tuple(data.shape))
+        if not self.places.held(meta.name):
+            step.wholes.append(BoxPart(tensor, data, meta.shape, box))
+            return
+        ((values, place),), ((_, scales_place),) = map(self.places.held, names)
+        part = box.intersect(values.box)
+        for rest in _rows_besides(box, part):
+            step.wholes.append(BoxPart(tensor, data[rest.slices(box)], meta.shape, rest))
+        if part is None:
+            return
+        start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
+        into = place[start : start + num_rows]
+        scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
+        values_number, scales_number = map(self.places.number, names)
+        digests = MatrixDigests(
+            tensor, meta.shape[1], values_number, scales_number, part.offset[0], part.offset[0]
+        )
+        matrix = data[part.slices(box)]
+        step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into, digests))
+
+
+class _Scratch:
+    """Memory that is handed out in order."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._next = memory, 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next contiguous tensor of a shape and dtype."""
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        found = self._memory[self._next : self._next + nbytes].view(dtype).view(*shape)
+        self._next += _aligned(nbytes)
+        return found
+
+
+def _names(meta: TensorMeta, form: Format) -> tuple[str, str]:
+    """Return the names of a matrix's values and scales."""
+    return meta.name, _scales_of(meta.name, form)
+
+
+def _scales_of(name: str, form: Format) -> str:
+    return name.removesuffix("weight") + form.scale_suffix
+
+
+def _is_rows_of_blocks(box: Box, meta: TensorMeta, form: Format) -> bool:
+    """Whether a box of a matrix is whole rows, between which no block is cut."""
+    first, block = box.offset[0], form.block[0]
+    end = first + box.extent[0]
+    is_cut = not block or first % block or (end % block and end < meta.shape[0])
+    return box.extent[1:] == meta.shape[1:] and not is_cut
+
+
+def _rows_besides(box: Box, part: Box | None) -> list[Box]:
+    """Return the rows of `box` before and after those of `part`."""
+    if part is None:
+        return [box]
+    first, column = box.offset
+    bounds = (first, part.offset[0]), (part.offset[0] + part.extent[0], first + box.extent[0])
+    return [Box((start, column), (end - start, box.extent[1])) for start, end in bounds if start < end]
+
+
+def require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
+    """Raise NoKernelError unless a kernel quantises `matrix`, a part of a tensor, so."""
+    if not can_quantize(matrix, form):
+        raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
+
+
+def _require_dtype(name: str, data: torch.Tensor, place: torch.Tensor) -> None:
+    if data.dtype != place.dtype:
+        raise NoKernelError(f"{name}: it is cast to another dtype")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> BoxCopy:
+    return (
+        tuple(source.shape),
+        source.element_size(),
+        source.data_ptr(),
+        byte_strides(source),
+        target.data_ptr(),
+        byte_strides(target),
+    )
+
+
+def _copy_table(copies: Sequence[Sequence[BoxCopy]]) -> CopyTable:
+    """Return a table of the copies of each bucket."""
+    table, parent = box_copies([copy for its in copies for copy in its])
+    bounds = np.cumsum([0, *map(len, copies)])
+    return CopyTable(Copies(*table.T), np.searchsorted(parent, bounds).tolist())

@@ -1,0 +1,1 @@
+"""LoRA adapters, and weights that they are merged into."""

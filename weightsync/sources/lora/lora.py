@@ -1,0 +1,279 @@
+"""Publishes a LoRA adapter that PEFT trains, in a model that is plain or sharded by FSDP2 or ZeRO-3."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError, StateError
+from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
+from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expert
+from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.lora.peft_modules import adapted_modules, base_name, require_plain_base
+from weightsync.sources.lora.stacked_lora import StackedExperts
+from weightsync.sources.module import segment_of
+from weightsync.sources.tensors import TensorSource
+from weightsync.sources.zero.deepspeed import check_engine
+from weightsync.sources.zero_partitions import (
+    PART,
+    check_partition,
+    is_partitioned,
+    part_of,
+    part_segments,
+    require_current,
+    run_of,
+    whole_meta,
+    with_memory,
+)
+
+_KINDS = {LORA_A: "lora_A", LORA_B: "lora_B"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """A or B of one of PEFT's modules.
+
+    Attributes:
+        name: its own in a checkpoint, or that of all experts' together.
+        module: PEFT's.
+        parameter: what the trainer optimises.
+        suffix: `LORA_A` or `LORA_B`.
+        experts: those that it is of, if they are stacked.
+    """
+
+    name: str
+    module: Any
+    parameter: torch.Tensor
+    suffix: str
+    experts: StackedExperts | None
+
+    @property
+    def is_b(self) -> bool:
+        """Whether it is B, which the module's scaling multiplies."""
+        return self.suffix == LORA_B
+
+    def metas(self) -> Iterator[TensorMeta]:
+        """Yield the tensors that it is for engines, with its dtype."""
+        whole = meta_of(self.name, self.parameter)
+        if self.experts:
+            yield from self.experts.metas(whole, self.suffix)
+        else:
+            yield whole
+
+    def local(self) -> torch.Tensor:
+        """Return the tensor that has the parameter's part on this rank."""
+        return local_tensor(self.parameter)
+
+    def live(self) -> torch.Tensor:
+        """Return a view of this rank's part, as it is copied."""
+        return self.cut(self.local())
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a view of `local`, the parameter's part on this rank, as it is copied."""
+        return self.experts.by_expert(local, self.suffix) if self.experts else local
+
+    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
+        """Yield which boxes are where in `held`, a copy of `live` without gaps."""
+        segment = segment_of(self.name, self.parameter)
+        if self.experts:
+            whole = dataclasses.replace(
+                meta_of(self.name, self.parameter), dtype=meta_of(self.name, held).dtype
+            )
+            yield from self.experts.segments(whole, segment, self.suffix)
+        else:
+            yield dataclasses.replace(segment, strides=byte_strides(held))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Partitioned(_Trained):
+    """A or B of which ZeRO-3 keeps a run of elements on this rank. Its `experts` is None."""
+
+    def metas(self) -> Iterator[TensorMeta]:
+        yield whole_meta(self.name, self.parameter)
+
+    def local(self) -> torch.Tensor:
+        """Return the partition itself: DeepSpeed may give it other memory."""
+        return part_of(self.parameter)
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        start, stop = run_of(self.parameter)
+        return local[: stop - start]
+
+    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
+        (meta,) = self.metas()
+        copied = dataclasses.replace(meta, dtype=meta_of(self.name, held).dtype)
+        yield from part_segments(copied, self.parameter)
+
+
+class LoraSource(TensorSource):
+    """One adapter of a PEFT model. Each version is a copy where the model is: A, and B times the scaling.
+
+    Engines then need not know ``lora_alpha``, and whether PEFT divides it by the rank or by its root. On a
+    GPU, holders read the copy in place.
+    """
+
+    def __init__(self, model: Any, adapter: str) -> None:  # noqa: ANN401 - PEFT's, or what wraps it
+        """Raises ConfigError if `model` is no module."""
+        if not isinstance(model, torch.nn.Module):
+            remedy = "adapters are read from a module that PEFT made"
+            raise ConfigError("self.model", type(model).__name__, remedy)
+        super().__init__(model)
+        self._adapter, self._dtype = adapter, ""
+        self._adapter_copies: _Copies | None = None
+        self._guarded: AddressGuard | None = None
+        self._held: dict[str, torch.Tensor] = {}
+
+    def spec(self, name: str) -> AdapterSpec:
+        """Return the adapter's tensors, for engines that call it `name`. Raises ConfigError as `layout`."""
+        found = self._look_up().values()
+        are_stacked = [its.experts is not None for its in found if its.experts or is_of_expert(its.name)]
+        shares_a = bool(are_stacked) and all(are_stacked)
+        return AdapterSpec.of(name, [meta for its in found for meta in its.metas()], shares_a)
+
+    def cast(self, dtype: str) -> None:
+        """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
+        self._dtype = dtype
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether all of the adapter is on a GPU."""
+        return all(its.local().is_cuda for its in self._look_up().values())
+
+    def _look_up(self) -> Mapping[str, _Trained]:
+        """Find the adapter's parameters, by their names.
+
+        Raises ConfigError if there are none, if the adapter does more than A and B, if PEFT changed the base,
+        or if a rank's part of them cannot be read.
+        """
+        if hasattr(self.model, "autotp_size"):  # as DeepSpeed's engines have
+            check_engine(self.model)
+        self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
+        found: dict[str, _Trained] = {}
+        adapted = adapted_modules(self.model, self._adapter)
+        require_plain_base(self.model)
+        for path, module in adapted.items():
+            found |= {its.name: its for its in _trained(base_name(path), module, self._adapter)}
+        return found
+
+    def _weights(self) -> LocalWeights:
+        segments: list[Segment] = []
+        metas: list[TensorMeta] = []
+        self._held, self._adapter_copies, self._guarded = {}, None, None
+        for name, its in self._look_up().items():
+            live = its.live()
+            dtype = getattr(torch, self._dtype) if self._dtype else live.dtype
+            held = self._held[name] = torch.empty(live.shape, dtype=dtype, device=live.device)
+            kind = meta_of(name, held).dtype
+            metas += (dataclasses.replace(meta, dtype=kind) for meta in its.metas())
+            segments += its.segments(held)
+        return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._held
+
+    def _watch(self, weights: LocalWeights) -> _Unmoved:
+        return _Unmoved()
+
+    def _follow(self) -> bool:
+        """Look the parameters up again if tensors of the model were replaced. Returns whether they were.
+
+        Raises StateError if the adapter has other modules or shapes than before.
+        """
+        if self._guarded and self._guarded.as_before(self.model):
+            return False
+        self._adapter_copies = _Copies(self._same(self._look_up()), self._held, self._adapter)
+        self._guarded = AddressGuard(self.model, with_memory(named_tensors(self.model)[0]), part=PART)
+        return True
+
+    def _finish(self) -> None:
+        """Copy the adapter as it is now. Raises StateError if partitions are not."""
+        if self._adapter_copies is None or not self._adapter_copies.have_memory():
+            self._follow()
+        assert self._adapter_copies
+        require_current(self._rank, self._adapter_copies.partitioned)
+        self._adapter_copies.run()
+
+    def _same(self, now: Mapping[str, _Trained]) -> Mapping[str, _Trained]:
+        """Return `now`. Raises StateError if it has other names or shapes than before."""
+        for name in sorted(now.keys() ^ self._held.keys()):
+            where = "is new" if name in now else "is gone"
+            raise StateError(f"{name} of adapter {self._adapter} {where}: register the adapter again")
+        for name, its in now.items():
+            held, live = self._held[name], its.live()
+            if held.shape != live.shape:
+                was = f"{tuple(held.shape)} before, and is {tuple(live.shape)}"
+                raise StateError(f"{name} of adapter {self._adapter} was {was}: register it again")
+        return now
+
+
+def _trained(path: str, module: Any, adapter: str) -> Iterator[_Trained]:  # noqa: ANN401 - PEFT's
+    """Yield A and B of one of PEFT's modules. Raises ConfigError if they cannot be read."""
+    lives = {suffix: getattr(module, kind)[adapter].weight for suffix, kind in _KINDS.items()}
+    if not any(map(is_partitioned, lives.values())):
+        experts = StackedExperts.of(path, module)
+        for suffix, live in lives.items():
+            yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
+        return
+    if parameter := getattr(module, "parameter_name", ""):
+        remedy = "leave it out: under ZeRO-3, adapters of modules are read"
+        raise ConfigError("target_parameters", f"{path}.{parameter}", remedy)
+    for suffix, live in lives.items():
+        check_partition(path + suffix, live)
+        yield _Partitioned(path + suffix, module, live, suffix, None)
+
+
+class _Copies:
+    """Copies what is trained, on whatever stream, to memory that stays where it is.
+
+    Attributes:
+        partitioned: the parameters that ZeRO-3 partitions, with their names.
+    """
+
+    def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
+        """`held` has the memory of each parameter in `found`."""
+        self._adapter, self._held = adapter, [*held.values()]
+        self._found = [found[name] for name in held]
+        self._locals = [its.local() for its in self._found]
+        self.partitioned = [(its.name, its.parameter) for its in self._found if is_partitioned(its.parameter)]
+        self._addresses = self._find()
+        self._rows_of_b = [number for number, its in enumerate(self._found) if its.is_b]
+        self._modules_of_b = [its.module for its in self._found if its.is_b]
+        self._devices = {copied.device for copied in self._held if copied.is_cuda}
+
+    def have_memory(self) -> bool:
+        """Whether what is copied is still allocated. The model may use other memory by now."""
+        return self._find() == self._addresses
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
+        factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
+        # B is rounded once, after its product. Holders may read the copy while it is made again:
+        # it must never have B without the factor.
+        products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
+        for number, product in zip(self._rows_of_b, products, strict=True):
+            values[number] = product
+        torch._foreach_copy_(self._held, values)
+
+    def _find(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._locals))
+
+
+class _Unmoved:
+    """The copies never move, and `_follow` looks at what they are of."""
+
+    strays: frozenset[str] = frozenset()
+
+    def as_before(self, model: object) -> bool:
+        return True
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return []

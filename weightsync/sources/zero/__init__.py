@@ -1,0 +1,1 @@
+"""Weights that DeepSpeed's ZeRO has cut."""
