@@ -133,7 +133,7 @@ def test_two_sharded_ranks_and_an_engine_of_two_without_gpus(tmp_path: Path) -> 
     without_gpus = {'"nccl"': '"gloo"', ".cuda()": "", "num_gpus=1": "num_cpus=0", "num_gpus=2": "num_cpus=0"}
     without_gpus |= {"tcp://127.0.0.1:29500": f"file://{tmp_path / 'meeting'}"}
     without_gpus['"gpu_memory_utilization": 0.8'] = '"max_model_len": 64'
-    names = run_block("README.md", 1, names, without_gpus)
+    names = run_block("docs/guide.md", 6, names, without_gpus)
     with WeightSync(CONFIG) as sync:
         sync.register_trainers(names["trainers"])
         sync.register_engines(names["engines"])

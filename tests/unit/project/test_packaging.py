@@ -117,7 +117,7 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
 
 
 def test_the_guide_installs_vllm_for_cpus_as_setup_does() -> None:
-    (code,) = blocks("docs/guide.md", "sh")
+    code, _ = blocks("docs/guide.md", "sh")
     torch, library, vllm = code.splitlines()
     (pin,) = _pins()["torch"][:1]
     assert f'"torch=={pin}+cpu" -c constraints.txt --extra-index-url' in torch

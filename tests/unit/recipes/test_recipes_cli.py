@@ -300,8 +300,8 @@ MODEL = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=2"]
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_plan_in_the_readme_is_what_is_printed() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_plan_on_the_page_is_what_is_printed() -> None:
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     shown = re.search(r"```sh\nweightsync (plan .+)\n```[^`]+```\n([^`]+)```", text)
     assert shown is not None
     result = RUNNER.invoke(cli.app, shlex.split(shown[1]))
