@@ -18,7 +18,8 @@ class EngineActor(EngineCalls):
     Its methods are coroutines, so that requests and updates can overlap.
 
     Args:
-        kind: ``vllm``, ``sglang``, ``torch`` (transformers), or ``auto``.
+        kind: ``vllm``, ``sglang``, ``torch`` (transformers), ``auto``, or the path of a class of your own,
+            ``package.module:Class``, see docs/extending.md.
         model_path: a Hugging Face model folder; its config and tokenizer are read, its weights are not.
         name: the name under which it is registered with WeightSync.
         options: passed to the engine, see `weightsync/engines/README.md`.

@@ -4,7 +4,7 @@ A room imports only from floors below its own. Rooms of one floor do not know ea
 knows Ray::
 
     recipes
-    actors        plugins     testing
+    actors        plugins     testing       extend
     driver        holder      engines       sources
     collectives
     channel       readers     transports
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import pytest
 
-import weightsync
+import weightsync.extend
 from weightsync.faults import FaultPlan
 from weightsync.recipes.recipe import load_recipe
 
@@ -84,7 +84,7 @@ FLOORS = (
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
     ("weightsync.collectives",),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
-    ("weightsync.testing", *PLUGINS, "weightsync.actors"),
+    ("weightsync.testing", "weightsync.extend", *PLUGINS, "weightsync.actors"),
     ("weightsync.recipes",),
 )
 """Rooms, from the ground up."""
@@ -414,6 +414,12 @@ def test_the_door_is_sorted_and_every_name_opens() -> None:
     assert weightsync.__all__ == sorted(weightsync.__all__)
     assert [name for name in weightsync.__all__ if getattr(weightsync, name, None) is None] == []
     assert dir(weightsync) == weightsync.__all__
+
+
+def test_the_second_door_has_all_that_an_extension_imports() -> None:
+    text = (ROOT / "docs/extending.md").read_text()
+    assert not {*re.findall(r"from (weightsync[.\w]*) import", text)} - {"weightsync", "weightsync.extend"}
+    assert [name for name in weightsync.extend.__all__ if not hasattr(weightsync.extend, name)] == []
 
 
 def test_no_name_of_the_door_is_a_modules() -> None:

@@ -100,10 +100,11 @@ def test_engines_that_start_from_checkpoints(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_engine_and_a_source_of_ones_own_are_updated_and_verified(tmp_path: Path) -> None:
-    from tests.actors.registered import RegisteredEngine, array_trainer
+    from tests.actors.registered import Elsewhere, array_trainer
 
     trainer = spawn(array_trainer())
-    engine = spawn(RegisteredEngine, "sums", str(tmp_path), "e0", {})
+    names = {"ray": ray, "EngineActor": Elsewhere, "path": str(tmp_path)}
+    engine = run_block("docs/extending.md", 1, names)["engine"]
     with WeightSync(CONFIG) as sync:
         sync.register_trainers([trainer])
         sync.register_engines({"e0": engine})
@@ -115,6 +116,7 @@ def test_an_engine_and_a_source_of_ones_own_are_updated_and_verified(tmp_path: P
             assert (report.verified, report.proofs) == (True, {"e0": "live weights"})
             rollout = ray.get(engine.generate.remote([[1, 2]], {}))
             assert (rollout.tokens, rollout.version) == ([[int(weight.sum()) * 3]], version)
+    assert ray.get(engine.info.remote()) == {"kind": "my_engines:SumEngine", "why": "asked for by its class"}
     end({"engines": {"e0": engine}, "trainers": [trainer]})
 
 

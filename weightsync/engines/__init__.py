@@ -58,8 +58,20 @@ _ON_GPUS = ("sglang",)
 def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
     """Resolve ``auto``, or check that a named kind is installed. Returns (kind, why).
 
+    A kind with a colon is the path of a class: ``package.module:Class``.
+
     Raises ConfigError that names `field`.
     """
+    if ":" in kind:
+        try:
+            found, error = callable(resolve_name(kind)), "it is no class"
+        except (ImportError, AttributeError, ValueError) as failure:
+            found, error = False, str(failure)
+        if not found:
+            raise ConfigError(
+                field, kind, f"give package.module:Class, which this process can import: {error}"
+            )
+        return kind, "asked for by its class"
     if kind == "auto":
         for name, (package, _) in ENGINES.items():
             if importlib.util.find_spec(package) and (name not in _ON_GPUS or _has_gpu()):
@@ -87,5 +99,6 @@ def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any
     """
     if (model_path.count("/") > 1 or os.path.isabs(model_path)) and not os.path.isdir(model_path):
         raise ConfigError("model_path", model_path, "there is no such folder on this host")
-    engine: Generates = resolve_name(ENGINES[kind][1])(model_path, name, options)
+    path = kind if ":" in kind else ENGINES[kind][1]
+    engine: Generates = resolve_name(path)(model_path, name, options)
     return engine

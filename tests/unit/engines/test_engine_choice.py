@@ -50,6 +50,12 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
         choose_engine("vlm")
 
 
+@pytest.mark.parametrize("kind", ["no_such_package.engines:Engine", "json:Engine", "json:", ":Engine"])
+def test_a_class_that_cannot_be_imported_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"kind: .* is not valid; give package\.module:Class"):
+        choose_engine(kind)
+
+
 def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_path: '.*nope' is not valid; there is no such folder"):
         make_engine("torch", str(tmp_path / "nope"), "e0", {})
