@@ -8,6 +8,7 @@ from itertools import combinations
 
 from weightsync.actors.ray.versions import REMEDY, by_version
 from weightsync.config import Ports
+from weightsync.readers.ways import way_of
 
 SHARED = ("weightsync", "torch", "nccl")
 """Libraries that should have one version on all hosts."""
@@ -56,10 +57,9 @@ class Host:
         """How many ports its holders and a driver need, one holder for each GPU or slot.
 
         A holder leads a communicator, exchanges messages between hosts, and serves two snapshots: its own and
-        a neighbour's. Mooncake takes two ports for each snapshot.
+        a neighbour's.
         """
-        per_snapshot = 1 if self.refill == "zeromq" else 2
-        return 1 + len(self.devices) * (2 + 2 * per_snapshot)
+        return 1 + len(self.devices) * (2 + 2 * way_of(self.refill).num_ports)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportEr
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Doorman, show_secret
-from weightsync.readers import Read, Reader, choice, choose_protocol, open_reader, serve
+from weightsync.readers import Read, Reader, choice, choose_protocol, mooncake, open_reader, serve, ways
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Answer, Request
@@ -450,8 +450,8 @@ class TestChoice:
         self.problems: dict[str, str] = {}
         (tmp_path / "mlx5_0").mkdir()
         monkeypatch.setattr(choice, "DEVICES", tmp_path)
-        monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: "found")
-        monkeypatch.setattr(choice, "probe", lambda protocol, _: self.problems.get(protocol, ""))
+        monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda _: "found")
+        monkeypatch.setattr(mooncake, "probe", lambda protocol, _: self.problems.get(protocol, ""))
 
     def test_auto_takes_the_first_that_starts(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO")
@@ -472,7 +472,7 @@ class TestChoice:
         assert choose_protocol("auto") == "tcp"
         with pytest.raises(ConfigError, match=r"sync\.refill.*no RDMA device"):
             choose_protocol("rdma")
-        monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda _: None)
         assert choose_protocol("auto") == choose_protocol("zeromq") == "zeromq"
         with pytest.raises(ConfigError, match=r"weightsync\[mooncake\]"):
             choose_protocol("tcp")
@@ -494,6 +494,22 @@ class TestChoice:
     def test_an_unknown_device_is_told_the_known(self, wanted: str) -> None:
         with pytest.raises(ConfigError, match=r"sync\.rdma_device: 'mlx5_9' .* this host has mlx5_0"):
             choose_protocol(wanted, "mlx5_0,mlx5_9")
+
+    def test_a_way_of_ones_own_is_one_module_and_one_line(
+        self, rig: Targets, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Named like another way in the registry, and found, served and read under its own name."""
+        own = dataclasses.replace(ways.NETWORK["zeromq"], module="tests.contract.own_reader")
+        monkeypatch.setitem(ways.NETWORK, "own", own)  # type: ignore[arg-type]
+        assert choose_protocol("own") == "own"
+        source, target = rig.buffer(100), rig.buffer(100)
+        source.tensor.fill_(7)
+        with contextlib.closing(serve(source, "h0", "127.0.0.1", "own")) as server:
+            reader = open_reader([target], {"h0": server.offer}, may_map=False)
+            with contextlib.closing(reader):
+                assert reader.read([Read("h0", 0, 0, 0, 100)], patient(1)) == {"h0": 100}
+        assert reader.ways == {"h0": "own"}
+        assert target.tensor.eq(7).all()
 
     def test_an_unknown_protocol_is_refused(self, rig: Targets) -> None:
         with pytest.raises(ConfigError, match="did you mean 'zeromq'"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -77,9 +77,6 @@ class PushTicket:
     secret: bytes = field(repr=False)
 
 
-ProtocolName = Literal["zeromq", "tcp", "rdma"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Ways to read one buffer's bytes. Can be pickled; any process that has it can read them.
@@ -95,7 +92,7 @@ class Offer:
     """
 
     holder: str
-    protocol: ProtocolName
+    protocol: str
     memory: BufferHandle
     endpoint: str
     base: int = 0

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from weightsync.errors import ConfigError, nearest
 from weightsync.readers.base import Read, Readable, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
+from weightsync.readers.ways import NETWORK, way_of
 
 if TYPE_CHECKING:
     from weightsync.config import Ports
     from weightsync.memory.host import SharedBuffer
-    from weightsync.protocol.handles import Offer, ProtocolName
+    from weightsync.protocol.handles import Offer
 
 __all__ = [
-    "WAYS",
+    "NETWORK",
     "Read",
     "Readable",
     "Reader",
@@ -28,14 +27,6 @@ __all__ = [
     "serve",
     "serve_unmapped",
 ]
-
-WAYS = {
-    "mapped": "weightsync.readers.mapped:MappedReader",
-    "zeromq": "weightsync.readers.zeromq:ZeroMqReader",
-    "tcp": "weightsync.readers.mooncake:MooncakeReader",
-    "rdma": "weightsync.readers.mooncake:MooncakeReader",
-}
-"""The reader of each way to read a peer, imported on use."""
 
 
 def serve(
@@ -52,15 +43,8 @@ def serve(
     reaches Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown
     protocol, or if none of `ports` can be had; TransportError when the server does not start.
     """
-    if protocol == "zeromq":
-        from weightsync.readers.zeromq_server import SharedMemory, ZeroMqServer
-
-        return ZeroMqServer(SharedMemory(buffer), buffer.handle, holder, host, ports)
-    if protocol in ("tcp", "rdma"):
-        from weightsync.readers.mooncake import MooncakeServer
-
-        return MooncakeServer(buffer, holder, host, cast("ProtocolName", protocol), rdma_device, ports)
-    raise ConfigError("protocol", protocol, nearest(protocol, ("rdma", "tcp", "zeromq")))
+    server: Server = way_of(protocol).has("serve")(buffer, holder, host, protocol, rdma_device, ports)
+    return server
 
 
 def serve_unmapped(memory: Readable, holder: str, host: str, ports: Ports | None = None) -> Server:
@@ -79,21 +63,18 @@ def open_reader(
     With `may_map`, it maps the memory of peers that it finds on this host. It reads others by their offer's
     protocol. Raises ReadError for a peer that ends meanwhile, TransportError when Mooncake does not start.
     """
+    from weightsync.readers.mapped import MappedReader, can_map
+
     by_way: dict[str, dict[str, Offer]] = {}
     for peer, offer in offers.items():
-        by_way.setdefault(_way(offer, may_map), {})[peer] = offer
+        by_way.setdefault("mapped" if may_map and can_map(offer) else offer.protocol, {})[peer] = offer
     readers: list[Reader] = []
     try:
         for way, its in by_way.items():
-            readers.append(resolve_name(WAYS[way])(targets, its))
+            make = MappedReader if way == "mapped" else way_of(way).has("READER")
+            readers.append(make(targets, its))
     except BaseException:
         for reader in readers:
             reader.close()
         raise
     return ParallelReader(targets, offers, readers)
-
-
-def _way(offer: Offer, may_map: bool) -> str:
-    from weightsync.readers.mapped import can_map
-
-    return "mapped" if may_map and can_map(offer) else offer.protocol

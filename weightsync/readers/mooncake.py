@@ -6,6 +6,7 @@ SIGKILL of that process enforces a deadline: nothing lands after it. A peer that
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, DeadlineError, ReadError
 from weightsync.memory.host import SharedBuffer
-from weightsync.protocol.handles import Offer, ProtocolName
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.routes import own_address
 from weightsync.readers.base import Read, by_peer, pieces
+from weightsync.readers.choice import rdma_devices
 from weightsync.readers.ending import Ending
-from weightsync.readers.mooncake_process import MooncakeProcess, readable
+from weightsync.readers.mooncake_process import MooncakeProcess, probe, readable
+
+__all__ = ["READER", "MooncakeReader", "MooncakeServer", "absence", "probe", "serve", "text"]
 
 PIECE_NBYTES = 16 << 20
 _NOT_MOONCAKES = "32768-60999"
@@ -32,7 +36,7 @@ class MooncakeServer:
         buffer: SharedBuffer,
         holder: str,
         host: str,
-        protocol: ProtocolName,
+        protocol: str,
         device: str,
         ports: Ports | None,
     ) -> None:
@@ -135,3 +139,21 @@ def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:
         raise ReadError(peer, answer["error"])
     nbytes: int = answer["nbytes"]
     return nbytes
+
+
+READER, serve = MooncakeReader, MooncakeServer
+
+
+def absence(protocol: str) -> str:
+    """Return what this host lacks for `protocol`; empty if nothing."""
+    if protocol == "rdma" and not rdma_devices():
+        return "this host has no RDMA device; take tcp or zeromq"
+    if importlib.util.find_spec("mooncake") is None:
+        return "Mooncake is not installed: pip install 'weightsync[mooncake]', or take zeromq"
+    return ""
+
+
+def text(protocol: str, rdma_device: str) -> str:
+    """Describe `protocol` for a log line."""
+    devices = rdma_device or ", ".join(rdma_devices())
+    return f"RDMA ({devices}) with Mooncake" if protocol == "rdma" else "TCP with Mooncake"

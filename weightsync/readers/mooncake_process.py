@@ -19,7 +19,6 @@ from weightsync.config import Ports
 from weightsync.errors import TransportError, WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded
-from weightsync.protocol.handles import ProtocolName
 
 logger = logging.getLogger("weightsync.readers")
 
@@ -38,7 +37,7 @@ class MooncakeProcess:
 
     def __init__(
         self,
-        protocol: ProtocolName,
+        protocol: str,
         host: str,
         device: str,
         memories: Sequence[SharedBuffer] = (),
@@ -110,7 +109,7 @@ class MooncakeProcess:
                 pipe.close()
 
 
-def probe(protocol: ProtocolName, device: str) -> str:
+def probe(protocol: str, device: str) -> str:
     """Return why Mooncake does not work here with `protocol`; empty if it does. Starts a process."""
     try:
         child = MooncakeProcess(protocol, "127.0.0.1", device)
@@ -120,7 +119,7 @@ def probe(protocol: ProtocolName, device: str) -> str:
     return ""
 
 
-def _environment(protocol: ProtocolName, host: str, ports: Ports | None) -> dict[str, str]:
+def _environment(protocol: str, host: str, ports: Ports | None) -> dict[str, str]:
     given = zip(_RANGE, map(str, ports or ()), strict=False)
     bounds = {name: port for names, port in given for name in names}
     kept = {name: value for name, value in os.environ.items() if name not in _FORCE.values()}

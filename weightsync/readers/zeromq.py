@@ -15,6 +15,7 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weightsync.config import Ports
 from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded_one
@@ -22,7 +23,7 @@ from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
-from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, answers
+from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, SharedMemory, ZeroMqServer, answers
 
 WINDOW = 4
 """Chunks requested from one peer at a time."""
@@ -150,3 +151,28 @@ class _Peer:
     def _cause(self) -> str:
         event: int = recv_monitor_message(self.monitor)["event"]
         return _CAUSES.get(event, "no process answers there")
+
+
+READER = ZeroMqReader
+
+
+def serve(
+    buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str, ports: Ports | None
+) -> ZeroMqServer:
+    """Serve `buffer`. `protocol` and `rdma_device` are not used."""
+    return ZeroMqServer(SharedMemory(buffer), buffer.handle, holder, host, ports)
+
+
+def absence(protocol: str) -> str:
+    """Return "": ZeroMQ is always there."""
+    return ""
+
+
+def probe(protocol: str, rdma_device: str) -> str:
+    """Return "": ZeroMQ always starts."""
+    return ""
+
+
+def text(protocol: str, rdma_device: str) -> str:
+    """Describe the protocol for a log line."""
+    return "ZeroMQ"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
+from weightsync.readers.ways import way_of
 
 Parts = Mapping[int, Sequence[Offer]]
 """Offers by the number of the part."""
@@ -94,8 +95,9 @@ class Candidates:
             rest = [name for name in self.live.values() if name != own]
             copies = self.copies if self.mixes else {}
             return SourceChoice(Sources(live=[own]), Sources(copies, rest), is_near=True)
-        if self._are_whole and all(each.protocol != "zeromq" for its in self.copies.values() for each in its):
-            return SourceChoice(Sources(self.copies))  # by RDMA or Mooncake's TCP they alone are quicker
+        offers = (offer for its in self.copies.values() for offer in its)
+        if self._are_whole and all(way_of(offer.protocol).is_fast for offer in offers):
+            return SourceChoice(Sources(self.copies))  # alone they are quicker
         if self.mixes:
             elsewhere = [name for host, name in self.live.items() if host not in has_all]
             return SourceChoice(Sources(self.copies, elsewhere))
