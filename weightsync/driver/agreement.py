@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def compares_all(self) -> bool:
-        """Whether the next `publish` compares all boxes, and there are some."""
+        """Return True if the next `publish` compares all boxes, and there are some."""
         return self._replicas is not None and self._round < 0
 
     @property
@@ -82,9 +82,10 @@ class Agreement:
 def dissenters(
     replicas: Replicas, found: Mapping[int, Digests], rounds: Sequence[int]
 ) -> Mapping[int, Sequence[int]]:
-    """Return the tensors of each rank that has another digest of a box than more than half of its holders.
+    """Return the tensors of each rank whose digest of a box the majority contradicts.
 
-    Without such a majority, all holders are returned. `found` has the digests of `Compared`, by rank.
+    The majority is more than half of the ranks that hold the box. Without a majority, all these ranks are
+    returned. `found` has the digests of `Compared`, by rank.
     """
     parts = []
     for rank, digests in found.items():

@@ -42,7 +42,7 @@ class CopyChecks:
     async def unlike_version(
         self, version: int, layout: str, copies: Mapping[int, Sequence[Offer]], expected: Fingerprint
     ) -> list[Copy]:
-        """Return the copies of trainers' parts whose bytes are not those of the version."""
+        """Return the copies of trainers' parts whose bytes differ from the version."""
         return differing(await self._digests(version, layout, copies), expected)
 
     async def like_memory(

@@ -17,7 +17,7 @@ _CANNOT = "freeze it: updates do not reach drafts in engines of this kind"
 
 
 class Drafts:
-    """What engines said of their drafts. Digests are remembered after their engine is gone.
+    """The drafts that engines reported. Digests are remembered after an engine is gone.
 
     Attributes:
         by_engine: the drafts of each engine's ranks that have one.
@@ -28,7 +28,7 @@ class Drafts:
         self._first: dict[tuple[str, str, int, str], tuple[str, str]] = {}
 
     def check(self, engines: Mapping[str, Sequence[LayoutTable]], config: SyncConfig) -> None:
-        """Take in what engines serve now.
+        """Store the drafts that engines serve now.
 
         Raises ConfigError if a draft is neither trained nor frozen, or is frozen and has other bytes.
         """

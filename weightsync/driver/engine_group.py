@@ -34,10 +34,10 @@ logger = logging.getLogger("weightsync.driver.updating.controller")
 
 T = TypeVar("T")
 Rewritten = Mapping[str, frozenset[str]]
-"""Tensors that are no longer as published, by the name of the trainer that wrote them."""
+"""Tensors that changed after they were published, by the name of the trainer that wrote them."""
 
 _GONE = (PeerLostError, RankLostError)
-"""Errors that make an engine DEAD: its process, or a rank's, is gone."""
+"""Errors that make an engine DEAD: the engine's process, or a rank's process, is gone."""
 
 
 class EngineGroup:
@@ -91,7 +91,8 @@ class EngineGroup:
     async def pause_together(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
         """Pause engines, and resume those of a deployment with an engine that did not pause.
 
-        Returns which are paused. The next version would leave such a deployment with two versions.
+        Returns the paused engines. Otherwise the next version would leave such a deployment with two
+        versions.
         """
         paused = await self.pause(takers)
         serves = (EngineState.SERVING, EngineState.PAUSING)
@@ -107,8 +108,8 @@ class EngineGroup:
     async def resume(self, names: Iterable[str], version: int) -> int:
         """Resume serving `version`. Returns how many engines resumed; lost engines are skipped.
 
-        An engine is READY instead while others of its deployment do not hold the version. It resumes with the
-        last of them.
+        While other engines of the deployment do not hold the version, an engine is READY instead. When the
+        last of them holds the version, all engines of the deployment resume.
         """
         live = self._fleet.live()
         able = dict.fromkeys(name for name in names if name in live)
@@ -170,7 +171,7 @@ class EngineGroup:
                 self.enter([name], EngineState.PAUSING)  # it may have failed after it stopped
                 self._undo(self._after_late_pause(name, record, error))
             elif record.state is EngineState.PAUSING:
-                self.enter([name], EngineState.SERVING, record.version)  # its answer: it resumed by itself
+                self.enter([name], EngineState.SERVING, record.version)  # the engine resumed by itself
 
     def _undo(self, work: Coroutine[object, object, None]) -> None:
         undoing = asyncio.ensure_future(work)
@@ -197,13 +198,16 @@ class EngineGroup:
                 self._fall_asleep(name, record, level)
 
     def _is_in_doubt(self, name: str, record: EngineRecord) -> bool:
-        """Whether the engine is still PAUSING, not replaced, and has answered every call."""
+        """Return True if the engine was not replaced, is PAUSING, and has answered every call."""
         member = self._fleet.engines.get(name)
         same = member is not None and member.record is record and record.state is EngineState.PAUSING
         return same and not self._halts.unanswered(name, record)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
-        """Whether a late `error` settles the state: engine gone, or resumed by itself."""
+        """Return True if a late `error` settles the state.
+
+        The engine is gone, or resumed by itself.
+        """
         if isinstance(error, _GONE):
             self.lost(name, error)
         elif isinstance(error, DeadlineError):
@@ -252,9 +256,9 @@ class EngineGroup:
         return await self._gather(calls, phase, timeout_s)
 
     def load(self, member: EngineMember, attempt: int) -> Coroutine[object, object, LoadReport]:
-        """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it.
+        """Have an engine load, without a deadline. If the engine is lost, holders stop waiting for it.
 
-        A control channel asks it at once, and not when the coroutine is awaited.
+        A control channel asks the engine now, not when the coroutine is awaited.
         """
         return _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
@@ -326,7 +330,7 @@ class EngineGroup:
 
 
 def _holds(record: EngineRecord, version: int) -> bool:
-    """Whether an engine serves `version`, or waits to."""
+    """Return True if an engine serves `version`, or waits to serve it."""
     states = (EngineState.SERVING, EngineState.PAUSING, EngineState.READY)
     return record.state in states and record.version == version
 
@@ -345,9 +349,10 @@ async def _or_lost(
 
 
 def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool:
-    """Whether a failed engine is unchanged, since it did not pause.
+    """Return True if a failed engine is unchanged because it did not pause.
 
-    An engine whose own sleep or wake failed is not: its memory may be half released or half restored.
+    If an engine's own sleep or wake failed, the engine is changed: memory may be half released or half
+    restored.
     """
     if isinstance(error, EngineError) and (phase == "sleep" or state is EngineState.ASLEEP):
         return False
@@ -372,7 +377,7 @@ class Halts:
         self._unanswered: dict[str, tuple[EngineRecord, asyncio.Task[None]]] = {}
 
     def unanswered(self, name: str, record: EngineRecord) -> bool:
-        """Whether a call to this engine has not been answered yet."""
+        """Return True if this engine has an unanswered call."""
         return self._task(name, record) is not None
 
     async def ask(

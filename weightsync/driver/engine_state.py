@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 class EngineState(enum.Enum):
     """One engine's state. EMPTY and STALE engines hold no version and serve nothing.
 
-    PAUSING engines were asked to pause and have not answered: they may still serve what they hold.
+    PAUSING engines were asked to pause and have not answered: they may still serve their version.
     READY engines hold a verified version, and are paused until their whole deployment holds it.
-    ASLEEP engines serve nothing, and hold a version only if their weights were kept on the host.
+    ASLEEP engines serve nothing. They hold a version only if the weights were kept on the host.
     """
 
     EMPTY = "EMPTY"
@@ -60,10 +60,10 @@ _NEXT = {
 
 @dataclass(slots=True)
 class EngineRecord:
-    """An engine's state, and the committed version that it holds (0 is none).
+    """An engine's state and committed version (0 is none).
 
     Attributes:
-        compared: its weights were compared, and have not been asleep since.
+        compared: the engine's weights were compared, and the engine has not been asleep since.
     """
 
     state: EngineState = EngineState.EMPTY
@@ -73,8 +73,8 @@ class EngineRecord:
     def enter(self, state: EngineState, version: int = 0) -> None:
         """Go to `state`. STALE, ASLEEP and DEAD can be entered from any state; other wrong steps are bugs.
 
-        A DEAD engine stays DEAD: its death may be found during an update that it already answered.
-        `version` counts for engines that serve, are ready to, or sleep.
+        A DEAD engine stays DEAD: an update may find the death after the engine has answered. `version` counts
+        for engines that serve, are ready to, or sleep.
         """
         if self.state is EngineState.DEAD:
             return

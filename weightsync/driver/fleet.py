@@ -16,9 +16,9 @@ def _itself(value: object) -> object:
 
 @dataclass(slots=True)
 class EngineMember:
-    """An engine, the holders of its ranks in order, and its state.
+    """An engine with its state, and the holders of the ranks in order.
 
-    `attached`: whether its ranks are connected with their holders.
+    `attached`: whether the ranks are connected with the holders.
     """
 
     peer: EnginePeer
@@ -34,13 +34,14 @@ class Fleet:
     Attributes:
         trainers: trainer ranks in order, each with the index of its holder.
         engines: by name.
-        holders: in order; those from the plan's `num_holders` on were added after it was made.
-        nodes: the host of each holder, under any name; holders beyond its end share one host.
-        share: makes what calls of peers carry in place of a value that many get; by default the value itself.
-        relays: what asks trainers to publish in the driver's place. Ranks of none are asked directly.
-        move_relays: what has holders move in the driver's place. Holders of none are called directly.
+        holders: in order; holders from the plan's `num_holders` on were added after the plan was made.
+        nodes: the host of each holder, under any name; holders beyond the end of this list share one host.
+        share: replaces a value that many peers get by the object that calls carry; by default the value
+            itself.
+        relays: ask trainers to publish for the driver. The driver asks ranks without a relay directly.
+        move_relays: ask holders to move for the driver. The driver calls holders without a relay directly.
         drafts: the draft models of engines that were connected.
-        deployments: engines that serve one version together, by a name of theirs.
+        deployments: engines that serve one version together, by the name of the deployment.
         served: versions of an earlier driver that engines served when they were connected, by process.
     """
 
@@ -62,14 +63,14 @@ class Fleet:
         }
 
     def together(self, name: str) -> list[str]:
-        """Return the engines of the deployment of `name`, itself among them; it alone without one."""
+        """Return all engines of the deployment of `name`, or only `name` without a deployment."""
         mates = next((names for names in self.deployments.values() if name in names), (name,))
         return [each for each in mates if each in self.engines]
 
     def serving(self, any_version: bool) -> list[str]:
-        """Return the engines that can take requests, unless `any_version` of the newest version alone.
+        """Return the engines that can take requests, by default only of the newest version.
 
-        Those of a deployment can if all of them serve the same version.
+        The engines of a deployment can take requests if all of them serve the same version.
         """
         serves = (EngineState.SERVING, EngineState.PAUSED)
         versions = {n: m.record.version for n, m in self.engines.items() if m.record.state in serves}

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WeightSyncError
 
 GRACE_S = 2.0
-"""How much later the driver's deadline is than a peer's own, which says what was late."""
+"""Seconds from a peer's own deadline to the driver's deadline. The peer's error names the late process."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,7 @@
-"""The update lock: an update runs alone. Work on single engines runs in parallel, between updates."""
+"""The update lock: an update runs without other work.
+
+Between updates, work on single engines runs in parallel.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class UpdateLock:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an update runs, or waits for work on single engines to stop."""
+        """Return True if an update runs, or waits until work on single engines stops."""
         return not self._idle.is_set()
 
     async def idle(self) -> None:

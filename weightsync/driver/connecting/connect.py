@@ -50,15 +50,16 @@ class Connection:
 
     Attributes:
         plan: held by every member.
-        shared: `plan` as members get it; also those that are adopted later.
+        shared: `plan` in the form that is sent to members, also to members that are adopted later.
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, or pushed from there, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
         flat_layouts: the layout of flat snapshots, by engine, if holders have mapped the engine's memory.
-        router: which engines read the trainers' memory.
-        layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
+        router: the engines that read the trainers' memory.
+        layouts: each engine's layouts by rank; an adopted engine must have the layouts of one of these
+            engines.
         joined: the same, with the ranks of each engine joined.
-        conversions: what becomes of the tensors of each engine.
+        conversions: how each engine converts tensors.
         seconds: duration of each phase.
     """
 
@@ -88,8 +89,8 @@ async def connect(
             neither trained nor frozen on purpose.
         DeadlineError: names the members that did not answer within ``config.connect_timeout_s``.
         StateError: no engine is alive.
-        TransportError: a mapping failed; or an engine that could read directly in the trial no longer can,
-            and the plan has no buckets.
+        TransportError: a mapping failed; or an engine could read directly in the trial but not now, and the
+            plan has no buckets.
     """
     clock = PhaseClock()
     with clock.phase("layouts"):
@@ -109,7 +110,7 @@ async def connect(
 
 
 def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:
-    """Whether an engine takes broadcasts, of all tensors or of those of another dtype."""
+    """Return True if an engine takes broadcasts, of all tensors or of tensors of another dtype."""
     if any(trial.obstacles.values()):
         return True
     # One engine is enough: if engines hold different dtypes, one that casts is kept from reading directly.
@@ -150,7 +151,7 @@ async def _open(
             "join": joining,
             "attach": attaching,
         }
-        # Each has its own deadlines. A lost process ends the wait for all three.
+        # Each of the three calls has its own deadlines. A lost process ends the wait for all of them.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         exports, served = attaching.result()
     with clock.phase("warm_up"):
@@ -264,7 +265,7 @@ async def _attach(
     prepared: Sequence[Prepared],
     config: SyncConfig,
 ) -> tuple[Exports, Mapping[str, Served]]:
-    """Attach trainers and engine ranks. Returns what the trainers export, and what each engine does."""
+    """Attach trainers and engine ranks. Returns the trainers' exports and the engines' reports."""
     timeout_s = config.connect_timeout_s
     names: dict[bytes, bytes] = {}
 
@@ -312,9 +313,9 @@ async def _meet(
     timeout_s: float,
     ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None = None,
 ) -> Mapping[str, Sequence[Attached]]:
-    """Connect engines with their holders, which map what an engine exported `ahead` as they wait.
+    """Connect engines with their holders, which meanwhile map the memory that engines exported `ahead`.
 
-    A holder's own error is raised before an engine's deadline.
+    An error of a holder is raised before the deadline of an engine.
     """
     drops: list[asyncio.Future[object]] = []
 
@@ -322,8 +323,8 @@ async def _meet(
         try:
             return await call
         except WeightSyncError:
-            # Its holders would wait for its hello until their deadline. A silent holder does not delay the
-            # error: the engine has already answered.
+            # The engine's holders would wait for a hello until their deadline. A silent holder does not delay
+            # the error: the engine has already answered.
             own = fleet.engines[name.removeprefix("engine ")].holders
             calls = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
@@ -350,11 +351,11 @@ async def _accept(
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
     """Connect one engine with its holders, without trainers and other engines.
 
-    No refill needs its direct reads, so the router plans them later, see `Router.plan_reads`.
+    A refill needs no direct reads, so the router plans these reads later, see `Router.plan_reads`.
 
     Raises PlanError if the plan has no engine of this layout, or if the engine needs buckets and the plan has
-    none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
-    ConfigError for a draft that is neither trained nor frozen, or has other bytes than the same one before.
+    none. Then the whole fleet has to connect again. Also raises the other errors of `connect`, such as
+    ConfigError if a draft is neither trained nor frozen, or a frozen draft has changed.
     """
     member, timeout_s = fleet.engines[name], config.timeout_s
     layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
@@ -413,7 +414,7 @@ async def _adopt(
 async def _take_tickets(
     connection: Connection, name: str, holders: Mapping[str, HolderPeer], config: SyncConfig
 ) -> Sequence[FeedTicket]:
-    """Have the holders of an engine that joins prepare for its ranks."""
+    """Have holders prepare for the ranks of a joining engine."""
     await _serve_snapshots(holders, config)
     calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
     return list((await gather_named(calls, "adopt", config.timeout_s)).require().values())
@@ -422,10 +423,10 @@ async def _take_tickets(
 async def _export(
     connection: Connection, name: str, member: EngineMember, config: SyncConfig
 ) -> Mapping[str, DeviceMemory]:
-    """Return what an engine that joins is about to export, by holder, if holders map such memory.
+    """Return the coming exports of a joining engine, by holder, if holders map such memory.
 
-    Raises DeadlineError if it does not answer: its holders wait for this, and are not to be named as well.
-    Its attach reports what else is wrong with it.
+    Raises DeadlineError if the engine does not answer: holders wait for this answer, so they must not be
+    named too. The engine's attach reports any other fault.
     """
     if not connection.flat_layouts:
         return {}
@@ -447,7 +448,8 @@ def _compare(wanted: str, digests: Mapping[str, list[str]]) -> None:
 def flat_layout(content: str, ranks: Sequence[LayoutTable], kinds: Sequence[str] = ()) -> str:
     """Return the SHA-256 (hex) of an engine's flat snapshot layout.
 
-    `content` is the plan's. `kinds` has the kind of each rank's live parameters, if these are what is kept.
+    `content` is the plan's. `kinds` has the kind of each rank's live parameters, if snapshots are copies of
+    these.
     """
     state = hashlib.sha256("".join((content, *kinds)).encode())
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What each engine makes of the tensors that travel, and whether an engine that has to cast can."""
+"""Describes how engines convert the tensors that they receive, and checks that engines can cast."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def travelling(source: Layout, joined: Mapping[str, Layout]) -> Sequence[TensorM
 def with_casts(
     ranks: Sequence[LayoutTable], engine: Layout, tensors: Sequence[TensorMeta]
 ) -> Sequence[LayoutTable]:
-    """Return an engine's layouts, which then say what the engine casts of `tensors`."""
+    """Return an engine's layouts with the casts of `tensors` added."""
     counts = casts(dtypes(tensors), engine.tensors)
     told = [f"{n} are cast from {before} to {after}" for (before, after), n in sorted(counts.items())]
     if not told:
@@ -78,10 +78,10 @@ def require_casts(name: str, cast: tuple[TensorMeta, str] | None, reports: Seque
 
 
 class Conversions:
-    """What becomes of the tensors of each engine and component, in words.
+    """The conversions of each engine and component, in words.
 
     Attributes:
-        by_engine: by its name, then by ``model`` or ``draft``.
+        by_engine: by the engine's name, then by ``model`` or ``draft``.
     """
 
     def __init__(self, source: Layout, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Conversions:
         self.by_engine: dict[str, Mapping[str, str]] = {}
 
     def add(self, name: str, engine: Layout, converts: str) -> None:
-        """Add an engine. `converts` is that of its layout, without casts."""
+        """Add an engine. `converts` is the layout's `converts`, without casts."""
         key = engine, converts
         if key not in self._known:
             self._known[key] = {

@@ -69,18 +69,18 @@ class CrossHostExchange:
             ) from error
 
     def agrees(self, holders: Collection[int], needs: Mapping[int, Needs]) -> bool:
-        """Whether the messages bring each of `holders` exactly its `needs`, if any."""
+        """Return True if the messages bring exactly the `needs` of each holder in `holders`."""
         return all(
             _same(self._needs.get(holder), needs.get(holder)) and self._stays(holder) for holder in holders
         )
 
     def _stays(self, holder: int) -> bool:
-        """Whether the trainers on its host are those of when all connected."""
+        """Return True if the holder has the same trainers on its host as when all connected."""
         before, now = self._hosts.get(holder, ""), self._fleet.node(holder)
         return holder not in self._needs or self._near.get(before) == self._near.get(now)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
-        """Return a holder's bytes from other hosts in one update, by (sender, its holder)."""
+        """Return a holder's bytes from other hosts in one update, by (sender, the sender's holder)."""
         packed, passed_on = self._parts.arrivals(self._rank.get(holder, -1))
         sent = {(f"trainer {self._trainers[rank]}", self.members[rank]): n for rank, n in packed.items()}
         return sent | {(f"holder {(at := self.members[rank])}", at): n for rank, n in passed_on.items()}
@@ -106,7 +106,7 @@ class CrossHostExchange:
         (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
 
     def _share(self) -> tuple[SharedTerms, dict[int, SharedTable]]:
-        """Share what all members know, and what each rank receives: once for all that receive the same."""
+        """Share the common terms, and one table for all ranks that receive the same."""
         parts, share = self._parts, self._fleet.share
         tables: dict[tuple[int, int], SharedTable] = {}
         received = {}
@@ -121,7 +121,8 @@ class CrossHostExchange:
 def _compare(planned: Mapping[str, Exchange]) -> None:
     """Raise PlanError unless both ends of all messages planned the same. `planned` is in rank order.
 
-    A large fleet has a million of them: if each that is sent is expected, and as many are, these are all.
+    A large fleet has a million messages. If all sent messages are expected, and their numbers are equal, then
+    all messages match.
     """
     names, exchanges = [*planned], [*planned.values()]
     wrong = [

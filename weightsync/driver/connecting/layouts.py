@@ -23,11 +23,11 @@ class Layouts:
     """The layouts of all ranks, also joined per side and engine.
 
     Attributes:
-        trainers: of each trainer rank.
-        engines: of each engine's ranks, by its name.
-        source: those of all trainer ranks, joined.
-        joined: those of each engine's ranks, joined. Equal engines share one.
-        quantised: what each engine makes of tensors, without casts.
+        trainers: the layout of each trainer rank.
+        engines: the layouts of each engine's ranks, by the engine's name.
+        source: the joined layout of all trainer ranks.
+        joined: the joined layout of each engine's ranks. Equal engines share one layout.
+        quantised: how each engine quantises tensors, without casts.
     """
 
     trainers: Sequence[LayoutTable]
@@ -37,7 +37,7 @@ class Layouts:
     quantised: Mapping[str, str]
 
     def casting(self) -> Layouts:
-        """Return the same with layouts of engines that also say what each casts."""
+        """Return these layouts with the engines' casts added."""
         if not (tensors := travelling(self.source.stated, self.joined)):
             return self
         joined, engines = self.joined, self.engines
@@ -66,7 +66,7 @@ def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[Layo
 
 
 async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
-    """Ask one of the ranks with equal outlines for its layout. That of the others follows."""
+    """Ask one rank per outline for a layout. The layouts of ranks with equal outlines follow."""
     peers = {f"trainer {i}": trainer for i, (trainer, _) in enumerate(fleet.trainers)}
     calls = {name: peer.outline() for name, peer in peers.items()}
     outlines = (await gather_named(calls, "layout", timeout_s)).require()
@@ -77,7 +77,7 @@ async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
 
 
 async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[LayoutTable]]:
-    """Ask one of the engines with equal outlines for the layouts of its ranks."""
+    """Ask one engine per outline for the layouts of all ranks."""
     timeout_s, components = config.connect_timeout_s, config.components
     peers = {f"engine {name}": member.peer for name, member in fleet.live().items()}
     calls = {name: peer.outline(components) for name, peer in peers.items()}
@@ -98,11 +98,11 @@ def _keys(outlines: Sequence[Outline]) -> tuple[bytes, ...]:
 
 
 def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
-    """Return a trainer rank's layout. What is staged is published to the host, wherever the rank has it."""
+    """Return a trainer rank's layout. Staged tensors are published to the host."""
     on_device = trainer.device not in ("", MAPPED)
     return replace(trainer, device="") if on_device and config.stage != "none" else trainer
 
 
 def are_alike(layouts: Sequence[LayoutTable], known: Sequence[LayoutTable]) -> bool:
-    """Whether two engines' layouts are equal, devices and conversions aside."""
+    """Return True if two engines' layouts are equal, devices and conversions aside."""
     return len(layouts) == len(known) and all(map(LayoutTable.alike, layouts, known))

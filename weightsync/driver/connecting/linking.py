@@ -14,13 +14,13 @@ from weightsync.protocol.messages import Attached
 from weightsync.protocol.peers import SharedLayout
 
 Exports: TypeAlias = Sequence[RankMemory | None]
-"""What each rank exports, None if its holder does not access its memory."""
+"""The exported memory of each rank, None if no holder accesses the memory."""
 Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
 """The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
 
 
 def exported(layouts: Sequence[LayoutTable], reports: Sequence[Attached]) -> Served:
-    """Return what each rank exports. `layouts` and `reports` are those of all ranks."""
+    """Return the exports of all ranks, which have these `layouts` and `reports`."""
     pairs = zip(layouts, reports, strict=True)
     return [RankMemory(layout.own(), each.export) if each.export else each.live for layout, each in pairs]
 
@@ -28,10 +28,10 @@ def exported(layouts: Sequence[LayoutTable], reports: Sequence[Attached]) -> Ser
 async def link_all(
     fleet: Fleet, layouts: Layouts, exports: Exports, served: Mapping[str, Served], timeout_s: float
 ) -> None:
-    """Have holders map what their trainer ranks and engine ranks export.
+    """Have holders map the exports of their trainer ranks and engine ranks.
 
-    `exports` are the trainers', `served` those of each engine. Raises the errors of `gather_named`, and
-    TransportError.
+    `exports` are the trainers' exports, `served` are the engines' exports. Raises the errors of
+    `gather_named`, and TransportError.
     """
     shared = _SharedLayouts(fleet)
     read = {
@@ -59,9 +59,9 @@ async def link_all(
 async def link_engine(
     fleet: Fleet, holders: Sequence[int], layouts: Sequence[LayoutTable], ranks: Served, timeout_s: float
 ) -> None:
-    """Have `holders` map what the ranks of their engine export, and nothing else of theirs.
+    """Have `holders` map only the exports of their engine's ranks.
 
-    `layouts` are those ranks'.
+    `layouts` are the layouts of these ranks.
     """
     shared = _SharedLayouts(fleet)
     links = {
@@ -72,7 +72,7 @@ async def link_engine(
 
 
 async def unlink_engine(fleet: Fleet, name: str, timeout_s: float) -> None:
-    """Have holders unmap what a dead engine exported: its GPU memory is not free while they map it.
+    """Have holders unmap a dead engine's exports, since mapped GPU memory is not freed.
 
     Holders that serve another engine by now, or do not answer, are skipped.
     """
@@ -83,14 +83,14 @@ async def unlink_engine(fleet: Fleet, name: str, timeout_s: float) -> None:
 
 
 class _SharedLayouts:
-    """Shares layouts with holders, each once: ranks of one mesh have the same."""
+    """Shares each layout with holders once: ranks of one mesh have equal layouts."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._share = fleet.share
         self._known: dict[tuple[int, ...], SharedLayout] = {}
 
     def of(self, layout: LayoutTable) -> SharedLayout:
-        """Return the layout, or that of another rank from which it follows."""
+        """Return the layout, or another rank's layout from which it follows."""
         key = tuple(map(id, layout.of_all()))
         if key not in self._known:
             self._known[key] = SharedLayout(self._share(layout))

@@ -22,15 +22,16 @@ async def find_pushing(
     source: Layout,
     joined: Mapping[str, Layout],
 ) -> frozenset[int]:
-    """Return the trainer ranks whose holders ask them for their weights, a bucket at a time.
+    """Return the trainer ranks that push weights to their holders, a bucket at a time.
 
-    There are none without ``sync.host_weights: push``. Other ranks with weights on the host publish them to a
-    send buffer: a copy of a version, from which engines heal, and by which weights can be staged. Without it,
-    copies of the engines' memory have to do. The log says why weights are copied though a push is asked for.
+    Without ``sync.host_weights: push`` no rank pushes. Other ranks with weights on the host publish them to a
+    send buffer. This copy of a version heals engines, and lets weights be staged. Without send buffers,
+    holders copy the engines' memory to heal engines. If a push is asked for but weights are copied, the log
+    says why.
 
     Args:
         trainers, engines: the layouts of their ranks.
-        source, joined: the trainers' layout, and that of each engine.
+        source, joined: the trainers' joined layout, and each engine's joined layout.
     """
     on_host = [rank for rank, layout in enumerate(trainers) if not layout.device]
     if config.host_weights != "push" or not on_host:
@@ -54,7 +55,7 @@ async def find_pushing(
 
 
 async def _map_all(fleet: Fleet, config: SyncConfig, engines: Mapping[str, Sequence[LayoutTable]]) -> bool:
-    """Whether holders map the memory of every engine."""
+    """Return True if holders map the memory of every engine."""
     if not all(
         rank.device and rank.buffers and not rank.converts for ranks in engines.values() for rank in ranks
     ):

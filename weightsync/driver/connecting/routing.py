@@ -49,9 +49,9 @@ def obstacle(
     Args:
         demoted: why the engine was demoted before, or "".
         failed: why holders could not map trainers' memory in a trial, or "".
-        trainers_export: every trainer rank exports its memory. Before `attach`, whether it can.
-        engine_exports: the same of the engine's ranks.
-        converts: what these make of the tensors, see `RankLayout`.
+        trainers_export: every trainer rank exports memory or, before `attach`, can export memory.
+        engine_exports: the same for the engine's ranks.
+        converts: the ranks' conversion of the tensors, see `RankLayout`.
     """
     if converts:
         return f"it takes whole tensors, of which {converts}"
@@ -79,11 +79,11 @@ class Router:
     """Routes of all engines of one connection.
 
     Attributes:
-        routes: per engine `DIRECT`, or why it takes broadcasts. For one that quantises what it reads,
-            `DIRECT` and more.
+        routes: per engine `DIRECT`, or why the engine takes broadcasts. If the engine quantises its reads,
+            more words follow `DIRECT`.
         demoted: engines that may no longer read directly, and why.
         read: per engine that reads directly, the bytes that each rank reads from each trainer on its host.
-        exchange: what direct engines get from other hosts; None before `meet`.
+        exchange: the messages that direct engines get from other hosts; None before `meet`.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Router:
     ) -> None:
         """Make a router without engines.
 
-        `source` is the trainers' layout. `exports` has one entry per trainer rank, None if its holder does
-        not map its memory. `demoted` comes from the previous connection's router.
+        `source` is the trainers' layout. `exports` has one entry per trainer rank, None if no holder maps the
+        rank's memory. `demoted` comes from the previous connection's router.
         """
         self._fleet, self._config, self._plan = fleet, config, plan
         self._source, self._exports = source, exports
@@ -129,11 +129,13 @@ class Router:
         failed: str = "",
         converts: str = "",
     ) -> None:
-        """Note an engine whose holders have mapped its ranks' `exports`. It has no route before `plan_reads`.
+        """Add an engine whose holders have mapped the ranks' `exports`.
 
-        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` and
-        `converts` are those of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine
-        cannot read directly.
+        The engine has no route before `plan_reads`.
+
+        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `obstacle`
+        explains `failed` and `converts`. Raises ConfigError if ``sync.mode`` is direct and the engine cannot
+        read directly.
         """
         self._far.pop(name, None)
         self._quantised.pop(name, None)
@@ -155,7 +157,7 @@ class Router:
             self._joining[name] = _Joining(engine, exports, converts)
 
     def is_joining(self, name: str) -> bool:
-        """Whether engine `name` has joined, and its reads are not planned yet."""
+        """Return True if engine `name` has joined and has no planned reads yet."""
         return name in self._joining
 
     async def plan_reads(self, name: str) -> None:
@@ -183,7 +185,7 @@ class Router:
     async def _add_quantised(
         self, name: str, converts: str, live: Sequence[LiveMemory], devices: Sequence[str]
     ) -> None:
-        """Have an engine's holders prepare to read what they quantise, for when they may write it."""
+        """Have an engine's holders prepare the reads that they quantise, if they may write."""
         reads = [each.reads for each in live if each.reads]
         if not reads or len(reads) < len(devices) or name in self.demoted:
             return
@@ -238,7 +240,7 @@ class Router:
             self._quantised.pop(name, None)
 
     def reads_directly(self, name: str) -> bool:
-        """Whether engine `name` reads the trainers' memory in the next update."""
+        """Return True if engine `name` reads the trainers' memory in the next update."""
         return is_direct(self.routes.get(name, ""))
 
     def note(self, loaded: Mapping[str, LoadReport]) -> None:
@@ -247,7 +249,7 @@ class Router:
 
     @property
     def suffices(self) -> bool:
-        """Whether every engine reads directly, now or later, or the plan has buckets."""
+        """Return True if every engine reads directly, now or later, or the plan has buckets."""
         routes = self.routes.values()
         return self._plan.slots > 0 or all(route in (DIRECT, _LATER, _JOINING) for route in routes)
 
@@ -285,7 +287,7 @@ class Router:
         reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
         reshards: list[Reshard] = []
         if not alike:
-            # What crosses hosts is sent as a whole, frozen tensors too.
+            # All bytes that cross hosts are sent, frozen tensors too.
             apart = not any(_OTHER_HOST in near for near in distances)
             reasons, reshards = self._pair(name, engine, apart)
             if not reshards or (near_only and reasons):
@@ -355,7 +357,7 @@ class Router:
     def _split(
         self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]
     ) -> tuple[_Local, Reads | None]:
-        """Return a rank's reads from trainers on its host, and those from other hosts, if any.
+        """Split a rank's reads into reads from its own host and from other hosts, if any.
 
         All ranks start with the same trainer, so that messages can be shared. Engines of equal layout that
         are equally far from all trainers have the same objects: members get and plan these once.
@@ -371,9 +373,9 @@ class Router:
     def _split_alike(
         self, engine: Layout, reshard: AlikeReshard, rank: int, near: Sequence[int]
     ) -> tuple[_Local, AlikeReads | None]:
-        """Do as `_split` in kinds of tensors. Its second result has the reads from all hosts.
+        """Split reads like `_split`, by kinds of tensors. The second result has the reads from all hosts.
 
-        So engines of equal layout have the same object, wherever they are.
+        So engines of equal layout share one object on all hosts.
         """
         key = engine, rank, tuple(near) if reshard.has_replicas else ()
         if key not in self._whole:
@@ -409,10 +411,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Local:
-    """What an engine rank reads from trainers on its host.
+    """The reads of an engine rank from trainers on its host.
 
     Attributes:
-        reads, alike: as its holder gets them, see `HolderPeer.route`.
+        reads, alike: the reads in the form that the holder gets, see `HolderPeer.route`.
         by_trainer: the bytes from each trainer rank.
     """
 

@@ -56,8 +56,8 @@ class RankEfficiency:
     """Efficiency of one engine rank in one update; `str()` gives a line.
 
     Attributes:
-        floor_s: the least seconds that its slowest link allows for its bytes.
-        took_s: the seconds of its ``load``, until all bytes are in place; 0 if it took no part.
+        floor_s: the least seconds that the slowest link allows for the rank's bytes.
+        took_s: the seconds of the rank's ``load``, until all bytes are in place; 0 if the rank took no part.
     """
 
     rank: str
@@ -82,10 +82,10 @@ class RankEfficiency:
 def efficiency(
     links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
 ) -> list[RankEfficiency]:
-    """Compare the time of an update with what the links allow, for each engine rank.
+    """Compare each engine rank's time in an update with the time that the links allow.
 
-    A rank's floor assumes that it has its links and all NICs of its host for itself. Ranks that share a link
-    may be slower.
+    A floor assumes that no other rank uses the links and NICs of the rank. Ranks that share a link may be
+    slower.
 
     Args:
         links: as `WeightSync.links` returns them.
@@ -108,7 +108,7 @@ def efficiency(
 
 
 def floors(links: Sequence[Link], rates: LinkRates, *, gpus_per_host: int = 8) -> dict[str, float]:
-    """Return the floor of each engine rank, in seconds. Arguments are those of `efficiency`."""
+    """Return the floor of each engine rank, in seconds. Takes the arguments of `efficiency`."""
     taken: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for link in links:
         taken[link.target][link.distance] += link.nbytes

@@ -81,9 +81,9 @@ def _on_device(ranks: Iterable[LayoutTable]) -> bool:
 
 
 async def _try_mappings(fleet: Fleet, engines: Sequence[str], timeout_s: float) -> dict[str, str]:
-    """Return by engine why holders cannot map the trainers' memory, "" if they can.
+    """Return per engine why holders cannot map the trainers' memory, "" if they can.
 
-    A trainer's holder that fails counts for all engines: nobody reads in place what it cannot map.
+    If a trainer's holder fails, that counts for all engines: nobody can read unmapped memory in place.
     """
     asked = {f"trainer {rank}": trainer.trial_handle() for rank, (trainer, _) in enumerate(fleet.trainers)}
     handles = (await gather_named(asked, "trial", timeout_s)).require()
@@ -103,7 +103,8 @@ def _memory(
 ) -> dict[int, dict[str, DeviceHandle]]:
     """Return the memory that each holder has to map, by trainer.
 
-    A trainer's holder maps that trainer's memory, an engine's that of all trainers on its host.
+    A trainer's holder maps the memory of this trainer. An engine's holder maps the memory of all trainers on
+    the same host.
     """
     readers = {holder for name in engines for holder in fleet.engines[name].holders}
     by_host: defaultdict[str, set[int]] = defaultdict(set)

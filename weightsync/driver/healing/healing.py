@@ -29,11 +29,11 @@ _REMEDY = "; bring another with add_engine(), or give register_engines(respawn=)
 
 
 class Healer:
-    """Runs a task per failed engine until it serves again or is given up.
+    """Runs a task per failed engine until the engine serves again or is given up.
 
     Attributes:
-        heals: a report of every engine that was healed.
-        given_up: each engine that was given up, with its last failure.
+        heals: one report per healed engine.
+        given_up: the last failure of each engine that was given up.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Healer:
         can_respawn: Callable[[str], bool],
         rejoin: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`respawn` ends an engine's process and starts another, which has its placement when it returns.
+        """`respawn` ends an engine's process and starts another, which is placed when `respawn` returns.
 
-        It returns False if the engine was only cut off, answers again, and keeps its process.
-        `rejoin` places an engine again that is heard after it was DEAD.
+        It returns False if the engine was only cut off and answers again: the process stays. `rejoin` places
+        a DEAD engine again that is heard again.
         """
         self._config, self._fleet, self._controller = config, fleet, controller
         self._respawn, self._can_respawn, self._rejoin = respawn, can_respawn, rejoin
@@ -60,7 +60,7 @@ class Healer:
         controller.events.subscribe(EngineBack, lambda event: self.engine_back(event.name))
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
-        """Start to heal engine `name`, or note `failure` if its task already runs."""
+        """Start to heal engine `name`, or note `failure` if a task for the engine runs."""
         if name in self._tasks:
             self._missed[name] = failure
         elif self._config.heal_attempts:
@@ -69,7 +69,7 @@ class Healer:
             self._start_task(name, self._let_go(name))
 
     def engine_back(self, name: str) -> None:
-        """Take engine `name` in again, which was DEAD since it was silent. A running task has its way."""
+        """Rejoin engine `name`, which was silent and thus DEAD, unless a task for it runs."""
         if name not in self._tasks and self._is_dead(name):
             self._start_task(name, self._take_in(name))
 
@@ -116,7 +116,7 @@ class Healer:
         # Every respawn after a slow update has used up an attempt.
         first = max(1, self._controller.engine_group.num_slow(name) - 1)
         for attempt in range(first, self._config.heal_attempts + 2):
-            # A running update may yet commit, and its version can be refilled from then.
+            # A running update may still commit. From then on its version can be refilled.
             await self._controller.idle()
             await self._controller.snapshot_index.settled()
             if name not in self._fleet.engines:
@@ -154,7 +154,7 @@ class Healer:
             return
 
     async def _let_go(self, name: str) -> None:
-        """Have holders unmap the memory of an engine that is dead: the next one on its GPUs needs it."""
+        """Have holders unmap a dead engine's memory, which the next engine on the same GPUs needs."""
         if self._is_dead(name):
             await unlink_engine(self._fleet, name, GRACE_S)
 

@@ -22,8 +22,7 @@ it would fail in the same way again     give up           give up
 yet return (DeadlineError of respawn)
 ======================================  ================  ==================  ====================
 
-An engine that is silent is DEAD, and may yet report how a load ended that it was in. That error says nothing
-of its death.
+A silent engine is DEAD, and may still report the end of a load. That error does not explain the death.
 
 "Give up" is DROP if enough other engines serve, else RAISE. It also follows after the last attempt. An
 engine is respawned even if it cannot be refilled: it serves from the next update on.
@@ -53,9 +52,9 @@ _LONGEST_S = 60.0
 class Action(enum.Enum):
     """An action for a failed engine.
 
-    REFILL fills the same process with the committed version. RESPAWN ends the process, if it still
-    lives, and starts another. DROP goes on without the engine: a dead one leaves the fleet, a live
-    one stays STALE and takes part in the next update. RAISE hands the failure to the caller.
+    REFILL fills the same process with the committed version. RESPAWN ends the process, if it still lives, and
+    starts another. DROP continues without the engine: a dead engine leaves the fleet, a live engine stays
+    STALE and takes part in the next update. RAISE hands the failure to the caller.
     """
 
     REFILL = "REFILL"
@@ -102,7 +101,7 @@ def decide(
         max_attempts: how many attempts are allowed; 0 heals nothing.
         backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, at most 60; the first does not
             wait.
-        is_dead: the engine is DEAD: its process cannot be filled any more.
+        is_dead: the engine is DEAD, so the process cannot be filled.
         can_refill: a snapshot of the committed version, or an engine that serves it, can fill the engine.
         can_respawn: the engine's process can be started again.
         num_live: number of engines that are neither DEAD nor STALE.

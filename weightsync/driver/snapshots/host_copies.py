@@ -17,7 +17,7 @@ from weightsync.protocol.peers import HolderPeer
 logger = logging.getLogger("weightsync.driver.snapshots.host_copies")
 
 Wanted = Sequence[tuple[SnapshotPart, Sequence[Offer]]]
-"""Parts to copy, each with the offers of more holders that have it."""
+"""Parts to copy, and for each part the offers of more holders."""
 
 
 class HostCopies:
@@ -36,8 +36,8 @@ class HostCopies:
     ) -> asyncio.Task[None] | None:
         """Start to copy `wanted` to `homes`, holders of one host, unless others are copied there.
 
-        Returns what ends with these copies, None if there is nothing to copy. `add` is called with each: the
-        part's number, how it is read, and the host. What cannot be copied is logged.
+        Returns a task that ends with these copies, None if there is nothing to copy. For each copy, `add` is
+        called with the part's number, the holder's offer and the host. Failed copies are logged.
         """
         host = self._fleet.node(homes[0])
         if wanted and host not in self._making:
@@ -50,7 +50,7 @@ class HostCopies:
         self._made.append((self._fleet.holders[holder], header))
 
     async def free(self) -> None:
-        """Have holders free what was copied of the version before."""
+        """Have holders free the copies of the previous version."""
         made, self._made = self._made, []
         calls = {f"copy {i}": peer.release(header) for i, (peer, header) in enumerate(made)}
         outcome = await gather_named(calls, "release", GRACE_S)
@@ -58,7 +58,7 @@ class HostCopies:
             logger.warning("[driver] a copy of an earlier version may not be freed: %s", error)
 
     async def stop(self) -> None:
-        """Wait for copies no longer."""
+        """Stop waiting for copies."""
         tasks = [*self._making.values()]
         for task in tasks:
             task.cancel()

@@ -26,9 +26,9 @@ _RESERVE_S = 1.0
 
 
 class LiveSources:
-    """Has holders let others read their engine ranks' live memory, while an engine is refilled from it.
+    """Has holders offer their engine ranks' live memory while another engine is refilled from it.
 
-    The memory must have been mapped by the holder, and hold what it got in an update or a refill since.
+    The holder must have mapped the memory, and an update or a refill must have filled the memory since.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, engine_group: EngineGroup) -> None:
@@ -70,8 +70,8 @@ class LiveSources:
     ) -> AsyncIterator[Mapping[str, Mapping[int, Offer]]]:
         """Have the holders of engines `names` and `reserve` offer their ranks' memory while the body runs.
 
-        Yields each engine's offers by the part's number. A holder that fails is logged and left out. Those of
-        `reserve` have less time.
+        Yields each engine's offers by the part's number. A holder that fails is logged and left out. Holders
+        of `reserve` have less time to answer.
         """
         ranks = {name: self._fleet.engines[name].holders for name in (*names, *reserve)}
         headers = {
@@ -112,7 +112,10 @@ class LiveSources:
         return {i: offer for i in headers if (offer := outcome.answers.get(f"holder {i}"))}
 
     def _release(self, holders: Collection[int]) -> None:
-        """Withdraw what no other refill reads, in the background: an update may wait for this one's end."""
+        """Withdraw offers that no other refill reads.
+
+        This runs in the background: an update may wait for the end of this refill.
+        """
         self._readers.subtract(holders)
         if unread := [holder for holder in holders if not self._readers[holder]]:
             task = asyncio.ensure_future(self._withdraw(unread))

@@ -60,14 +60,14 @@ class _Version:
 class SnapshotIndex:
     """Snapshots of one committed version, in parts.
 
-    A holder copies each part, then holders on other hosts replicate it. A part is what a trainer rank
-    published or, where trainers' memory is read in place, what an engine rank serves.
+    A holder copies each part, then holders on other hosts replicate the part. A part is a trainer rank's
+    published weights. If trainers' memory is read in place, a part is an engine rank's served weights.
 
     Attributes:
         expected: the version's fingerprint.
-        live: digests of parameters that engines converted. Copies of them keep theirs.
-        host_copies: copies that several engine ranks of a host read, which count as snapshots.
-        live_sources: engines that serve the version, which others can read where there are no copies.
+        live: digests of parameters that engines converted. Copies of such parameters have the same digests.
+        host_copies: copies that several engine ranks of a host read; they count as snapshots.
+        live_sources: engines that serve the version; other engines can read them if there are no copies.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, engine_group: EngineGroup) -> None:
@@ -83,7 +83,7 @@ class SnapshotIndex:
 
     def reserve(self, connection: Connection) -> None:
         """Start to have holders allocate and map their snapshots' memory. Copies of a version wait for it."""
-        self.live_sources.begin(0)  # holders do not know what the memory holds that they have mapped now
+        self.live_sources.begin(0)  # holders do not know the version in newly mapped memory
         if self._config.keep_versions < 2:
             return
         for name in connection.layouts if connection.in_place else ():
@@ -118,15 +118,19 @@ class SnapshotIndex:
 
     @property
     def is_reserving(self) -> bool:
-        """Whether holders still allocate or map memory. They may not be asked to fill engines from it yet."""
+        """Return True if holders still allocate or map memory.
+
+        Until then, holders must not be asked to fill engines from this memory.
+        """
         return self._memory.is_pending
 
     async def copied(self) -> None:
         """Wait until send buffers and engines may be written again."""
         if (copying := self._copying) and not copying.done():
-            # A copy has a deadline of its own, and then says which holder was silent. Its wait for memory has
-            # another, of connecting, which is longer than a call should take: it counts here, too. As long as
-            # the memory is not there, no holder was asked to copy, so none reads what is written next.
+            # A copy has a deadline of its own, and its error names the silent holder. The wait for memory has
+            # the longer deadline of connecting, but a call must not take that long. So this timeout includes
+            # the wait for memory. Until the memory is there, no holder is asked to copy, so no holder reads
+            # while the next version is written.
             done, _ = await asyncio.wait([copying], timeout=self._config.timeout_s + GRACE_S)
             if not done:
                 what = _NO_MEMORY if self.is_reserving else "copying it takes too long"
@@ -134,10 +138,10 @@ class SnapshotIndex:
             copying.cancel()
 
     async def ended(self) -> None:
-        """Wait until no holder is asked to allocate or to copy any more. What is late is given up.
+        """Wait until no holder allocates or copies. Late work is given up.
 
-        It has to come before a fleet is placed or connected again: numbers of holders and parts may change,
-        and holders unmap what they would allocate for, or copy.
+        Call this before a fleet is placed or connected again: numbers of holders and parts may change, and
+        holders unmap memory for which they would allocate, or which they would copy.
         """
         deadline = time.monotonic() + self._config.timeout_s + GRACE_S
         await self.copied()
@@ -146,8 +150,9 @@ class SnapshotIndex:
     async def writable(self, released: Collection[str] = ()) -> None:
         """Wait until no memory of an engine is read, and send buffers may be written again.
 
-        Memory of engines in `released` is about to be released. Without any, an update follows. It does not
-        wait for memory of copies: if that is not there, its version is copied in place of the one before.
+        Memory of engines in `released` is about to be released. If `released` is empty, an update follows. An
+        update does not wait for memory of copies: without this memory, the update's version is copied instead
+        of the previous version.
         """
         self.live_sources.leave_out(released)
         if self._copying and self.is_reserving and not released:  # no holder has been asked to copy
@@ -175,17 +180,18 @@ class SnapshotIndex:
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
-        """Whether `engine` can be filled with `version`, from copies or from engines that serve it."""
+        """Return True if `engine` can be filled with `version`, from copies or from engines that serve it."""
         return self._candidates(version, connection, engine).choose().suffices
 
     def is_near(self, version: int, connection: Connection, engine: str) -> bool:
-        """Whether `engine` can be filled with `version` from its own host."""
+        """Return True if `engine` can be filled with `version` from its own host."""
         return self._candidates(version, connection, engine).choose().is_near
 
     async def bring_near(self, version: int, connection: Connection, engine: str) -> None:
-        """Have holders copy what several ranks on a host of `engine` would each read from other hosts.
+        """Have holders copy parts that several ranks on one host of `engine` need from other hosts.
 
-        They are then filled from these copies. What could not be copied each reads itself; it is logged.
+        The ranks are then filled from these copies. If a copy fails, the failure is logged, and each rank
+        reads the part itself.
         """
         if (expected := self.expected) is None:
             return
@@ -209,7 +215,7 @@ class SnapshotIndex:
     async def sources(
         self, version: int, connection: Connection, engine: str
     ) -> AsyncIterator[Snapshot | None]:
-        """Yield what `engine` can be filled from. Yields None if a part is nowhere.
+        """Yield the sources for filling `engine`, or None if a part is nowhere.
 
         Engines serve as sources while the body runs.
         """
@@ -286,7 +292,7 @@ class SnapshotIndex:
         return 0
 
     def lost(self, holder: str, part: int | None = None) -> None:
-        """Forget the snapshots of a lost holder, or only that of a part."""
+        """Forget all snapshots of a lost holder, or only one part."""
         for parts in self._now.offers.values():
             for number, offers in parts.items():
                 if part in (number, None):
@@ -331,7 +337,7 @@ class SnapshotIndex:
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False
     ) -> Iterator[tuple[SnapshotHeader, list[int]]]:
-        """Yield each part and its holders, one per host whose engines serve it.
+        """Yield each part and the holders that have it, one per host whose engines serve it.
 
         `everyone`: include engines that do not serve `version`.
         """
@@ -350,7 +356,7 @@ class SnapshotIndex:
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
     def _ranks(self) -> Mapping[int, tuple[str, int]]:
-        """Return the engine that each holder serves, and the number of its rank."""
+        """Return the engine and the rank's number that each holder serves."""
         engines = self._fleet.engines.items()
         return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
 
@@ -412,7 +418,7 @@ class SnapshotIndex:
             others = [i for i in range(num_holders) if nodes[i] not in held]
             offers = now.offers[header.layout][header.part]
             if not offers:
-                continue  # its holder was lost since
+                continue  # the holder was lost meanwhile
             snapshot_part = SnapshotPart(header, offers[0], expected, live[header])
             for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
                 place = others[(header.part + step) % len(others)]

@@ -33,8 +33,8 @@ class SnapshotMemory:
 
         Args:
             parts: for each holder that allocates memory, by index, the number of the part.
-            readers: holders that map a part, if another holder of their host has it.
-            in_place: whether parts are what engine ranks serve.
+            readers: holders that map a part, if another holder on the same host has the part.
+            in_place: whether parts are the served weights of engine ranks.
         """
         if parts:
             # The fleet as it is now: engines may join and leave before holders have answered.
@@ -45,16 +45,16 @@ class SnapshotMemory:
 
     @property
     def is_pending(self) -> bool:
-        """Whether holders still allocate or map."""
+        """Return True if holders still allocate or map."""
         return self._task is not None and not self._task.done()
 
     async def ready(self) -> None:
-        """Wait until holders have their memory, or failed to get it. Each step has its own deadline."""
+        """Wait until all holders have memory, or failed to get memory. Each step has its own deadline."""
         if self._task and not self._task.done():
             await asyncio.wait([self._task])
 
     async def end(self, timeout_s: float) -> None:
-        """Wait for at most `timeout_s` seconds until it is there, and no longer for what is late."""
+        """Wait at most `timeout_s` seconds for the memory, then give up late holders."""
         if self._task:
             await asyncio.wait([self._task], timeout=max(0.0, timeout_s))
             self._task.cancel()
@@ -90,7 +90,7 @@ class SnapshotMemory:
 def _near(
     parts: Mapping[int, int], readers: Mapping[int, int], nodes: list[str], offers: Mapping[int, Offer]
 ) -> Mapping[int, Mapping[int, tuple[Offer]]]:
-    """Return the offer, by the part's number, that each reader without its own copy maps on its host."""
+    """Return the offer that each reader without an own copy maps on its host, by the part's number."""
     found: dict[int, Mapping[int, tuple[Offer]]] = {}
     for reader, part in readers.items():
         if reader in offers and parts[reader] == part:
@@ -102,6 +102,6 @@ def _near(
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
-    """Log a bug at once. Nobody else asks the task for its error."""
+    """Log a bug at once, since nobody else asks the task for errors."""
     if not task.cancelled() and (error := task.exception()):
         logger.error("[driver] holders may have no memory for copies: %r", error)

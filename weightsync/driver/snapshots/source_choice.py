@@ -1,4 +1,4 @@
-"""The choice of what an engine is filled from: copies, and engines that serve the same version."""
+"""Chooses the sources for filling an engine: copies, and engines that serve the same version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sources:
     live: Sequence[str] = ()
 
     def parts(self, offers: Mapping[str, Mapping[int, Offer]]) -> dict[int, Sequence[Offer]]:
-        """Return what offers each part. `offers` has those of live engines; a holder's copy goes before."""
+        """Return the offers of each part. `offers` has live engines' offers; copies come first."""
         found: dict[int, dict[str, Offer]] = {}
         for part, copies in self.copies.items():
             found[part] = {offer.holder: offer for offer in copies}
@@ -33,11 +33,11 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class SourceChoice:
-    """What one engine is filled from.
+    """The sources for filling one engine.
 
     Attributes:
-        first: what it reads.
-        reserve: what it reads where nothing of `first` is left.
+        first: the sources that the engine reads.
+        reserve: the sources that the engine reads when nothing of `first` is left.
         is_near: `first` is on the engine's own host, so nothing crosses a link.
     """
 
@@ -47,13 +47,13 @@ class SourceChoice:
 
     @property
     def suffices(self) -> bool:
-        """Whether each part is somewhere, if the live engines offer theirs."""
+        """Return True if every part has a source, provided that the live engines offer their parts."""
         return bool(self.first.live) or (bool(self.first.copies) and all(self.first.copies.values()))
 
     def snapshot(
         self, header: SnapshotHeader, num_parts: int, is_flat: bool, live: Mapping[str, Mapping[int, Offer]]
     ) -> Snapshot | None:
-        """Return what offers each of `num_parts` parts from that of `header` on, None if one is nowhere.
+        """Return the offers of `num_parts` parts from `header` on, None if a part is nowhere.
 
         `live` has the offers of live engines.
         """
@@ -67,15 +67,15 @@ class SourceChoice:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All that an engine could be filled from.
+    """All possible sources for filling an engine.
 
     Attributes:
         copies: offers of each part.
-        hosts: the host of each holder that made one.
+        hosts: the host of each holder that made a copy.
         live: engines alike that serve the version, by host.
         nodes: the hosts of the engine's ranks.
-        mixes: a part is what one rank holds, in copies and in live memory alike. Else each rank needs all
-            copies, and either those are read or live memory.
+        mixes: a part is one rank's weights, both in copies and in live memory. Otherwise each rank needs all
+            copies, and reads either only copies or only live memory.
     """
 
     copies: Parts
@@ -97,11 +97,12 @@ class Candidates:
             return SourceChoice(Sources(live=[own]), Sources(copies, rest), is_near=True)
         offers = (offer for its in self.copies.values() for offer in its)
         if self._are_whole and all(way_of(offer.protocol).is_fast for offer in offers):
-            return SourceChoice(Sources(self.copies))  # alone they are quicker
+            # Reading only copies is quicker.
+            return SourceChoice(Sources(self.copies))
         if self.mixes:
             elsewhere = [name for host, name in self.live.items() if host not in has_all]
             return SourceChoice(Sources(self.copies, elsewhere))
-        # Live memory has a part for each rank. Of copies, each reads all.
+        # A rank reads one part from live memory, but all parts from copies.
         if self.live and (
             len(self.nodes) > 1 or len(self.live) > len(set[str]().union(*copied)) or not self._are_whole
         ):
@@ -109,10 +110,10 @@ class Candidates:
         return SourceChoice(Sources(self.copies))
 
     def shared(self, host: str, others: int) -> Parts:
-        """Return copies of the parts that one holder on `host` is to copy for all ranks there.
+        """Return copies of the parts that one holder on `host` copies for all ranks there.
 
-        `others`: the ranks of other engines there that need the same parts. Nothing is copied for one rank
-        alone, or where ranks read their own parts from live memory.
+        `others`: the ranks of other engines there that need the same parts. Nothing is copied for a single
+        rank, or if ranks read their own parts from live memory.
         """
         if (
             self.mixes

@@ -38,10 +38,10 @@ class StagedVersion:
         version: its number.
         layout: `Plan.content`.
         expected: its fingerprint.
-        parts: by the index of each holder that staged any, its parts.
+        parts: the staged parts of each holder, by the holder's index.
         nodes: each engine host's complete parts, by the host's name and the part's number.
         copied: the bytes that hosts copied from each holder, and how.
-        on_device: the holders that also brought it to the GPUs of their engine ranks.
+        on_device: the holders that also copied the version to the GPUs of their engine ranks.
     """
 
     version: int
@@ -59,10 +59,10 @@ class StagedVersion:
 
 
 def settled(config: SyncConfig, fleet: Fleet) -> SyncConfig:
-    """Decide ``sync.stage: auto``: return the config with ``none``, or as it is if versions are staged.
+    """Decide ``sync.stage: auto``: return the config with ``none``, or unchanged to stage versions.
 
-    They are if a rank of an engine has no trainer on its host, so that engines would be paused while bytes
-    cross a network.
+    Versions are staged if an engine rank has no trainer on its host. Otherwise such engines would be paused
+    while bytes cross a network.
     """
     if config.stage != "auto":
         return config
@@ -74,10 +74,10 @@ def settled(config: SyncConfig, fleet: Fleet) -> SyncConfig:
 
 
 class Stager:
-    """Decides which holder of a connected fleet stages which part, and has them do it.
+    """Decides which holder stages which part, and has the holders stage the parts.
 
-    On its trainer's host a part is staged by the trainer's holder. Each other host with engines copies it
-    once, into one of its holders. From there holders bring it to their GPUs, unless ``sync.stage`` is host.
+    On a trainer's host, the trainer's holder stages the part. On every other host with engines, one holder
+    copies the part. From there, holders copy it to their GPUs, unless ``sync.stage`` is host.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
@@ -91,8 +91,8 @@ class Stager:
     async def reserve(self) -> None:
         """Have holders allocate memory for two versions of what they stage. Call it once.
 
-        Raises TransportError when it is short, and ConfigError where ``sync.stage`` is device and a GPU has
-        no memory for a second copy of its weights.
+        Raises TransportError if memory is short, and ConfigError if ``sync.stage`` is device and a GPU has no
+        memory for a second copy of the weights.
         """
         shortages = await self._reserve(self._fleet.live(), everyone=True)
         if shortages and self._config.stage == "device":
@@ -109,7 +109,7 @@ class Stager:
         publication: Publication,
         takers: Mapping[str, EngineMember],
     ) -> StagedVersion:
-        """Stage what was published on every host with engines, and compare digests there.
+        """Stage the published version on every host with engines, and compare digests there.
 
         Raises the error of the holder that failed, or TransportError naming the holder whose bytes differ.
         """
@@ -146,7 +146,7 @@ class Stager:
         return await self._to_devices(takers, staged)
 
     async def _to_devices(self, takers: Mapping[str, EngineMember], staged: StagedVersion) -> StagedVersion:
-        """Have holders bring what is staged to their GPUs. Ranks of others take it from their hosts.
+        """Have holders copy the staged parts to their GPUs. Other ranks read them from their hosts.
 
         Raises the error of a holder that does not answer.
         """
@@ -168,9 +168,9 @@ class Stager:
     async def _reserve(
         self, members: Mapping[str, EngineMember], everyone: bool = False
     ) -> Mapping[int, str]:
-        """Choose homes on hosts that have none. `everyone`: also free what holders staged before.
+        """Choose homes on hosts that have none. `everyone`: also free all parts staged before.
 
-        Returns why GPUs have no second copy, by holder, of those that were asked for it.
+        Returns why GPUs have no second copy, by holder that was asked for a second copy.
         """
         engines: defaultdict[str, list[int]] = defaultdict(list)
         fed = dict.fromkeys(holder for member in members.values() for holder in member.holders)
@@ -219,7 +219,7 @@ class Stager:
         return shortages
 
     async def _map(self, members: Mapping[str, EngineMember]) -> None:
-        """Have holders that are new here map what others of their host stage, so that no pause does."""
+        """Have new holders map the parts staged on their host, so that no pause includes this."""
         calls = {}
         for holder in {holder for member in members.values() for holder in member.holders} - self._mapping:
             homes = self._homes[self._fleet.node(holder)]
@@ -251,7 +251,7 @@ class Stager:
         publication: Publication,
         nodes: Mapping[str, Mapping[int, StagedPart]],
     ) -> None:
-        """Raise TransportError if a host's bytes are not what trainers published."""
+        """Raise TransportError if a host's bytes differ from the published bytes."""
         for node, parts in nodes.items():
             found = {n: each.fingerprint for n, each in parts.items() if each.fingerprint is not None}
             if len(found) == len(parts) and (combine([*found.values()]) == publication.fingerprint).all():

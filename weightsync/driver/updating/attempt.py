@@ -12,7 +12,7 @@ from weightsync.errors import DeadlineError, PeerLostError, RankLostError
 from weightsync.protocol.messages import Moved
 
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
-"""Errors of an engine that need no word from its holder; others may repeat the holder's own error."""
+"""Errors of an engine that no holder has to explain; other errors may repeat a holder's error."""
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class Attempt(Generic[T]):
     """The calls of one attempt, run in parallel.
 
     An engine's time runs while its holders wait for it and after their moves end, not while they wait for
-    others. A holder has its own deadline for each wait; one that misses it is silent.
+    others. A holder has its own deadline for each wait; a holder that misses the deadline is silent.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Attempt(Generic[T]):
         )
 
     async def lost_holder(self) -> PeerLostError | None:
-        """Wait until a holder is lost. Returns its error, or None if every move ended otherwise."""
+        """Wait for a lost holder. Returns the error, or None if all moves ended otherwise."""
         await asyncio.wait([self._broken])
         while True:
             ended = [move for move in self._moves.values() if move.done() and not move.cancelled()]

@@ -128,7 +128,7 @@ class Controller:
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
         async with self._update_lock.exclusive() as late:
-            for name in late:  # its ranks are still busy with the work that did not stop
+            for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
@@ -243,15 +243,15 @@ class Controller:
         await self.engine_group.wake(names)
 
     def can_refill(self, engine: str) -> bool:
-        """Whether `engine` can be filled with the committed version, from snapshots or equal engines."""
+        """Return True if snapshots or equal engines can fill `engine` with the committed version."""
         now = self._connection
         return now is not None and self.snapshot_index.can_fill(self.version, now, engine)
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted after ``connect``.
 
-        Raises PlanError if its layout is new to the plan: then the whole fleet has to ``connect`` again. Also
-        raises the other errors of ``connect``.
+        Raises PlanError if the plan has no engine of this layout: then the whole fleet has to ``connect``
+        again. Also raises the other errors of ``connect``.
         """
         await self._refiller.adopt(self.connection, lambda: self.version, name)
 
@@ -281,9 +281,10 @@ class Controller:
         self._publication = publication
 
     async def _ready(self, version: int) -> None:
-        """Have weights ready to be read in place, and published if that must not come later.
+        """Have weights ready to be read in place, and published if publishing must come first.
 
-        What may well refuse a version has to be known before a byte moves: NaN, frozen tensors, replicas.
+        The likely reasons to refuse a version must be known before a byte moves: NaN, frozen tensors,
+        replicas.
         """
         is_early = self.connection().plan.frozen or self._trainers.agreement.compares_all
         if self._config.nonfinite != "refuse" and not is_early:
@@ -377,9 +378,9 @@ class Controller:
         return loaded
 
     async def _move_again(self, version: int, wrong: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Publish, then move to engines with `wrong` tensors. Returns what is wrong then.
+        """Publish, then move to engines with `wrong` tensors. Returns the tensors that are still wrong.
 
-        Digests that were taken while bytes moved do not tell a wrong copy from a trainer that wrote.
+        Digests that were taken while bytes moved do not tell a wrong copy from a trainer's write.
         """
         names = [name for name, tensors in wrong.items() if tensors]
         logger.warning(
@@ -389,7 +390,7 @@ class Controller:
         plan, expected = self.connection().plan, self._publication.fingerprint
         try:
             if ((await self._trainers.publish(version)).fingerprint != expected).any():
-                return wrong  # a trainer wrote: `_changed` finds what
+                return wrong  # a trainer wrote: `_changed` finds the tensors
             again = await self._comparison.wrong(plan, await self._move(names), expected)
             return {name: tensors for name, tensors in wrong.items() if not tensors} | again
         except WeightSyncError:

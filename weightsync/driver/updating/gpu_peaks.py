@@ -19,9 +19,8 @@ async def sampled(
 ) -> AsyncIterator[dict[str, Samples]]:
     """Have `holders` sample their devices' memory during the body.
 
-    Yields a dict that has samples by device after the body, with times by the clock `now`. A holder counts
-    from its first sample, which it takes before it answers. Holders that do not answer are left out; other
-    calls report them.
+    Yields a dict that has samples by device after the body, with times by the clock `now`. A holder takes the
+    first sample before it answers. Holders that do not answer are left out; other calls report them.
     """
     seen: dict[str, Samples] = {}
     began: dict[int, float] = {}
@@ -52,7 +51,7 @@ async def sampled(
 def peaks(seen: Mapping[str, Samples], spans: Sequence[Span]) -> dict[str, dict[str, int]]:
     """Return the peak bytes in use, by phase and device. A sample counts until the next one.
 
-    The last phase includes every sample after its start, also those after its end.
+    The last phase includes every sample after its start, also samples after its end.
     """
     ends = [span.began + span.seconds for span in spans[:-1]] + [math.inf]
     return {

@@ -10,14 +10,14 @@ from weightsync.errors import StateError
 
 
 class JointCommit:
-    """Where the updates of several models wait for each other: before engines pause, and before they commit.
+    """Makes updates of several models wait for each other, before engines pause and before they commit.
 
-    A version is published, and staged if ``sync.stage`` says so, before engines pause. So no model's engines
-    are paused while another model's weights are still on their way to their hosts. No wait has a deadline of
-    its own: each update has deadlines, and says here how it ends.
+    A version is published, and staged if ``sync.stage`` says so, before engines pause. So no engine is paused
+    while another model's weights are on the way to their hosts. The waits have no deadlines of their own:
+    every update has deadlines, and reports its end here.
 
     Attributes:
-        failed: the first model that failed before the commit, "" if none did.
+        failed: the first model that failed before the commit, or "".
     """
 
     def __init__(self, models: Collection[str]) -> None:
@@ -71,7 +71,10 @@ class _Meeting:
         self._missing, self.over = set(models), asyncio.Event()
 
     async def join(self, model: str) -> None:
-        """Wait for all models, or for an end of the wait. One that joins again waits for the others alone."""
+        """Wait for all models, or for the end of the wait.
+
+        A model that rejoins only waits for the other models.
+        """
         self._missing.discard(model)
         if not self._missing:
             self.over.set()

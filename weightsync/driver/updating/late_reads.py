@@ -19,11 +19,11 @@ logger = logging.getLogger("weightsync.driver.updating.late_reads")
 
 
 class LateReads:
-    """Plans what adopted engines read from trainers, between updates: no refill needs it.
+    """Plans adopted engines' reads from trainers, between updates: no refill needs them.
 
-    An update waits for reads that are being planned, and plans the others itself. An engine whose reads
-    cannot be planned takes broadcasts. If the plan has no buckets for them, the next update connects the
-    fleet again.
+    An update waits for reads that are being planned, and plans the remaining reads itself. If an engine's
+    reads cannot be planned, the engine takes broadcasts. If the plan has no buckets for broadcasts, the next
+    update connects the fleet again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LateReads:
     async def finish(self, connection: Connection) -> bool:
         """Plan the reads of all engines that take part in an update. Must hold the exclusive lock.
 
-        Returns whether the plan has what all engines need.
+        Returns True if the plan covers the needs of all engines.
         """
         await asyncio.gather(*(self._plan(connection, name) for name in self._fleet.live()))
         return connection.router.suffices

@@ -1,4 +1,4 @@
-"""Has holders move: those of many hosts through relays, others directly."""
+"""Has holders move, through relays or directly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Moves:
     def __init__(
         self, fleet: Fleet, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
     ) -> None:
-        """`tasks`: whether a holder feeds its engine rank, and its task, by the holder's index."""
+        """`tasks`: by the holder's index, whether the holder feeds its engine rank, and the task."""
         self._fleet, self._attempt, self._tasks, self._timeout_s = fleet, attempt, tasks, timeout_s
         self._relayed: dict[int, asyncio.Future[Moved]] = {}
         self._work: list[asyncio.Task[None]] = []
@@ -50,7 +50,7 @@ class Moves:
         }
 
     def close(self) -> None:
-        """Wait for holders no longer. The attempt is over."""
+        """Stop waiting for holders. The attempt is over."""
         for each in self._work:
             each.cancel()
 

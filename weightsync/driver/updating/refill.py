@@ -37,7 +37,7 @@ class Refiller:
     """Adopts and refills single engines, under the shared update lock.
 
     Attributes:
-        late_reads: what adopted engines read directly in updates. It is planned after their refill.
+        late_reads: adopted engines' direct reads in updates, planned after the engines' refill.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Refiller:
     ) -> None:
         """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
 
-        `connected` is called once no update runs, since an update may connect again. An engine that would be
-        refused again, such as for its draft, is DEAD: the others connect without it.
+        `connected` is called once no update runs, since an update may connect again. If the engine would be
+        refused again, such as for its draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
@@ -86,9 +86,9 @@ class Refiller:
         name: str,
         clock: PhaseClock,
     ) -> Refilled:
-        """Bring one engine to the version `committed()`. Returns what its ranks read, added up.
+        """Fill one engine with the version `committed()`. Returns the sum of the ranks' reads.
 
-        If a copy turns out to be damaged, it is dropped, and the engine is filled from others.
+        If a copy is damaged, the copy is dropped, and the engine is filled from other sources.
 
         Raises:
             StateError: no holder has a snapshot of that version and no engine alike serves it, or the engine
@@ -149,10 +149,10 @@ class Refiller:
     async def _turn(
         self, connection: Connection, committed: Callable[[], int], name: str
     ) -> AsyncIterator[bool]:
-        """Let one engine of a host read from other hosts. Those alike then read from it.
+        """Let one engine of a host read from other hosts, for all engines alike on the host.
 
-        The wait ends when that one's refill does, which has deadlines of its own. Yields whether there was
-        a wait.
+        Engines alike wait until the first engine's refill ends, which has its own deadlines. Yields whether
+        there was a wait.
         """
         flat, host = connection.flat_layouts.get(name), self._fleet.node(self._fleet.engines[name].holders[0])
         waited = False
@@ -246,12 +246,12 @@ class Refiller:
         why = "an update brings a newer version"
         calls = {f"holder {i}": self._fleet.holders[i].stop_refill(why) for i in member.holders}
         await gather_named(calls, "stop", GRACE_S)
-        await self._snapshot_index.host_copies.stop()  # those of a holder that did not answer
+        await self._snapshot_index.host_copies.stop()  # a holder did not answer, so stop all copies
 
     async def _read(
         self, name: str, ranks: Sequence[Snapshot], limit_s: float, *, may_map: bool, phase: str = "refill"
     ) -> tuple[dict[str, LoadReport], Refilled]:
-        """Have all holders read and all ranks load, in parallel. `ranks` has what each rank reads."""
+        """Have all holders read and all ranks load, in parallel. `ranks` has the reads of each rank."""
         attempt, member = self._engine_group.next_attempt(), self._fleet.engines[name]
         timeout_s = self._config.timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
@@ -279,7 +279,7 @@ class Refiller:
         if any(isinstance(error, DeadlineError) for error in read.failures.values()):
             self._events.publish(HolderSilent())
         if read.failures and member.record.state is not EngineState.DEAD:
-            # The holder has the cause; the engine only reports that its holder gave up.
+            # The holder knows the cause; the engine only reports that the holder gave up.
             self._engine_group.enter([name], EngineState.STALE)
             raise min(read.failures.values(), key=remoteness)
         return loaded, _together(list(read.answers.values()))

@@ -1,4 +1,4 @@
-"""Compares what engines hold with what trainers published, and names the tensors that differ."""
+"""Compares the engines' tensors with the published tensors, and names the differences."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Comparison:
     """Compares fingerprints. If some differ, it asks for the digests behind them.
 
     Attributes:
-        tables: the digests that trainers gave when they were last asked, by their names.
-        proofs: what was compared of each engine that held the right bytes, see `SyncReport.proofs`.
+        tables: the digests that trainers gave last, by the trainer's name.
+        proofs: the comparison that each correct engine passed, see `SyncReport.proofs`.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers, live: LiveDigests) -> None:
@@ -40,7 +40,7 @@ class Comparison:
     async def wrong(
         self, plan: Plan, loaded: Mapping[str, LoadReport], expected: Fingerprint
     ) -> dict[str, list[str]]:
-        """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`.
+        """Return the tensors that differ from the `expected` fingerprint, by engine, or `UNNAMED`.
 
         An engine that converts tensors also gets the ranks whose live parameters differ from those of an
         equal engine.
@@ -77,7 +77,7 @@ class Comparison:
         return "what its loader got; no engine is alike"
 
     async def changed_frozen(self, plan: Plan, version: int) -> str:
-        """Return the first frozen tensor that trainers no longer have as in `version`, or `UNNAMED`."""
+        """Return the first frozen tensor that trainers changed since `version`, or `UNNAMED`."""
         holding = [(n, each) for n, each in self._fleet.live().items() if each.record.version == version]
         held = next(iter((await self._held(dict(holding[:1]))).values()), None)  # one is enough
         names = {plan.tensors[i].name for i in plan.frozen}

@@ -24,14 +24,14 @@ class FrozenTensors:
         self.committed: Fingerprint | None = None
 
     def are_held(self, connection: Connection, takers: Mapping[str, EngineMember], version: int) -> bool:
-        """Whether all `takers` have them in memory that keeps what an update leaves out."""
+        """Return True if all `takers` have the frozen tensors in memory that updates do not clear."""
         now = EngineRecord(EngineState.SERVING, version)
         # An engine that came after connect has one of these layouts.
         keeps = all(rank.buffers for ranks in connection.layouts.values() for rank in ranks)
         return self.committed is not None and keeps and all(each.record == now for each in takers.values())
 
     async def check(self, connection: Connection, version: int, published: Fingerprint) -> None:
-        """Raise StateError if one is not what it was in `version`, the last that committed."""
+        """Raise StateError if a frozen tensor changed since `version`, the last committed version."""
         if self.committed is None or (published == self.committed).all():
             return
         name = await self._comparison.changed_frozen(connection.plan, version)

@@ -1,4 +1,4 @@
-"""Compares what the loaders of equal engines made of equal tensors."""
+"""Compares the live parameters of equal engines that loaded equal tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LiveDigests:
         return next(found, None)
 
     def learn(self, expected: Fingerprint, rank: int, live: LiveDigest) -> None:
-        """Note what was right for these tensors, which a driver before this one had compared."""
+        """Note a correct digest for these tensors, which a previous driver had compared."""
         self._begin(expected)
         self._right.setdefault((rank, live.kind), (live.digest, set()))
 
@@ -43,8 +43,9 @@ class LiveDigests:
     def unlike(self, loaded: Mapping[str, LoadReport], expected: Fingerprint) -> dict[str, list[str]]:
         """Return the ranks whose live parameters differ from those of equal engines, by engine.
 
-        If no more than half of the equal engines agree, and none took these tensors before, all are returned.
-        So are engines that got copies of parameters, if no equal engine took these tensors.
+        If no more than half of the equal engines agree, and no engine took these tensors before, all are
+        returned. Engines that got copies of parameters are returned too, if no equal engine took these
+        tensors.
 
         Args:
             loaded: the answers of engines that got the right tensors or `are_copied`, by name.

@@ -31,9 +31,9 @@ async def rewritten(
     `timeout_s` seconds is skipped.
 
     Args:
-        published: each trainer's fingerprint by its name, in the order of ``fleet.trainers``.
+        published: the trainers' fingerprints by name, in the order of ``fleet.trainers``.
         tables: the digests behind it. A trainer may be too busy to give them.
-        suspects: tensors that a trainer without a table is taken to have written, if its fingerprint differs.
+        suspects: tensors to report if the fingerprint of a trainer without a table differs.
     """
     calls = {
         name: fleet.holders[holder].digests()

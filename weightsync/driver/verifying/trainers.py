@@ -31,8 +31,8 @@ class Publication:
 
     Attributes:
         answers: each trainer's answer by its name, in rank order.
-        fingerprint: that of the tensors' digests, added up over ranks.
-        frozen: the same of frozen tensors alone.
+        fingerprint: the fingerprint of the tensors' digests, added up over ranks.
+        frozen: the same fingerprint, of frozen tensors only.
         nonfinite: elements that are NaN or Inf, by tensor.
     """
 
@@ -43,7 +43,7 @@ class Publication:
 
     @property
     def spans(self) -> Mapping[str, Sequence[Span]]:
-        """What each trainer rank took its time for, by its name."""
+        """Time spans per trainer rank."""
         return {name: each.spans for name, each in self.answers.items() if each.spans}
 
 
@@ -65,9 +65,9 @@ class Publishing:
         self._publication: asyncio.Task[Publication] | None = None
 
     async def readable(self) -> None:
-        """Wait until holders may read all ranks in place, at the latest until all have published.
+        """Wait until holders may read all ranks in place, or all ranks have published.
 
-        Raises what `publication` raises, if that is known by then.
+        Raises the error of `publication`, if it has failed by then.
         """
         if asked := self._ask():
             await asyncio.wait(asked, timeout=_EARLY_S)
@@ -91,7 +91,7 @@ class Publishing:
         return self._publication
 
     def close(self) -> None:
-        """Wait for it no longer. Ranks that still publish come to their end."""
+        """Stop waiting. Ranks that still publish finish."""
         begun = self._publication
         if begun and not begun.cancel() and not begun.cancelled():
             begun.exception()  # else asyncio logs that nobody asked
@@ -101,7 +101,7 @@ class Trainers:
     """The fleet's trainer ranks, asked in parallel.
 
     Attributes:
-        agreement: what ranks that hold the same boxes are asked to compare.
+        agreement: the boxes that ranks with replicas are asked to compare.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
@@ -109,7 +109,7 @@ class Trainers:
         self.agreement = Agreement(config, fleet)
 
     def begin(self, version: int) -> Publishing:
-        """Have all ranks publish `version`, once somebody waits for what is returned."""
+        """Have all ranks publish `version`, once somebody waits for the result."""
         readable = [asyncio.get_running_loop().create_future() for _ in self._fleet.trainers]
         return Publishing(partial(self._publish, version, readable), readable, partial(self._look, readable))
 
@@ -151,7 +151,7 @@ class Trainers:
     async def _ask(
         self, task: PublishTask, readable: Sequence[asyncio.Future[None]]
     ) -> Outcome[PublishReport]:
-        """Have ranks publish, each through its relay if it has one. Returns what they said, in rank order."""
+        """Have ranks publish, through relays if there are any. Returns the answers in rank order."""
         if not self._fleet.relays:
             return await self._ask_directly(range(len(readable)), task, readable)
         relayed = {rank for relay in self._fleet.relays for rank in relay.ranks}
@@ -179,8 +179,8 @@ class Trainers:
         relayed = await gather_named({relay.name: call}, "publish", timeout_s + GRACE_S)
         for error in relayed.failures.values():
             logger.warning("[driver] asks trainers itself: %s", error)
-            # To publish twice does no harm. Weights do not change in an update, so a trainer copies the same
-            # bytes to the same places and digests them again, after what it was asked before.
+            # Publishing twice does no harm. Weights do not change in an update, so a trainer copies the same
+            # bytes to the same places and digests them again, after earlier calls.
             return await self._ask_directly(relay.ranks, task, readable)
         outcome: Outcome[PublishReport] = Outcome({}, {})
         for rank, said in zip(relay.ranks, relayed.answers[relay.name], strict=True):
