@@ -17,10 +17,10 @@ from weightsync.transports import Broadcast, Pending, Transport
 
 
 class Communicators:
-    """The communicators of one holder, by `broadcast_groups`. None if the plan has no buckets.
+    """The communicators of one holder, by `broadcast_groups`, none if the plan has no buckets.
 
     Attributes:
-        transports: this holder's end of each communicator, by its members.
+        transports: this holder's end of each communicator, by the communicator's members.
     """
 
     def __init__(self, plan: Plan, index: int, together: bool, make: Callable[[], Transport]) -> None:
@@ -55,7 +55,7 @@ class Communicators:
             transport.start(ops).wait()
 
     def fill(self, bucket: int, staging: Staging, timeout_s: float) -> list[Pending]:
-        """Queue the copies of this holder's share of a bucket, and its broadcasts."""
+        """Queue the copies of this holder's share of a bucket, and the bucket's broadcasts."""
         filling = staging.fill(bucket, timeout_s)
         if not staging.fills_late:
             return [*filling, *self._start(bucket, staging)]

@@ -1,4 +1,4 @@
-"""Digests of what a holder has copied, to tell a damaged copy from a broken engine."""
+"""Digests of a holder's copies, to tell a damaged copy from a broken engine."""
 
 from __future__ import annotations
 

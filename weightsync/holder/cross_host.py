@@ -43,7 +43,7 @@ class CrossHostExchange:
     def aim(self) -> None:
         """Allocate the messages and look up addresses in the trainer's and engine rank's memory.
 
-        Raises TransportError when memory is short, PlanError when a buffer is not what was planned.
+        Raises TransportError if memory is short, PlanError if a buffer differs from the plan.
         """
         plan, rank = self._plan, self._rank
         source = self._memory.source if rank < plan.num_senders else None

@@ -81,7 +81,7 @@ class DeviceStaging:
         source: the trainer's buffers, if they are read in place: uint8, one dimension.
         target: the engine rank's buffers, if the holder writes them: uint8, one dimension.
         flat: the engine rank's memory as a flat snapshot. None if the holder has not mapped it.
-        needs: what the engine rank needs of each bucket, if the holder writes its memory.
+        needs: the portions of each bucket that the engine rank needs, if the holder writes the rank's memory.
     """
 
     device = "cuda"
@@ -120,7 +120,7 @@ class DeviceStaging:
 
     @property
     def mapped(self) -> DeviceStaging:
-        """Itself: memory of its trainer and engine rank, whose copies wait for those of the slots."""
+        """The mapped memory, whose copies wait for copies of the slots: this object."""
         return self
 
     @property
@@ -129,7 +129,7 @@ class DeviceStaging:
 
     @property
     def writes(self) -> bool:
-        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
+        """Return True if the holder writes the engine rank's memory. The rank then reads no slots."""
         return self._unpack is not None
 
     @collector_paused
@@ -163,7 +163,7 @@ class DeviceStaging:
 
     @collector_paused
     def map_ahead(self, engine: DeviceMemory) -> None:
-        """Start to map what the engine rank is about to export. Raises TransportError as `MappedTensors`."""
+        """Start to map the engine rank's coming exports. Raises TransportError as `MappedTensors`."""
         self._ahead = MappedTensors(engine)
         self._ahead.map_ahead()
 
@@ -198,16 +198,16 @@ class DeviceStaging:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the holder can quantise into the engine rank's memory."""
+        """Return True if the holder can quantise into the engine rank's memory."""
         return self._quantizing is not None
 
     def quantized(self) -> HolderDigests:
-        """Return what was made of the slots, after `wait_written`."""
+        """Return the digests of the quantised slots, after `wait_written`."""
         assert self._quantizing is not None
         return self._quantizing.result()
 
     def _prepare_to_quantize(self, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> None:
-        """Prepare to quantise into `memory`: what is read, and buckets if there are kernels for them."""
+        """Prepare to quantise reads into `memory`, and buckets if there are kernels for them."""
         if not self._buffers:
             return
         try:
@@ -255,7 +255,7 @@ class DeviceStaging:
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError.
 
-        `reads` are those of tensors that change and, if they are kept apart, those of frozen ones.
+        `reads` has the reads of changing tensors and, if these are separate, the reads of frozen tensors.
         """
         self._let_go_of_trainers()
         if not any(map(len, reads)):
@@ -266,10 +266,10 @@ class DeviceStaging:
             self._direct_copy = DirectCopy(self._plan, self._segments, reads, memory, self._address())
 
     def start_direct_copy(self, frozen: bool = True) -> DirectCopy | QuantizingCopy | None:
-        """Start the direct copies into the engine rank's memory, with those of frozen tensors or without.
+        """Start the direct copies into the engine rank's memory, with or without frozen tensors.
 
-        Returns the digests of all that the rank then holds, complete after `wait_written`. None if they do
-        not follow from these copies alone.
+        Returns the digests of all tensors that the rank then has, complete after `wait_written`. Returns None
+        if the digests do not follow from these copies.
         """
         return self._direct_copy.begin(self._writing, frozen) if self._direct_copy else None
 
@@ -329,7 +329,7 @@ class DeviceStaging:
     def write(self, bucket: int) -> None:
         """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it.
 
-        If the holder `quantizes`, buckets come from the first to the last.
+        If the holder `quantizes`, buckets must be written in order.
         """
         if self._quantizing:
             self._quantizing.run(bucket, self._writing)
@@ -361,7 +361,7 @@ class DeviceStaging:
 
     @property
     def _segments(self) -> Sequence[Sequence[Segment]]:
-        """The engine rank's segments for each tensor of the plan, if the holder writes its memory."""
+        """The engine rank's segments for each tensor of the plan, if the holder writes them."""
         if self._held is None:
             self._held = by_tensor(self._plan, self._export.layout) if self._export else ()
         return self._held
@@ -377,7 +377,7 @@ class DeviceStaging:
         self._forgotten += self._taken_from_engine()
 
     def unmap_forgotten(self) -> None:
-        """Start to unmap what was forgotten, on another thread: it can take tenths of a second.
+        """Start to unmap forgotten memory on another thread: unmapping can take tenths of a second.
 
         Mapping in this process waits for the same lock.
         """
@@ -386,7 +386,7 @@ class DeviceStaging:
             on_daemon(partial(_close_all, forgotten), "weightsync-unmap")
 
     def _taken_from_engine(self) -> Sequence[_Closes]:
-        """Use the engine rank's memory no more. Returns what is left to be closed."""
+        """Stop using the engine rank's memory. Returns the mappings to close."""
         mapped: list[_Closes] = [each for each in (self._engine, self._ahead, self._direct_copy) if each]
         self._engine = self._ahead = self._direct_copy = None
         if self._second_copy:

@@ -17,8 +17,8 @@ from weightsync.protocol.messages import HolderDigests
 class DirectCopy:
     """The direct copies of one engine rank, made once per connect. Uses the current device.
 
-    If they are all that the rank holds, its memory is digested as it is written, see `WrittenDigests`. The
-    rank itself could only begin after the last copy, and would read all of it from the GPU's memory.
+    If the copies write all the rank's tensors, the memory is digested as it is written, see `WrittenDigests`.
+    The rank itself could only begin after the last copy, and would read all tensors from the GPU's memory.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class DirectCopy:
     ) -> None:
         """
         Args:
-            segments: the engine rank's, for each tensor of the plan.
-            reads: those of tensors that change and, if they are kept apart, those of frozen ones.
+            segments: the engine rank's segments for each tensor of the plan.
+            reads: the reads of changing tensors and, if these are separate, the reads of frozen tensors.
             memory: the trainers' buffers, by rank and name.
             address: where the engine rank's buffers start, on the current device.
 
@@ -55,9 +55,9 @@ class DirectCopy:
             raise
 
     def begin(self, stream: torch.cuda.Stream, frozen: bool) -> DirectCopy | None:
-        """Start the copies on `stream`, those of frozen tensors if `frozen`, without waiting for them.
+        """Start the copies on `stream` without waiting for them, frozen tensors only if `frozen`.
 
-        Returns itself if it digests all that the rank then holds.
+        Returns this object if it digests all tensors that the rank then has, else None.
         """
         for copies in self._frozen if frozen else ():
             copies.launch(0, stream)
@@ -78,7 +78,7 @@ class DirectCopy:
 
 
 def _write_all(plan: Plan, segments: Sequence[Sequence[Segment]], reads: Sequence[Reads]) -> bool:
-    """Whether the reads are all that the engine rank holds."""
+    """Return True if the reads cover all bytes of the engine rank."""
     held = sum(
         segment.box.numel * meta.itemsize
         for meta, its in zip(plan.tensors, segments, strict=True)

@@ -71,8 +71,8 @@ class Holder:
 
     Attributes:
         staging: the bucket slots. None before `prepare`.
-        cross_host: its part in the cross-host exchange. None if it has none.
-        snapshot_store: its snapshots of committed versions. None before `serve_snapshots`.
+        cross_host: this holder's part in the cross-host exchange, or None.
+        snapshot_store: this holder's snapshots of committed versions. None before `serve_snapshots`.
     """
 
     def __init__(
@@ -112,12 +112,15 @@ class Holder:
         self._watched, self._turns = threading.Event(), Turns()
 
     def __repr__(self) -> str:
-        """Return the name, with which Ray starts each line of its log."""
+        """Return the name that Ray puts before each line of this holder's log."""
         return self.name
 
     @property
     def transports(self) -> Mapping[Group, Transport]:
-        """The communicators of its broadcasts, by members. Empty before `prepare`, and without buckets."""
+        """The communicators of this holder's broadcasts, by members.
+
+        Empty before `prepare`, and without buckets.
+        """
         return self._groups.transports if self._groups else {}
 
     @property
@@ -125,7 +128,7 @@ class Holder:
         return self._send_buffer if isinstance(self._send_buffer, PushedShare) else None
 
     def ready(self) -> tuple[str, str, Ports | None]:
-        """Return its name, transport and ports. Raises the device's error, which is permanent."""
+        """Return name, transport and ports. Raises the device's error, which is permanent."""
         if self._device:
             torch.cuda.current_stream().query()
         return self.name, self._transport_name, self._ports
@@ -160,10 +163,11 @@ class Holder:
         return f"{self.name} cannot map the memory of {reason}" if reason else ""
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
-        """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.
+        """Allocate memory for `plan` as holder `index`, and release the memory of an earlier plan.
 
-        `source`: `PUSHED`, or the device of its trainer rank's layout, which is read in place on the holder's
-        device. A send buffer is kept if the new plan lays it out alike. Raises TransportError.
+        `source`: `PUSHED`, or the device of the trainer rank's layout, whose memory is read in place on the
+        holder's device. A send buffer is used again if the new plan has the same layout for it. Raises
+        TransportError.
         """
         with self._preparing:  # a call from a driver that died may still be running
             return self._prepare(plan, index, source)
@@ -220,7 +224,7 @@ class Holder:
     ) -> None:
         """Map the trainer's memory and the engine rank's, see `DeviceStaging.link`. Raises TransportError.
 
-        Layouts are those of `RankMemory.export`. No bucket is written to `LiveMemory`.
+        Layouts come from `RankMemory.export`. No bucket is written to `LiveMemory`.
         """
         if self.staging and (memory := self.staging.mapped):
             with self._moving, self.staging.queue():
@@ -255,7 +259,7 @@ class Holder:
         self._retired = ()
 
     def warm_up(self, timeout_s: float) -> None:
-        """Use every path once, so that no update pays for its first use.
+        """Use every path once, so that no update includes the first use of a path.
 
         Communicators send a byte from each rank, then the first bucket, which is discarded. Raises as `move`.
         """
@@ -320,7 +324,7 @@ class Holder:
         start = partial(self._groups.fill, staging=staging, timeout_s=timeout_s)
         for each in (self._groups, self.cross_host):
             if each:
-                each.set_timeout(timeout_s)  # until the first update they have the time for connecting
+                each.set_timeout(timeout_s)  # until the first update, the timeout of connecting applies
         try:
             if self._pushed:
                 self._pushed.begin(moved_buckets(plan, task), timeout_s)
@@ -334,7 +338,7 @@ class Holder:
         return consumer
 
     def digests(self) -> Digests:
-        """Digest again what its trainer rank published, as `Source.publish`. Raises StateError."""
+        """Digest the trainer rank's published tensors again, as `Source.publish`. Raises StateError."""
         plan, staging, trainer = self._plan, self.staging, self._trainer
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
@@ -381,7 +385,7 @@ class Holder:
         self._store().release(header)
 
     def snapshots(self) -> list[SnapshotPart]:
-        """Return its complete snapshots, after pending writes finish."""
+        """Return this holder's complete snapshots, after pending writes finish."""
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
     def copy_digests(self, header: SnapshotHeader | None) -> Digests | None:
@@ -404,7 +408,7 @@ class Holder:
         return self._staged_parts.stage(task, snapshot_content(self._send_buffer), timeout_s)
 
     def keep_staged(self, version: int) -> None:
-        """Make what was staged of the committed `version` the snapshots."""
+        """Turn the staged parts of the committed `version` into the snapshots."""
         inject("commit", version=version)
         self._store().keep(version)
 
@@ -435,7 +439,7 @@ class Holder:
             return self._live_source.offer(header, mapped.flat if mapped else None, attempt)
 
     def withdraw_live(self, attempt: int) -> None:
-        """End what `offer_live` began, as `LiveSource.withdraw`."""
+        """End the offers of `offer_live`, as `LiveSource.withdraw`."""
         self._live_source.withdraw(attempt)
 
     def abort(self, cause: str) -> None:
@@ -445,19 +449,22 @@ class Holder:
                 each.abort(cause)
 
     def drop_engine(self) -> None:
-        """Give up the engine rank. A `move` that waits for it goes on without it."""
+        """Give up the engine rank. A `move` that waits for the rank continues without it."""
         self._live_source.end()
         if self._feed:
             self._feed.drop()
 
     def sample_memory(self, on: bool) -> tuple[str, Samples]:
-        """Start or stop the memory sampler. Returns the device and what it saw; without a device, nothing."""
+        """Start or stop the memory sampler. Returns the device and the samples; without a device, neither."""
         seen: Samples = self._sampler.stop() if self._sampler else ()
         self._sampler = MemorySampler(used_nbytes) if on and self._device else None
         return self._device, seen
 
     def close(self) -> None:
-        """End what runs, leave the communicators and free the memory. `watch` and `answer_calls` return."""
+        """End running work, leave the communicators and free the memory.
+
+        `watch` and `answer_calls` return.
+        """
         self.abort(cause := f"{self.name} is closed")
         self.stop_refill(cause)
         self._turns.begin()

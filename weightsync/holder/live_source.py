@@ -18,9 +18,9 @@ from weightsync.readers.zeromq_server import CHUNK_NBYTES
 
 
 class LiveMemory:
-    """Live memory with a snapshot header in front, as a server reads it: through a small buffer on the host.
+    """Live memory behind a snapshot header, which a server reads through a small host buffer.
 
-    On a device it copies on a stream of its own, so the engine goes on.
+    On a device, copies run on a separate stream, so the engine continues.
     """
 
     def __init__(self, flat: FlatSnapshot, header: SnapshotHeader) -> None:
@@ -65,10 +65,10 @@ class LiveSource:
         self._newest = self._offered = 0
 
     def offer(self, header: SnapshotHeader, flat: FlatSnapshot | None, attempt: int) -> Offer:
-        """Serve `flat`, which holds what `header` says, over ZeroMQ. Returns how it is read.
+        """Serve `flat`, whose content `header` describes, over ZeroMQ. Returns the offer to readers.
 
         Must not overlap with `writing`. Raises StateError if this process has not seen the end of the last
-        write, or a later one; TransportError or ConfigError when the server does not start.
+        write or of a later write; TransportError or ConfigError if the server does not start.
         """
         with self._lock:
             if flat is None or not self._is_whole or attempt <= self._newest:
@@ -100,7 +100,7 @@ class LiveSource:
     def end(self, attempt: int = 0) -> int:
         """Stop serving before the memory is written in `attempt`, or unmapped.
 
-        What it holds is not known from then on. Returns the number of such calls.
+        From then on, the content of the memory is unknown. Returns the number of such calls.
         """
         with self._lock:
             self._is_whole, self._newest, self._offered = False, attempt, 0

@@ -18,7 +18,7 @@ class MappedTrainers:
     """Mapped buffers of trainers. Uses the current device.
 
     Attributes:
-        starts: the address of each, by the trainer's rank and the buffer's name.
+        starts: the address of each buffer, by the trainer's rank and the buffer's name.
     """
 
     def __init__(self, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
@@ -42,7 +42,7 @@ class MappedTrainers:
         return view(self.starts[key] + offset, self._handles[key].nbytes - offset)
 
     def touch(self) -> None:
-        """Read a byte of each: its first use takes time."""
+        """Read a byte of each buffer, since the first use of a mapping takes time."""
         touch(list(self.starts.values()))
 
     def close(self) -> None:

@@ -9,11 +9,14 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan.broadcast.portions import Portion
 
 STEP_NBYTES = 16 << 20
-"""Bytes of one read: each has a deadline, and a source that fails is replaced from there on."""
+"""Bytes of one read. Each read has a deadline, and after a failed read another source continues."""
 
 
 class PartSink:
-    """Takes a part into memory that others read, behind its header. A `RefillSink` without an engine rank."""
+    """Writes a part into memory that others read, behind the header.
+
+    This is a `RefillSink` without an engine rank.
+    """
 
     def __init__(self, part: int, buffer: SharedBuffer) -> None:
         self._part, self.targets = part, (buffer,)
@@ -29,7 +32,7 @@ class PartSink:
         return [Portion(self._part, first, HEADER_NBYTES + first, nbytes)]
 
     def wait_free(self, bucket: int) -> None:
-        """Do nothing: each bucket has a place of its own."""
+        """Do nothing: no two buckets share a place."""
 
     def land(self, bucket: int) -> None:
         """Do nothing: the target is where it stays."""

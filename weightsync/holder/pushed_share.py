@@ -1,4 +1,4 @@
-"""A trainer rank's share of each bucket, which the rank itself copies to where its holder can read it."""
+"""A trainer rank's share of each bucket, which the rank copies to memory that the holder can read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightsync.transports import Pending
 class PushedShare:
     """Weights that a trainer rank pushes from host memory whenever a bucket is to be filled.
 
-    The rank owns the buffers that it pushes to, its *ring*: if this process ends, it loses nothing. The ring
-    holds more buckets than there are slots, so that the link to the host works while slots are taken.
+    The rank owns the buffers that it pushes to, its *ring*: if this process ends, the rank loses nothing. The
+    ring holds more buckets than there are slots, so that the link to the host works while slots are taken.
     """
 
     def __init__(self, plan: Plan, trainer: int, device: str) -> None:
-        """`device`: that of this holder's slots, on which the rank makes its ring; "" for host memory."""
+        """`device`: the device of this holder's slots and of the rank's ring; "" for host memory."""
         self._plan, self._trainer, self._shares = plan, trainer, plan.shares(trainer)
         nbytes = max((end - first for first, end in self._shares.values()), default=0)
         self._feed = PushFeed(f"trainer {trainer}", device, max(2 * plan.slots, 1), nbytes)
@@ -41,7 +41,8 @@ class PushedShare:
     def accept(self, timeout_s: float) -> None:
         """Wait until the rank has connected, and map its ring. Later calls do nothing.
 
-        Raises DeadlineError, WireError if it has another plan, TransportError if the ring cannot be mapped.
+        Raises DeadlineError, WireError if the rank has another plan, TransportError if the ring cannot be
+        mapped.
         """
         if not self._ring:
             handles = self._feed.accept(self._plan.digest(), timeout_s)
@@ -55,7 +56,7 @@ class PushedShare:
         self._ask()
 
     def fill(self, bucket: int, slot: torch.Tensor, timeout_s: float) -> Sequence[Pending]:
-        """Return what waits for this rank's share of `bucket`, and queues a copy to `slot`.
+        """Return the wait for this rank's share of `bucket`, which then queues a copy to `slot`.
 
         All copies that were queued before must have ended. `wait` raises as `PushFeed.wait`.
         """
@@ -122,11 +123,11 @@ class PushedShare:
 
 
 _HELD_TIMEOUT_S = 30.0
-"""For one bucket, when a mistake is looked for."""
+"""Applies to one bucket, when a mistake is looked for."""
 
 
 class Then:
-    """A pending operation that waits for others, and then starts more and waits for these."""
+    """A pending operation that waits for some operations, then starts more and waits for these."""
 
     def __init__(self, pending: Sequence[Pending], start: Callable[[], Sequence[Pending]]) -> None:
         self._pending, self._start = pending, start

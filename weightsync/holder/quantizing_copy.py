@@ -1,4 +1,4 @@
-"""Direct copies of what a rank with quantised weights needs, which is quantised as it comes."""
+"""Direct copies for a rank with quantised weights, which are quantised as they arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.protocol.messages import HolderDigests
 from weightsync.quantising.quantizing_reads import NUM_SLOTS, QuantizingReads
 
 _NUM_BLOCKS = 264
-"""Thread blocks of a copy, which shares multiprocessors with the kernel that quantises what came before.
+"""Thread blocks of a copy. The copy shares multiprocessors with the kernel that quantises earlier copies.
 
 With half of them, 16 GB by a link took 49 ms in place of 46.
 """
@@ -29,7 +29,7 @@ _ALIGN = 16
 class QuantizingCopy:
     """The copies of one engine rank, made once per connect. Uses the current device.
 
-    They are started group by group. Each is quantised while the next ones are copied.
+    They are started group by group. Each group is quantised while the next groups are copied.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class QuantizingCopy:
         return self
 
     def result(self) -> HolderDigests:
-        """Return what was read and made, after `stream` of `begin` was waited for."""
+        """Return the digests of the read and the quantised bytes, after waiting for `stream` of `begin`."""
         return self._quantizing.result()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class QuantizingCopy:
 def sources_on(
     device: str, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]
 ) -> dict[str, WholeSource]:
-    """Return the sources of what is read from `device` alone, as it lies there, for kernels to take it.
+    """Return the sources that are read whole from `device`, aligned so that kernels can read them.
 
     Args:
         device: as in a `DeviceHandle`.
@@ -112,7 +112,7 @@ def _grouped(
     start: Mapping[tuple[int, str], int],
     address: Mapping[str, int],
 ) -> CopyTable:
-    """Return the copies in groups. In each, they keep their order, in which trainers take turns."""
+    """Return the copies in groups. Each group has the order of the reads, in which trainers take turns."""
     of_buffer = np.array([quantizing.group_of.get(name, 0) for name in reads.dst_names], np.int64)
     stays = np.array([name in quantizing.in_place for name in reads.dst_names], bool)
     moved = np.flatnonzero(~stays[reads.dst_buffer])

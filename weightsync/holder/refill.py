@@ -107,7 +107,7 @@ class Refill:
         offers = {peer: offer for peers in self._peers.values() for peer, offer in peers.items()}
         reader = open_reader(self._targets, offers, may_map=self._may_map)
         with self._lock:
-            self._reader = reader  # from now on `stop` ends its reads, that of the headers too
+            self._reader = reader  # from now on `stop` ends the reads, also of headers
             if self._stopped:
                 raise TransportError(self._stopped)
         self._check(reader)
@@ -123,13 +123,13 @@ class Refill:
                 raise ReadError(peer, f"it holds {found[peer] or 'no snapshot'}, not {wanted}")
 
     def _reads(self, turn: int, portion: Portion, target: int) -> Iterator[Read]:
-        """Spread `portion` over all peers that have it. They take turns with what is not worth cutting."""
+        """Spread `portion` over all peers that have it. Peers take turns with small portions."""
         peers = [*self._peers[portion.part]]
         for i, cut in enumerate(cut_portion(portion, len(peers)), start=turn):
             yield Read(peers[i % len(peers)], HEADER_NBYTES + cut.source, target, cut.offset, cut.nbytes)
 
     def _leave(self, peers: Iterable[str], error: WeightSyncError) -> None:
-        """Go on without `peers`. Raises ReadError or DeadlineError if one of them had the last copy."""
+        """Continue without `peers`. Raises ReadError or DeadlineError if one of them had the last copy."""
         for peer in peers:
             part = next(number for number, known in self._peers.items() if peer in known)
             del self._peers[part][peer]
@@ -162,7 +162,7 @@ LEAST_CUT_NBYTES = 256 << 10
 def cut_portion(portion: Portion, num_cuts: int) -> list[Portion]:
     """Cut `portion` into at most `num_cuts` portions of equal size, each of `LEAST_CUT_NBYTES` or more.
 
-    The last one may be smaller.
+    The last portion may be smaller.
     """
     step = max(-(-portion.nbytes // num_cuts), LEAST_CUT_NBYTES)
     return [
@@ -187,7 +187,7 @@ class RefillSink(Protocol):
         """Wait until the bucket's target may be written."""
 
     def land(self, bucket: int) -> None:
-        """Start moving a bucket, complete in its target, to its destination."""
+        """Start moving a bucket, complete in its target, to the destination."""
 
     def finish(self) -> None:
         """Wait until all buckets are there, then tell the engine rank."""
@@ -266,7 +266,7 @@ def _inject(sink: RefillSink, bucket: int) -> None:
 
 
 class RefillRuns:
-    """The refills of one holder's engine rank, one at a time, and the parts that it copies for its host."""
+    """The refills of one holder's engine rank, one at a time, and the holder's copies for its host."""
 
     def __init__(self, holder: str) -> None:
         self._holder = holder
@@ -310,7 +310,7 @@ class RefillRuns:
         return offer
 
     def stop(self, cause: str) -> None:
-        """Stop what runs. It then raises TransportError(`cause`)."""
+        """Stop the running refill, which then raises TransportError(`cause`)."""
         for each in [*self._running]:
             each.stop(cause)
 
@@ -334,8 +334,8 @@ def open_refill(
 ) -> Refill | Restore | BucketRestore | SecondCopyRestore:
     """Return the refill of the engine rank from `snapshot`.
 
-    `snapshots` is this holder's store, if its memory may be read. Raises StateError for a flat snapshot when
-    this holder does not write the engine rank's memory.
+    `snapshots` is this holder's store, if the store's memory may be read. Raises StateError for a flat
+    snapshot when this holder does not write the engine rank's memory.
     """
     if not snapshot.is_flat:
         second = staging.mapped.second_copy() if staging.mapped and snapshot.on_device else None

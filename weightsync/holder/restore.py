@@ -1,4 +1,4 @@
-"""Refills an engine rank from what its holder has in page-locked memory, or on the rank's GPU."""
+"""Refills an engine rank from the holder's page-locked memory, or from the rank's GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Restore:
 
 
 class BucketRestore:
-    """A refill on a device, bucket by bucket as in an update: copies what the engine rank needs.
+    """A refill on a device, bucket by bucket as in an update, only with the bytes that the rank needs.
 
     `held` has all parts of `snapshot`.
     """
@@ -113,7 +113,7 @@ class BucketRestore:
         """Release nothing: the snapshot store owns the memory."""
 
     def _portions(self, bucket: int) -> Sequence[Portion]:
-        """Return what to copy: all of the bucket if the engine rank reads the slots itself."""
+        """Return the portions to copy: all of the bucket if the engine rank reads the slots itself."""
         return self._staging.needs[bucket] if self._staging.writes else all_portions(self._plan, bucket)
 
     def _start(self, bucket: int) -> Sequence[Pending]:
@@ -159,6 +159,6 @@ class SecondCopyRestore:
 
 
 def _check(held: Held, header: SnapshotHeader) -> None:
-    """Raise ReadError if `held` is not what `header` describes."""
+    """Raise ReadError if `held` does not match `header`."""
     if (found := held.header) != header:
         raise ReadError(held.holder, f"it holds {found or 'no snapshot'}, not {header}")

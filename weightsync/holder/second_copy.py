@@ -1,4 +1,4 @@
-"""A second copy of what an engine rank needs of the weights, on its GPU, beside those that it serves."""
+"""A second copy of an engine rank's weights on the same GPU, beside the served weights."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class SecondCopy:
         address: Mapping[str, int],
         needs: Sequence[Sequence[Portion]],
     ) -> None:
-        """Allocate it. Raises TransportError when the device is short of memory.
+        """Allocate the memory. Raises TransportError if the device is short of memory.
 
-        `segments` and `address` say where the rank has what, `needs` what of each bucket, see `portion_rows`.
+        `segments` and `address` give the places of the rank's tensors. `needs` gives the needed portions of
+        each bucket. See `portion_rows`.
         """
         places, end = [], 0
         for portions in needs:
@@ -68,9 +69,9 @@ class SecondCopy:
         self._holds: tuple[int, str] | None = None
 
     def fill(self, snapshot: Snapshot, held: Mapping[int, Held], queue: CopyQueue, timeout_s: float) -> None:
-        """Copy what the rank needs of `snapshot`, whose parts are `held`, and wait until it is there.
+        """Copy the portions of `snapshot` that the rank needs from the parts `held`, and wait for the copies.
 
-        Raises DeadlineError, and ReadError when a part was replaced meanwhile.
+        Raises DeadlineError, and ReadError if a part was replaced meanwhile.
         """
         if not self._filling.acquire(timeout=timeout_s):
             raise DeadlineError("stage", ("an earlier copy to the GPU",), timeout_s)
@@ -92,11 +93,11 @@ class SecondCopy:
             self._filling.release()
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Whether it was filled with this version, and nothing after it."""
+        """Return True if it was filled with this version, and nothing after it."""
         return self._holds == (snapshot.version, snapshot.layout)
 
     def struck(self) -> torch.Tensor | None:
-        """Return some of its memory, for faults."""
+        """Return some of the memory, for faults."""
         return self._portions[0][1] if self._portions else None
 
     def write(self) -> None:

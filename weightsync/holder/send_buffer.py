@@ -1,4 +1,4 @@
-"""What a holder sends from: a buffer in host memory, mapped checkpoints, or what its trainer rank pushes."""
+"""The sources that a holder sends from: a host buffer, mapped checkpoints, or a trainer's pushes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PART_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a piece: its offsets in the bucket and a send buffer, and `held`, the mapped bytes.
+    """Part of a piece: the offsets in the bucket and a send buffer, and `held`, the mapped bytes.
 
     With `dtypes`, `held` is cast from the first to the second.
     """
@@ -180,7 +180,7 @@ class MappedSendBuffer:
 def _held(
     plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
 ) -> Iterator[tuple[Piece, torch.Tensor, tuple[torch.dtype, torch.dtype]]]:
-    """Yield each piece, its mapped bytes, and their dtype before and after the cast."""
+    """Yield each piece with the mapped bytes, and the dtypes before and after the cast."""
     layout = export.layout.rank_layout()
     segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, layout)]
     offsets = [[segment.box.offset for segment in held] for held in segments]
@@ -221,7 +221,7 @@ SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer | PushedShare
 def send_buffer_for(
     plan: Plan, trainer: int, source: str, device: str, before: Plan | None, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
-    """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if its layout is unchanged.
+    """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if the layout is unchanged.
 
     `source` is the device in the rank's layout, or `PUSHED`; `device` is the holder's. `before` is the plan
     that `send_buffer` was made for. Closes `send_buffer` if it is not reused. Raises TransportError when the
@@ -248,7 +248,7 @@ def send_buffer_for(
 
 
 def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
-    """Return the content for a snapshot of the send buffer, if it keeps what was published."""
+    """Return the content for a snapshot of the send buffer, if the buffer stores the published bytes."""
     if isinstance(send_buffer, PushedShare):
         return None
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer

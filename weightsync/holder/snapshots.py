@@ -49,7 +49,7 @@ class FlatSnapshot:
         """`live`: uint8, one dimension, on one device."""
         self._live, self._names = live, sorted(live)  # `live` is kept, as addresses are used
         self._address: Callable[[str], int]
-        if isinstance(live, MappedTensors):  # what is not copied yet is not mapped
+        if isinstance(live, MappedTensors):  # parts that are not copied yet are not mapped
             self.is_on_device, nbytes, self._address = True, live.nbytes, live.address
         else:
             self.is_on_device = any(each.is_cuda for each in live.values())
@@ -94,8 +94,9 @@ class FlatSnapshot:
         return partial(cuda.copy, stream=torch.cuda.current_stream())
 
     def _parts(self, held: torch.Tensor, first: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where a part of a buffer is, where in `held` it belongs, and its bytes."""
-        # A model has tens of thousands of buffers, and a refill hundreds of steps: each looks at its own.
+        """Yield for each part of a buffer its address, the address in `held`, and the bytes."""
+        # A model has tens of thousands of buffers, and a refill hundreds of steps. So a step only visits the
+        # buffers that it fills.
         at, end = bisect_right(self._starts, first) - 1, first + len(held)
         for number in range(at, bisect_left(self._starts, end)):
             start, name = self._starts[number], self._names[number]
@@ -109,7 +110,7 @@ logger = logging.getLogger("weightsync.holder.snapshots")
 HEADER_NBYTES = 4096
 """Size of the snapshot header in front of a part. It is all zero while the part changes."""
 _STEP_NBYTES = 64 << 20
-"""Bytes of one read from another holder: each has a deadline, and between two the copy can be ended."""
+"""Bytes of one read from another holder. Each read has a deadline, and a copy can be ended between reads."""
 
 _headers = msgspec.json.Decoder(SnapshotHeader)
 _Served: TypeAlias = tuple[SharedBuffer, Server]
@@ -202,7 +203,8 @@ class SnapshotStore:
     def reserve_spares(self, parts: Mapping[int, int]) -> dict[int, Sequence[Offer]]:
         """Allocate memory for two versions of each of `parts`, bytes by number, and free other spares.
 
-        Returns how both are read. A staging that still runs ends. Raises TransportError when memory is short.
+        Returns the offers of both versions. A staging that still runs ends. Raises TransportError if memory
+        is short.
         """
         turn = self.begin_staging()
         for part in self._spares.keys() - parts.keys():
@@ -225,10 +227,10 @@ class SnapshotStore:
     def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
         """Map and page-lock other holders' parts, so that no refill waits for it.
 
-        `offers` has all memory of each part. What else was mapped of it is unmapped. Raises PeerLostError
-        when a holder is gone.
+        `offers` has all memory of each part. Other mapped memory of these parts is unmapped. Raises
+        PeerLostError if a holder is gone.
         """
-        with self._mapping:  # a call that its driver has given up may still run
+        with self._mapping:  # a call that the driver has given up may still run
             for part, its in offers.items():
                 self._map(part, its)
 
@@ -423,7 +425,7 @@ def read_headers(
 
 
 def encode_header(header: SnapshotHeader | None) -> bytes:
-    """Return what stands in front of a part: `HEADER_NBYTES` bytes, zeros without a `header`."""
+    """Encode the header before a part: `HEADER_NBYTES` bytes, all zero without a `header`."""
     return (msgspec.json.encode(header) if header else b"").ljust(HEADER_NBYTES, b"\0")
 
 

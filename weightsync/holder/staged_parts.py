@@ -23,18 +23,19 @@ _CHUNK_NBYTES = 4 << 20
 
 
 class StagedParts:
-    """Fills the spare memory of a snapshot store, and digests what lies there.
+    """Fills the spare memory of a snapshot store, and digests it.
 
     Attributes:
-        memory: what was allocated.
+        memory: the allocated memory.
     """
 
     def __init__(
         self, plan: Plan, store: SnapshotStore, parts: Sequence[int], engine: DeviceStaging | None
     ) -> None:
-        """Reserve memory for two versions of each of `parts`. Raises TransportError when it is short.
+        """Reserve memory for two versions of each of `parts`. Raises TransportError if memory is short.
 
-        If `engine`, reserve a second copy of its engine rank's weights, too, where its GPU has the memory.
+        If `engine`, also reserve a second copy of the engine rank's weights, if the rank's GPU has the
+        memory.
         """
         self._plan, self._store, self._engine = plan, store, engine
         offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})

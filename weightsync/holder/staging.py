@@ -32,20 +32,20 @@ class Staging(Protocol):
 
     @property
     def mapped(self) -> DeviceStaging | None:
-        """The memory of other processes on its device. None in host memory, where nobody exports any."""
+        """The memory of other processes on the device. None in host memory, which nobody exports."""
 
     def forget_engine(self) -> None:
         """Use the engine rank's memory no more, if any is mapped."""
 
     def unmap_forgotten(self) -> None:
-        """Start to unmap what was forgotten."""
+        """Start to unmap forgotten memory."""
 
     @property
     def fills_late(self) -> bool:
-        """Whether a bucket is filled only once what `fill` returned was waited for."""
+        """Return True if a bucket is filled only after waiting for the result of `fill`."""
 
     def queue(self) -> AbstractContextManager[None]:
-        """Return a context for `fill` and its broadcasts: on a device, a stream."""
+        """Return a context for `fill` and for broadcasts: on a device, a stream."""
 
     def mark(self, what: str, timeout_s: float) -> Pending:
         """Return the end of all work queued so far. A DeadlineError after `timeout_s` calls it `what`."""
@@ -57,7 +57,7 @@ class Staging(Protocol):
         """Return the host buffers that a refill reads buckets into, in turn."""
 
     def put(self, bucket: int, timeout_s: float) -> None:
-        """Copy a bucket from its target to its slot. Raises DeadlineError."""
+        """Copy a bucket from its target to the bucket's slot. Raises DeadlineError."""
 
     def at(self, step: Step) -> torch.Tensor:
         """Return the memory that `step` is sent from or received in: uint8, one dimension."""

@@ -1,4 +1,4 @@
-"""A trainer rank's weights as its holder sees them: tensors in either memory."""
+"""A trainer rank's weights as the holder sees them: tensors in either memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BATCH = 64
 
 
 def copied_parts(plan: Plan, trainer: int, send_buffer: torch.Tensor) -> Iterator[Part]:
-    """Yield the parts that `trainer` sends, as views of its send buffer, or of a copy: uint8[n]."""
+    """Yield the parts that `trainer` sends, as views of the send buffer or of a copy: uint8[n]."""
     for piece in plan.trainer_pieces(trainer):
         held = send_buffer[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
         yield piece.tensor, piece.box, held.view(_dtype(plan, piece.tensor)).view(piece.box.extent)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.holder.quantizing_copy import QuantizingCopy
 
     Direct: TypeAlias = DirectCopy | QuantizingCopy
-    """Copies that digest what the engine rank then holds."""
+    """Copies that digest the engine rank's resulting tensors."""
 
 logger = logging.getLogger("weightsync.holder.update")
 
@@ -51,7 +51,7 @@ class BucketConsumer(ABC):
     @property
     @abstractmethod
     def taking(self) -> bool:
-        """Whether the engine rank takes part and has not been given up."""
+        """Return True if the engine rank takes part and has not been given up."""
 
     def wait_free(self, bucket: int) -> None:  # noqa: B027 - by default `Staging.fill` waits on the device
         """Wait until the slot that `bucket` goes to may be filled."""
@@ -62,9 +62,10 @@ class BucketConsumer(ABC):
 
     @abstractmethod
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
-        """Wait until the engine rank has all `num_buckets`. If they are not all, it has the others.
+        """Wait until the engine rank has `num_buckets` buckets.
 
-        `live`: the digests of its memory, if they are taken here.
+        If they are not all of the plan's (`is_all`), the rank already has the other buckets. `live` digests
+        the rank's memory, if this process does so.
         """
 
     @abstractmethod
@@ -86,8 +87,8 @@ def open_consumer(
     """Return the consumer for the engine rank behind `feed`, in an update or, from `snapshot`, in a refill.
 
     A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot or if it quantises, else
-    a `FeedConsumer`. `only`: of the buckets that come, those to write; None for all. Raises StateError if all
-    others are copied directly, and the rank has not allowed to write what is quantised.
+    a `FeedConsumer`. `only`: the buckets to write; None for all. Raises StateError if all other buckets are
+    copied directly, and the rank has not allowed the holder to write quantised bytes.
     """
     taker = feed if feeding else None
     if (memory := staging.mapped) and feed:
@@ -211,7 +212,7 @@ class WriteConsumer(BucketConsumer):
 
 
 class QuantizingConsumer(WriteConsumer):
-    """Quantises buckets into the engine rank's memory if it takes part, and tells it what was made."""
+    """Quantises buckets into a participating engine rank's memory, and sends the rank the digests."""
 
     def offer(self, bucket: int) -> None:
         if self._feed and self.taking:
@@ -277,7 +278,10 @@ def pump(
     arrived: Callable[[int], None],
     consumer: BucketConsumer,
 ) -> None:
-    """Start buckets, up to `num_ahead` at once. Call `arrived` for each, then offer it to `consumer`."""
+    """Start buckets, up to `num_ahead` at once.
+
+    Calls `arrived` for each bucket, then offers the bucket to `consumer`.
+    """
     ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
     def hand_over() -> None:
