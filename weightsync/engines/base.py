@@ -22,7 +22,7 @@ Segments = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of a prompt, see `Rollout` for its fields."""
+    """One completion of a prompt. `Rollout` describes the fields."""
 
     tokens: list[int]
     segments: Segments
@@ -34,18 +34,18 @@ class Completion:
 class Rollout:
     """Completions of one call: `n` in a row for the first prompt, then `n` for the second, and so on.
 
-    Log-probabilities are the model's own: the log-softmax of its logits in float32, before temperature,
-    `top_p` and the like. At temperature 1, without those, they are the distribution that was sampled from.
-    The version that made a token gave its log-probability, too.
+    Log-probabilities are the model's own: the log-softmax of the logits in float32, before temperature,
+    `top_p` and the like. At temperature 1, without `top_p` and the like, they are the distribution that was
+    sampled from. A token and its log-probability come from the same version.
 
     Attributes:
         tokens: one list of new token ids per completion.
-        segments: per completion, the versions that made its tokens: pairs of a version and a number of
+        segments: per completion, the versions that made the tokens: pairs of a version and a number of
             tokens. There is more than one pair if updates came in between, see ``sync.pause``.
-        logprobs: per completion, the log-probability of each of its tokens, unless they were left out.
+        logprobs: per completion, the log-probability of every token, unless they were left out.
         finish_reasons: per completion, ``stop``, ``length`` or ``abort``, which is a pause that cut it short.
             An engine may have more words, for settings of its own.
-        adapter, adapter_version: the adapter that answered, and its version; empty and 0 without one.
+        adapter, adapter_version: the adapter that answered, and its version; empty and 0 without an adapter.
         texts: the completions as texts, without stop strings and special tokens, if prompts were texts.
     """
 
@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Per completion, the versions that made its first and its last token."""
+        """Per completion, the versions that made the first and the last token."""
         return [(each[0][0], each[-1][0]) for each in self.segments]
 
     @property
@@ -98,7 +98,7 @@ class DraftCounts:
     num_accepted: int = 0
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return what was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         return DraftCounts(self.num_drafted - earlier.num_drafted, self.num_accepted - earlier.num_accepted)
 
     @property
@@ -108,11 +108,11 @@ class DraftCounts:
 
 
 class Engine(Protocol):
-    """One inference engine, with all its ranks, in the process of its actor.
+    """One inference engine with all ranks, in the process of the engine's actor.
 
     The driver calls most methods through the actor. Methods block and are called from worker threads. An
-    engine serves nothing until its first ``resume(version)``. What only some engines can do are protocols of
-    their own: `Generates`, `ExportsMemory`, `ExportsAhead`, `Sleeps`, `HasRankProcesses`.
+    engine serves nothing until the first ``resume(version)``. Abilities of only some engines have their own
+    protocols: `Generates`, `ExportsMemory`, `ExportsAhead`, `Sleeps`, `HasRankProcesses`.
     """
 
     def layout(self) -> Sequence[RankLayout | LayoutTable]:
@@ -125,23 +125,23 @@ class Engine(Protocol):
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect rank i to its holder by ``tickets[i]``. Returns each rank's plan digest and export.
 
-        Called once per membership epoch. When it returns, every rank has mapped its holder's memory and
-        exchanged one message with it. Connections of an earlier epoch are closed. If a rank exports its live
-        memory, its holder writes it while `load` waits.
+        Called once per membership epoch. When it returns, every rank has mapped the memory of its holder and
+        exchanged one message with the holder. Connections of an earlier epoch are closed. If a rank exports
+        its live memory, the holder writes this memory while `load` waits.
         """
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens.
 
-        Mode ``keep`` freezes running requests, ``wait`` lets them end first, ``abort`` ends them with the
-        tokens that they have. Once this returns, no rank reads its weights until ``resume``. An engine that
-        is asleep allocates the memory of its weights, so that they can be loaded. Raises DeadlineError.
+        Mode ``keep`` freezes running requests, ``wait`` lets them end first, ``abort`` ends them with their
+        tokens so far. Once this returns, no rank reads weights until ``resume``. An engine that is asleep
+        allocates memory for the weights, so that they can be loaded. Raises DeadlineError.
         """
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets from the holders, while they move.
 
-        Returns each rank's digests of what it finds in the engine afterwards. Raises EngineError or
+        Returns each rank's digests of the tensors that are in the engine afterwards. Raises EngineError or
         DeadlineError; the engine's weights are then undefined until a later ``load`` succeeds.
         """
 
@@ -174,11 +174,11 @@ class Generates(Engine, Protocol):
 class ExportsMemory(Protocol):
     """An engine that knows before ``attach`` whether its ranks will export their live memory.
 
-    Other engines may export it too, but the plan then has buckets.
+    Other engines may export memory too, but the plan then has buckets.
     """
 
     def can_export(self) -> Sequence[bool]:
-        """Return for each rank whether ``attach`` would export its live memory now.
+        """Return for each rank whether ``attach`` would export live memory now.
 
         The driver calls it in each connect, after ``layout``, if every layout has a device and buffers and
         the trainers' memory can be read.
@@ -187,10 +187,10 @@ class ExportsMemory(Protocol):
 
 @runtime_checkable
 class ExportsAhead(Protocol):
-    """An engine that knows what it will export, so that holders map it while the engine attaches."""
+    """An engine that knows its exports ahead, so that holders map them while the engine attaches."""
 
     def export(self) -> Sequence[DeviceMemory | None]:
-        """Return for each rank what ``attach`` would export now.
+        """Return for each rank the memory that ``attach`` would export now.
 
         It is called after ``layout`` when the engine joins a fleet. If ``attach`` then exports other memory,
         holders map that.
@@ -199,7 +199,7 @@ class ExportsAhead(Protocol):
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """An engine that can release its device memory between updates."""
+    """An engine that can release device memory between updates."""
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Pause, then release the device memory of weights and caches. No effect while asleep.
@@ -213,7 +213,7 @@ class Sleeps(Protocol):
 
 @runtime_checkable
 class ServesAdapters(Protocol):
-    """An engine with slots for LoRA adapters, which are updated apart from its weights."""
+    """An engine with slots for LoRA adapters, which are updated apart from the weights."""
 
     def open_adapter(self, spec: AdapterSpec) -> Engine:
         """Return an `Engine` that updates an adapter, in slots that it takes.
@@ -227,18 +227,18 @@ class ServesAdapters(Protocol):
 
 @runtime_checkable
 class HasComponents(Protocol):
-    """An engine that may serve more than its model, such as a draft."""
+    """An engine that may serve more than a model, such as a draft."""
 
     def use_components(self, components: Components) -> None:
-        """Treat its components as `SyncConfig.components` says, from the next ``layout`` on.
+        """Treat the engine's components as `SyncConfig.components` says, from the next ``layout`` on.
 
-        Called in each connect, before ``layout``, if they are others than before.
+        Called in each connect, before ``layout``, if the components changed.
         """
 
 
 @runtime_checkable
 class CountsDrafts(Protocol):
-    """An engine that can say how many of its drafted tokens its model accepted."""
+    """An engine that can count the drafted tokens that the model accepted."""
 
     def draft_counts(self) -> DraftCounts | None:
         """Return the counts since the engine started. None if it does not speculate, or does not count."""
@@ -246,10 +246,10 @@ class CountsDrafts(Protocol):
 
 @runtime_checkable
 class CachesPrefixes(Protocol):
-    """An engine that caches what it computed of a prompt for other requests, and may do so by version."""
+    """An engine that caches computed prompts for other requests, and may separate the caches by version."""
 
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Do at each `resume` with other weights what `SyncConfig.prefix_cache` says.
+        """Treat cached prefixes as `SyncConfig.prefix_cache` says, at each `resume` with other weights.
 
         Called in each connect, after ``attach``. Raises ConfigError if the engine cannot do that.
         """
@@ -257,7 +257,7 @@ class CachesPrefixes(Protocol):
 
 @runtime_checkable
 class HasRankProcesses(Protocol):
-    """An engine that can run its ranks in separate processes."""
+    """An engine that can run ranks in separate processes."""
 
     def check(self) -> None:
         """Raise RankLostError once the process of a rank ended or is stopped. Never waits."""

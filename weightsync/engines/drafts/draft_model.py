@@ -1,4 +1,4 @@
-"""A draft model in an engine's rank, and which of its modules and tensors are its own."""
+"""A draft model in an engine's rank, with the modules and tensors that the target does not share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def own_tensors(draft: torch.nn.Module, target: torch.nn.Module) -> dict[str, to
 
 
 def shares_weights(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
-    """Whether a draft has parameters of the target. Shared modules without any do not count."""
+    """Return True if a draft has parameters of the target. Shared modules without any do not count."""
     theirs = {each.untyped_storage().data_ptr() for each in target.parameters() if each.numel()}
     own = {id(module) for _, module in own_modules(draft, target)}
     return any(

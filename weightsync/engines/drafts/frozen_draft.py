@@ -1,4 +1,4 @@
-"""A draft model that updates leave as it is: its bytes are compared after each of them."""
+"""A draft model that updates do not change: its bytes are compared after each update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FrozenDraft:
         self._began = self._take()
 
     def describe(self) -> Draft:
-        """Return what the driver compares with other engines' drafts."""
+        """Return the description that the driver compares with other engines' drafts."""
         held = own_tensors(self._draft.model, self._target)
         listed = hashlib.sha256(repr(sorted(self._began.items())).encode())
         packed = {name: each.numel() * each.element_size() for name, each in self._packed()}
@@ -38,9 +38,9 @@ class FrozenDraft:
         )
 
     def changed(self) -> list[str]:
-        """Return the names of tensors whose bytes are not what they were.
+        """Return the names of tensors whose bytes changed.
 
-        A tensor that the draft no longer shares with the target is one of them.
+        Tensors that the draft no longer shares with the target count as changed.
         """
         now = self._take()
         return sorted(
@@ -51,7 +51,7 @@ class FrozenDraft:
         held = own_tensors(self._draft.model, self._target)
         digests = self._digests.of([in_order(each.detach()) for each in held.values()])
         taken = dict(zip(held, digests.tolist(), strict=True))
-        for name, weight in self._packed():  # one at a time, since each is a copy
+        for name, weight in self._packed():  # one at a time, since every weight is a copy
             taken[f"{name}, as it is packed"] = int(tensor_digests([weight])[0])
         return taken
 

@@ -28,7 +28,7 @@ class TrainableDraft(DraftModel, ABC):
 
     @abstractmethod
     def shared(self) -> Mapping[str, str]:
-        """Return the parameters of the target that the draft uses, by the names of its own checkpoint."""
+        """Return the parameters of the target that the draft uses, by names in the draft's checkpoint."""
 
     @abstractmethod
     def load_weights(self, weights: _Weights) -> None:
@@ -40,15 +40,15 @@ class TrainableDraft(DraftModel, ABC):
 
     @abstractmethod
     def stored_otherwise(self) -> str:
-        """Return why its live parameters may differ from the loader's bytes; "" if they do not."""
+        """Return why the live parameters may differ from the loader's bytes; "" if they do not."""
 
 
 class TrainedDraft:
-    """A rank's draft, joined with its target.
+    """A rank's draft, joined with the target.
 
     Attributes:
         draft: the draft.
-        modules: the modules of both, those of the draft under names that begin with `DRAFT`.
+        modules: the modules of both; names of the draft's modules begin with `DRAFT`.
     """
 
     def __init__(self, draft: TrainableDraft, target: torch.nn.Module) -> None:
@@ -56,11 +56,11 @@ class TrainedDraft:
         self.modules = _Served(target, draft.model)
 
     def describe(self) -> Draft:
-        """Return what the driver is told. The tensors are in the layout."""
+        """Return the description for the driver. The tensors are in the layout."""
         return Draft(self.draft.method, self.draft.path, trained=True)
 
     def join(self, target: Checkpoint) -> Checkpoint:
-        """Return the tensors of both. What the draft shares is tied to the target's tensor."""
+        """Return the tensors of both. Shared tensors of the draft are tied to the target's tensors."""
         own = self.draft.checkpoint()
         names, aliases = {meta.name for meta in target.tensors}, dict(target.tied)
         shared = [(name, aliases.get(held, held)) for name, held in self.draft.shared().items()]

@@ -1,1 +1,1 @@
-"""Writes weights into an engine's model, or has its loader do so."""
+"""Writes weights into an engine's model, directly or by the engine's loader."""

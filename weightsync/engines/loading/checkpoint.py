@@ -1,4 +1,4 @@
-"""The full-precision checkpoint of an engine's model, without its bytes."""
+"""The full-precision checkpoint of an engine's model, without the bytes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Checkpoint:
     """The tensors of the full-precision checkpoint of a model, without their bytes.
 
     Attributes:
-        tied: its (alias, canonical) names.
+        tied: pairs of (alias, canonical) names.
         linears: weights of linear layers, which an engine's own checkpoint may have quantised.
-        converts, stored: what the engine makes of the tensors, see `RankLayout`.
+        converts, stored: the engine's conversion of the tensors, see `RankLayout`.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -49,9 +49,10 @@ class Checkpoint:
 
 
 def checkpoint_of(folder: ModelFolder, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint of transformers' model of a folder, with the names that its files have.
+    """Return the checkpoint of a folder's model in transformers, with the names in the files.
 
-    Raises ConfigError if transformers has no model for it, or computes tensors from those of the files.
+    Raises ConfigError if transformers has no model for the folder, or computes tensors from the files'
+    tensors.
     """
     return checkpoint_of_model(folder.build(dtype, "meta"), folder.path)
 

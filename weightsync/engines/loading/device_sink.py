@@ -13,10 +13,10 @@ from weightsync.protocol.messages import Digests, HolderDigests
 
 
 class DeviceSink:
-    """A Sink that copies each bucket to the device as a whole, and has one kernel write its pieces.
+    """A Sink that copies whole buckets to the device, where one kernel writes all pieces.
 
-    The tensors of an adapter are many and small. One by one, each copy and each digest would wait for the
-    device.
+    The tensors of an adapter are many and small. If they were copied one by one, each copy and each digest
+    would wait for the device.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DeviceSink:
             for piece, (_, _, data) in zip(placed, pieces, strict=True):
                 held = data.reshape(-1).view(torch.uint8)
                 self._bucket[piece.offset : piece.offset + piece.nbytes].copy_(held)
-        torch.cuda.current_stream().synchronize()  # the kernel has a stream of its own
+        torch.cuda.current_stream().synchronize()  # the kernel runs on another stream
         self._writer.take(bucket, pieces)
 
     def written(self, by_holder: HolderDigests | None = None) -> None:

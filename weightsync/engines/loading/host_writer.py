@@ -124,7 +124,7 @@ class _Gathered:
     """Digests small views with gaps in host memory, from copies without gaps. Groups share their memory."""
 
     def __init__(self, plan: Plan, shares: Sequence[_Share]) -> None:
-        """`shares` have no more than `GATHERED_NBYTES` each."""
+        """A share has at most `GATHERED_NBYTES`."""
         self._memory = torch.empty(GATHERED_NBYTES if shares else 0, dtype=torch.uint8)
         self._views = [view for _, _, view in shares]
         self._copies: list[torch.Tensor] = []
@@ -152,12 +152,12 @@ class _Gathered:
 
 
 def _is_packed(view: torch.Tensor) -> bool:
-    """Whether a view fits a table: on the host, contiguous, and aligned to its elements."""
+    """Return True if a view fits a table: on the host, contiguous, with aligned elements."""
     return view.device.type == "cpu" and view.is_contiguous() and view.data_ptr() % view.element_size() == 0
 
 
 def _chunks(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
-    """Yield the parts of a box, and the byte of the box at which each starts."""
+    """Yield the parts of a box, and the byte of the box at which the part starts."""
     at = 0
     for part in box.split(CHUNK_NBYTES // itemsize):
         yield part, at

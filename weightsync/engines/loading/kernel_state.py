@@ -1,8 +1,8 @@
-"""What kernels keep of a model's weights in objects beside its modules, such as the scales of experts.
+"""Weights that kernels keep in objects beside a model's modules, such as the scales of experts.
 
-vLLM's experts read their scales through a configuration that their quantisation method holds. A reload makes
-another, of tensors that it then copies into the live parameters. From then on the configuration holds memory
-that no later update writes.
+vLLM's experts read scales through a configuration in the quantisation method. A reload makes a new
+configuration, of tensors that it then copies into the live parameters. From then on the configuration refers
+to memory that no later update writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _HOLDERS = "quant_method", "scheme"
-"""Attributes of modules that hold what kernels need."""
+"""Attributes of modules with the objects that kernels need."""
 
 
 class KernelState:

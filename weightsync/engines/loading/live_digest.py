@@ -19,7 +19,7 @@ from weightsync.protocol.messages import Digests, LiveDigest
 from weightsync.quantising.stored_places import StoredPlaces
 
 _OF_CACHES = ("kv_cache_dtype", "k_scale_float")
-"""Attributes of vLLM's attention, and of SGLang's, which has scales of its cache."""
+"""Attributes of attention layers in vLLM and in SGLang, which have scales of the cache."""
 _OF_RANKS = (
     "_expert_map",
     "expert_mask",
@@ -66,7 +66,7 @@ class TensorDigests:
 
 
 class LiveParameters:
-    """The `parameters_of` a model whose loader converts tensors, laid out as its kernels read them.
+    """The `parameters_of` a model whose loader converts tensors to the layout that kernels read.
 
     Attributes:
         model: the model that serves.
@@ -80,9 +80,9 @@ class LiveParameters:
         self._places: StoredPlaces | None = None
 
     def use(self, places: StoredPlaces) -> None:
-        """Digest what is stored in place of parameters that hold nothing else.
+        """Digest the stored tensors instead of parameters that hold nothing else.
 
-        An update has the first of these digests already, when it has compared what lives.
+        When an update has compared the live parameters, it already has these digests.
         """
         self._places, self._kind = places, ""
 
@@ -95,11 +95,11 @@ class LiveParameters:
         self._follow(self._found)
 
     def digest(self, is_found: bool = False, stored: Digests | None = None) -> LiveDigest:
-        """Return their digest. On a GPU it takes one launch, after the first time.
+        """Return the parameters' digest. On a GPU this takes one launch, except for the first time.
 
         Args:
             is_found: no parameter was replaced or moved since the last `find`.
-            stored: the digests of what is stored, by the places that are used, if they were just taken.
+            stored: the digests of the stored tensors, by the used places, if they were just taken.
         """
         if not is_found or self._found is None:
             self.find()
@@ -113,7 +113,7 @@ class LiveParameters:
 
     @property
     def can_export(self) -> bool:
-        """Whether they are in memory that holders map."""
+        """Return True if they are in memory that holders map."""
         return self._device.type == "cuda"
 
     def export(self) -> LiveMemory:
@@ -128,7 +128,7 @@ class LiveParameters:
         return LiveMemory(self._kind, memory)
 
     def _beside(self, held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that hold more than what is stored, each in one dimension."""
+        """Return the parameters that hold more than stored tensors, each as one dimension."""
         num_stored = self._places.num_elements if self._places else {}
         return [in_order(each) for name, each in held.items() if num_stored.get(name) != each.numel()]
 
@@ -139,7 +139,7 @@ class LiveParameters:
 
 
 class EqualLoads:
-    """Compares what a load made of live parameters with what the last load of equal tensors made."""
+    """Compares the live parameters after a load with those after the last load of equal tensors."""
 
     def __init__(self, parameters: LiveParameters | None) -> None:
         """`parameters` are digested after a load that has not digested them. None: such loads pass."""
@@ -147,11 +147,11 @@ class EqualLoads:
         self._last: tuple[bytes, LiveDigest] | None = None
 
     def require(self, given: Digests, live: LiveDigest | None) -> None:
-        """Raise StateError if equal tensors made other bytes, as where a loader packs packed bytes.
+        """Raise StateError if equal tensors made other bytes, as if a loader packs packed bytes.
 
         Args:
             given: the digests of the tensors that the loader got.
-            live: of what it made of them, if that was taken.
+            live: the digest of the resulting parameters, if it was taken.
         """
         live = live or (self._parameters.digest() if self._parameters else None)
         if live is None:
@@ -162,7 +162,10 @@ class EqualLoads:
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor without gaps as its memory is, in one dimension: transposed ones are read far faster."""
+    """View a tensor without gaps in memory order, as one dimension.
+
+    Transposed tensors are read far faster in memory order.
+    """
     if extent_nbytes(tensor) != tensor.numel() * tensor.element_size():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -205,7 +208,7 @@ def _may_be_made_of_weights(name: str, value: object) -> bool:
 
 
 def kind_of(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> str:
-    """Return what is equal for equal names, shapes, strides and dtypes in the same kind of memory."""
+    """Return a key of names, shapes, strides, dtypes and the kind of memory."""
     kind = hashlib.sha256(_where(device).encode())
     for name, each in tensors:
         kind.update(f"{name} {tuple(each.shape)} {each.stride()} {each.dtype};".encode())

@@ -31,14 +31,14 @@ class LiveWriter:
     """A Sink for parameters that hold slices of the checkpoint's bytes, as `layout` says.
 
     Args:
-        layout: its segments say which box of which tensor is where in which buffer.
+        layout: the segments say which box of which tensor is where in which buffer.
         live: the buffers by name.
         slots: the bucket slots, uint8, as in `EngineFeed.slots`.
         readable: whether there is memory behind the buffers' addresses now. A sleeping engine has none.
         views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
         casts: as `EngineFeed.casts`. Pieces are copied, not slots, and holders do not write the memory.
-        late: `export` will be called. It starts what digests memory on a device, on another thread, and the
-            first load waits for that.
+        late: `export` will be called. It prepares digests of memory on a device, on another thread, and the
+            first load waits for them.
     """
 
     @collector_paused
@@ -70,7 +70,7 @@ class LiveWriter:
             self._device.copies()
             self._device.digest_table()
         elif self._device and not late:
-            self._device.digests()  # its first use compiles
+            self._device.digests()  # the first use compiles
 
     def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
         """Start a load. `live` are the engine's current buffers; None if it knows that none moved.
@@ -98,7 +98,7 @@ class LiveWriter:
             self._device.prepare_digests()
 
     def written(self, by_holder: HolderDigests | None = None) -> None:
-        """Note that all further buckets are in memory, and what the holder digested there."""
+        """Note that all further buckets are in memory, with the holder's digests of them."""
         self._next = self._plan.num_buckets
         self._by_holder = by_holder.wholes if by_holder else None
 
@@ -121,8 +121,8 @@ class LiveWriter:
     def digests(self) -> Digests:
         """Return the digests of live memory.
 
-        They are the holder's, if it took them. The first time this rank takes them too: if the two differ,
-        the holder reads other memory, and its digests are not used.
+        If the holder took digests, they are returned. The first time, this rank takes digests too: if the two
+        differ, the holder reads other memory, and the holder's digests are not used.
         """
         if self._by_holder is not None and self._trusts_holder:
             return self._by_holder
@@ -176,7 +176,7 @@ class _DeviceTables:
         self._stream.synchronize()
 
     def digest_table(self) -> DigestTable:
-        """Return the digest table. Raises what making it raised."""
+        """Return the digest table. Raises the error of making it."""
         if self._made is None:
             made = Future[DigestTable]()
             made.set_result(self._make())
@@ -205,7 +205,7 @@ class Missing:
         self._left = [meta.numel for meta in plan.tensors]
 
     def count(self, tensor: int, box: Box) -> bool:
-        """Count one piece. Returns whether its tensor is now complete."""
+        """Count one piece. Returns True if the piece's tensor is now complete."""
         self._left[tensor] -= box.numel
         return self._left[tensor] == 0
 

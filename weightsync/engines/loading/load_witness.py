@@ -27,10 +27,10 @@ class LoadWitness:
             fill_pattern(each)
 
     def left(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of tensors that the load did not fill, of those which the witness filled.
+        """Return the names of tensors that the witness filled and the load did not.
 
         Args:
-            tensors: what lives under these names now.
+            tensors: the live tensors, by name.
         """
         return [name for name, each in tensors.items() if name in self._names and has_pattern(each)]
 

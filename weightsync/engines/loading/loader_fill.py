@@ -1,4 +1,4 @@
-"""Counts how much of a model its loader has filled, tensor by tensor, and leads each write to memory.
+"""Counts the elements that a model's loader has filled, per tensor, and leads each write to memory.
 
 While vLLM reloads a module, the module's parameters are on the meta device. vLLM keeps each tensor that goes
 through a parameter's ``weight_loader``, and loads it again once the module has memory. Other writes, such as
@@ -25,8 +25,8 @@ class ToFill:
 
     Attributes:
         tensor: the tensor when the loader runs; may be on the meta device.
-        numel: how many of its elements a checkpoint has; the others are padding.
-        needed: whether an update without it is incomplete even if no tensor of this name came.
+        numel: the number of elements in a checkpoint; the other elements are padding.
+        needed: an update without this tensor is incomplete, even if no tensor of this name arrived.
     """
 
     tensor: torch.Tensor
@@ -67,7 +67,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def writes_directly(self) -> bool:
-        """Whether a write was led to memory, as the engine would have lost it."""
+        """Return True if a write was led to memory, as the engine would have lost it."""
         return bool(self._memories)
 
     def take_direct(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return direct
 
     def dtype_of(self, source: torch.Tensor) -> torch.dtype:
-        """Return the dtype of what `source` was copied to first, or its own if it was not."""
+        """Return the dtype of the first copy of `source`, or of `source` if there was no copy."""
         return self._dtypes.get(storage_number(source), source.dtype)
 
     def missing(self, handed: Iterable[str] = ()) -> list[str]:
@@ -138,7 +138,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return target if is_direct else outcome
 
     def _note(self, name: str, view: torch.Tensor, source: torch.Tensor) -> int:
-        """Count a write, and return its elements. Those that a copy repeats did not come."""
+        """Count a write. Returns its number of elements, without elements that a copy repeats."""
         key = (name, view.storage_offset(), view.shape, view.stride())
         if key in self._seen:
             return 0

@@ -141,7 +141,7 @@ _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A layout with live buffers, and the tensors that its buffers name."""
+    """A layout with live buffers, and the tensors of these buffers."""
 
     layout: RankLayout
     live: dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
-"""Transformers' classes that choose a model by its configuration, in the order in which they are asked."""
+"""Transformers' classes that choose a model by configuration, in the order of asking."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
 
@@ -27,13 +27,13 @@ _MOST = 300
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Where a model's own configuration is, which an engine may have changed in its copy.
+    """The place of a model's own configuration. An engine may have changed its copy.
 
     Attributes:
         path: a folder, or a name on the hub.
         trust_remote_code: run the code that comes with the model, if it has any.
         revision: of a model on the hub.
-        overrides: fields of the configuration that a user has set otherwise.
+        overrides: fields of the configuration that a user has changed.
         change: changes the configuration after that.
     """
 
@@ -44,7 +44,7 @@ class ModelFolder:
     change: Callable[[Any], Any] | None = None
 
     def config(self) -> PreTrainedConfig:
-        """Read the configuration. Raises ConfigError if transformers does not know its type."""
+        """Read the configuration. Raises ConfigError if transformers does not know the model's type."""
         return self._read()[0]
 
     def has_tokenizer(self) -> bool:
@@ -63,7 +63,7 @@ class ModelFolder:
         return found
 
     def end_tokens(self) -> list[int]:
-        """Return the tokens with which the model ends a text: the folder's own, or its configuration's."""
+        """Return the tokens that end a text: the folder's own, or else the configuration's."""
         import transformers
 
         try:
@@ -98,7 +98,7 @@ class ModelFolder:
                 given["trust_remote_code"] = self.trust_remote_code
             reader = kind.config_class if kind else transformers.AutoConfig
             config = reader.from_pretrained(self.path, **given)
-        except Exception as error:  # transformers, its hub and a model's own code have many kinds
+        except Exception as error:  # transformers, the hub and a model's own code raise many kinds
             raise ConfigError("model", self.path, _remedy(str(error))) from error
         return self.change(config) if self.change else config, kind
 

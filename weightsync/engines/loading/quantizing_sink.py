@@ -16,7 +16,7 @@ from weightsync.quantising.quantizing_tables import QuantizingTables
 
 
 class QuantizingSink:
-    """A Sink that quantises what arrives into live parameters. Digests are of the whole tensors.
+    """A Sink that quantises arriving tensors into live parameters. Digests are of the whole tensors.
 
     Attributes:
         live: the digest of the live parameters.
@@ -38,7 +38,8 @@ class QuantizingSink:
         """Quantise the tensors that a bucket completes, and write them."""
         assert bucket == self._next
         if self._memory is None:
-            # Not kept between updates, in which the engine needs its memory. Mostly it is the same again.
+            # Freed between updates, when the engine needs the memory. Mostly the next update gets the same
+            # memory again.
             self._memory = torch.empty(self._tables.nbytes, dtype=torch.uint8, device=pieces[0][2].device)
             self._tables.bind(self._memory)
         stream = torch.cuda.current_stream()
@@ -52,7 +53,7 @@ class QuantizingSink:
         self.quantized, self.is_copied = by_holder, by_holder is None
 
     def finish(self) -> None:
-        """Compare what lives with what was stored."""
+        """Compare the live parameters with the stored bytes."""
         if self.is_copied:
             return
         if not self.quantized and self._next != self._plan.num_buckets:

@@ -1,10 +1,10 @@
 """Finds where a reload puts each tensor of a quantised checkpoint, without changing weights.
 
 vLLM reloads a module at a time: it fills new parameters, processes them for its kernels, and copies them into
-the live ones. A dispatch mode sees both copies, and skips them. SGLang's loader copies into the live ones at
-once. Where processing changes no byte, as for FP8
-on Hopper GPUs, the two together say where each element of the checkpoint lives. Anything else that is done
-with these bytes, such as packing for Marlin kernels, is refused.
+the live ones. A dispatch mode sees both copies, and skips them. SGLang's loader copies into the live
+parameters at once. If processing changes no byte, as for FP8 on Hopper GPUs, the two copies show where each
+element of the checkpoint lives. Any other treatment of these bytes, such as packing for Marlin kernels, is
+refused.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _READ_NOTHING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """What a reload does to live parameters.
+    """The effects of a reload on live parameters.
 
     Attributes:
-        segments: where it puts tensors, in the dtypes of live parameters, to which the loader casts.
-        fills: the padding that it fills where it lives: the name of the parameter, a view, and the value.
+        segments: where the reload puts tensors, in the dtypes of live parameters, to which the loader casts.
+        fills: the padding that the reload fills in place: the name of the parameter, a view, and the value.
     """
 
     segments: tuple[Segment, ...]
@@ -51,14 +51,13 @@ def trace_reload(
     stored: Sequence[TensorMeta],
     make_loader: Callable[[], Loader],
 ) -> Reload:
-    """Run a reload on placeholders of `stored`, and return what it does to `live`, which does not change.
+    """Return the effects of a reload of `stored` on `live`, by placeholders, without changing `live`.
 
     Args:
         live: parameters whose bytes must all come from `stored`, by name.
         make_loader: begins a reload of `model`.
 
-    Raises:
-        UnprovableError: the reload does more than copy, or leaves a byte of `live` as it was; says where.
+    Raises: UnprovableError: the reload does more than copy, or does not write a byte of `live`; says where.
     """
     recorder = _Recorder(model, live)
     loader = make_loader()
@@ -76,15 +75,15 @@ def trace_reload(
 
 @dataclass(slots=True)
 class _Filled:
-    """What a reload has put into new memory: segments and padding, by bytes from the start of its storage."""
+    """New memory that a reload filled: segments and padding, by bytes from the start of the storage."""
 
     segments: list[Segment] = field(default_factory=list)
     padding: list[tuple[int, int]] = field(default_factory=list)
 
     def moved(self, source: torch.Tensor, start: int) -> _Filled:
-        """Return what `source`, a dense view of this memory, holds, from byte `start` of other memory.
+        """Return the content of `source`, a dense view of this memory, moved to byte `start` of other memory.
 
-        Parts that it does not hold are left out: they leave gaps in what lives, or reach out of it.
+        Parts outside the view are left out: they leave gaps in the live parameters, or exceed them.
         """
         first, end = _start(source), _start(source) + extent_nbytes(source)
         shift = start - first
@@ -102,7 +101,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Follows placeholders into new memory, and from there into live parameters.
 
     Attributes:
-        refusal: the first thing that was more than a copy. The reload goes on, so that it ends as others do.
+        refusal: the first operation that was more than a copy. The reload continues, so that it ends
+            normally.
         fills: see `Reload`.
     """
 
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._padding: list[tuple[str, int, int]] = []
 
     def placeholders(self, stored: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tensor for each of `stored`, of host memory that nobody touches."""
+        """Yield a placeholder for each of `stored`, in host memory that nobody touches."""
         for meta in stored:
             tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="cpu")
             if tensor.numel():
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def proven(self) -> tuple[Segment, ...]:
         """Return the segments, after the proof that they fill each live byte once."""
-        # What has no new memory is loaded twice, since vLLM counts elements by loading.
+        # Tensors without new memory are loaded twice, since vLLM counts elements by loading.
         segments = tuple(joined(dict.fromkeys(self._segments)))
         buffers = tuple(meta_of(name, each) for name, each in self._wanted.items())
         padding = tuple(dict.fromkeys(self._padding))
@@ -219,7 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _fill_live(self, target: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """Note padding that is filled where it lives, and fill nothing."""
         name = self._live.get(_storage(target), "")
-        # A rank without padding fills no rows, and what fills all is no padding.
+        # A rank without padding fills no rows, and a fill of all rows is no padding.
         if name and 0 < target.numel() < self._wanted[name].numel():
             runs = padding_runs(target, _start(target) - _start(self._wanted[name]))
             self._padding += [(name, *run) for run in runs]
@@ -258,7 +258,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """Return the bytes from the start of a tensor's storage to its first element."""
+    """Return the bytes from the start of a tensor's storage to the first element."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -1,4 +1,4 @@
-"""What a traced segment of a loader is in the matrix that it fills: whole rows, and which block."""
+"""Describes a traced segment of a loader in the filled matrix: whole rows, and the block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from weightsync.plan import Box, Segment
 
 
 def is_whole_rows(segment: Segment, columns: int, itemsize: int) -> bool:
-    """Whether a segment is whole rows of a matrix, or of matrices in a stack, without gaps."""
+    """Return True if a segment is whole rows of a matrix, or of matrices in a stack, without gaps."""
     box, pitch = segment.box, columns * itemsize
     steps = zip(box.extent, segment.strides, (pitch, itemsize), strict=False)
     is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)

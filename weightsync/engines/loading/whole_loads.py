@@ -1,4 +1,4 @@
-"""The loads of a rank that takes whole tensors, since its own loader makes other bytes of them."""
+"""The loads of a rank that needs whole tensors because the engine's loader converts them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Converts(Protocol):
         """Return the model that serves."""
 
     def converted(self) -> torch.nn.Module | None:
-        """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
+        """Return the model if its loader converts tensors to the same bytes in all engines alike."""
 
     def places(self) -> StoredPlaces | None:
         """Return where live parameters hold what the loader stores; None if that is not known.
 
-        The first call finds it. No weights change. It is another object once parameters moved.
+        The first call finds the places. No weights change. Once parameters moved, another object is returned.
         """
 
 
@@ -58,7 +58,7 @@ class WholeLoads:
         takes_stored: bool,
         logger: logging.Logger,
     ) -> None:
-        """`takes_stored`: the tensors are those of the engine's own quantised checkpoint."""
+        """`takes_stored`: the tensors come from the engine's own quantised checkpoint."""
         self._host, self._feed, self._plan, self._device = host, feed, plan, device
         self._make_loader, self._takes_stored, self._logger = make_loader, takes_stored, logger
         model = host.converted()
@@ -81,7 +81,7 @@ class WholeLoads:
         return replace(export, takes_parts=self._takes_parts)
 
     def load(self, attempt: int, timeout_s: float) -> Loaded:
-        """Take one attempt's buckets, or what the holder made of them."""
+        """Load one attempt's buckets, or their conversion by the holder."""
         self._require_exported(attempt)
         sink = self._in_place_sink() or WholeSink(
             self._plan, self._make_loader, self._device, self._parameters, self._exported
@@ -126,7 +126,7 @@ class WholeLoads:
         return replace(export, places=StoredTable.of(stored), reads=self._reads)
 
     def _find_reads(self, stored: StoredExport) -> LayoutTable | None:
-        """Return what the rank needs of the plan's tensors; None if that is whole tensors."""
+        """Return the parts of the plan's tensors that the rank needs; None for whole tensors."""
         plan = self._plan
         try:
             return LayoutTable.of(reads_layout(plan.tensors, plan.tied, stored.reads(plan.tensors)))

@@ -36,7 +36,7 @@ class WholeSink:
     """A Sink that assembles whole tensors. Digests are of the loader's input.
 
     Attributes:
-        live: of what the loader made of them, if `parameters` are given.
+        live: the digest of the loader's results, if `parameters` are given.
         is_copied: the holder wrote the live parameters of an equal engine, and the loader got nothing.
         quantized: the holder quantised, and the loader got nothing. None if it did not.
     """
@@ -52,8 +52,8 @@ class WholeSink:
         """
         Args:
             make_loader: called when tensors come.
-            parameters: the live ones, if the loader makes other bytes of the tensors.
-            places: where the holder may write what it quantises.
+            parameters: the live parameters, if the loader converts tensors.
+            places: where the holder may write quantised tensors.
         """
         self._plan, self._make_loader, self._device = plan, make_loader, device
         self._loader: Loader | None = None
@@ -77,7 +77,7 @@ class WholeSink:
         self._add(complete)
 
     def finish(self) -> None:
-        """Finish the loader, or compare what lives with what the holder made."""
+        """Finish the loader, or compare the live parameters with the holder's results."""
         if self.quantized:
             assert self._places, "a holder quantised for a rank that did not allow it"
             self._stored = self._places.require(self.quantized.stored)
@@ -105,7 +105,7 @@ class WholeSink:
             self._loader.abandon()
 
     def _put(self, tensor: int, box: Box, data: torch.Tensor) -> bool:
-        """Copy a piece. Returns whether its tensor is now complete."""
+        """Copy a piece. Returns True if the piece's tensor is now complete."""
         shape = self._plan.tensors[tensor].shape
         if tensor not in self._parts:
             # New memory, since the loader keeps tensors until a module is complete.

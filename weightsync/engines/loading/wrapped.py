@@ -1,4 +1,4 @@
-"""An engine's model without the layers that LoRA wraps around its own."""
+"""An engine's model without the layers that LoRA wraps around the model's layers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 _PREFIX = "lora_base_layer_prefix"
-"""From 0.32 on, vLLM's experts are told what their loader expects in the names of wrapped layers."""
+"""An attribute of vLLM's experts from 0.32 on: the prefix in names of wrapped layers."""
 
 
 def is_lora(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer of vLLM or SGLang that LoRA wraps around another one."""
+    """Return True if a module is a layer of vLLM or SGLang that LoRA wraps around another one."""
     return type(module).__name__.endswith("WithLoRA")
 
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model without LoRA's layers until the context ends, for its loader.
+    """Remove LoRA's layers from a model until the context ends, for the loader.
 
-    Loaders then take a checkpoint's names. With the layers, names depend on vLLM's version. vLLM 0.24 and
-    SGLang 0.5.17 have none for experts, and pass over them without a word. Parameters stay the same.
+    Loaders then accept a checkpoint's names. With LoRA's layers, names depend on vLLM's version. vLLM 0.24
+    and SGLang 0.5.17 have no names for experts, and skip experts silently. Parameters stay the same.
     """
     places = [
         (parent, name, child)

@@ -1,4 +1,4 @@
-"""One adapter of an engine, which is updated like an engine of its own."""
+"""One adapter of an engine, which is updated like a separate engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A version of an adapter that requests can use: its engine's number of the slot, and the version."""
+    """A version of an adapter that requests can use: the engine's number of the slot, and the version."""
 
     number: int
     version: int
@@ -75,7 +75,7 @@ class AdapterEngine:
         return self._on_ranks("can_export")
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect each rank to its holder."""
+        """Connect all ranks to their holders."""
         return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
 
     def pause(self, mode: str, timeout_s: float) -> None:
@@ -121,9 +121,9 @@ class AdapterEngine:
         return [each for each in loaded if each is not None]
 
     def resume(self, version: int) -> None:
-        """Have new requests use what was written since the last `pause`, as `version`.
+        """Have new requests use the weights written since the last `pause`, as `version`.
 
-        Raises StateError if nothing was, and they do not use `version` already.
+        Raises StateError if nothing was written, unless requests already use `version`.
         """
         with self._changed:
             if self._written:
@@ -137,7 +137,7 @@ class AdapterEngine:
 
     @contextmanager
     def use(self) -> Iterator[Served]:
-        """Keep the current version in its slot until the context ends. Raises StateError if there is none."""
+        """Keep the current version in its slot during the context. Raises StateError without a version."""
         with self._changed:
             self._require_open()
             served = self._served
@@ -153,7 +153,7 @@ class AdapterEngine:
                 self._changed.notify_all()
 
     def close(self, timeout_s: float = _END_S) -> None:
-        """Refuse requests, wait for those that run and for a load, and give the slots back.
+        """Refuse requests, wait for running requests and for a load, and give the slots back.
 
         Safe to call twice. Raises DeadlineError; the slots then stay taken, since a request without its slot
         would end the engine.

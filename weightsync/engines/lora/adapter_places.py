@@ -20,10 +20,10 @@ _NONE = torch.iinfo(torch.int32).max
 
 
 def passes(spec: AdapterSpec) -> Iterator[tuple[int, int]]:
-    """Yield what each load has to carry: a coordinate, and the place value of one of its digits.
+    """Yield for each load the coordinate to carry, and the place value of one digit.
 
     Coordinates are the number of the tensor (0), the row (1) and the column (2). A load carries one digit of
-    one of them, so no float type need hold more.
+    one coordinate, so a float type need not store more.
     """
     most = len(spec.tensors), *(max(meta.shape[axis] for meta in spec.tensors) for axis in range(2))
     for axis, size in enumerate(most):
@@ -34,9 +34,9 @@ def passes(spec: AdapterSpec) -> Iterator[tuple[int, int]]:
 
 
 def digits(spec: AdapterSpec, axis: int, base: int) -> list[torch.Tensor]:
-    """Return what one load has in place of each tensor: float32, of its shape, see `passes`.
+    """Return one load's replacement of each tensor: float32, of equal shape, see `passes`.
 
-    These are digits of one coordinate of its elements, plus 1. Tensors share memory: do not write it.
+    The values are digits of one coordinate of the elements, plus 1. Tensors share memory: do not write it.
     """
     shapes = [meta.shape for meta in spec.tensors]
     size = len(shapes) if axis == 0 else max(shape[axis - 1] for shape in shapes)
@@ -51,14 +51,14 @@ def digits(spec: AdapterSpec, axis: int, base: int) -> list[torch.Tensor]:
 
 
 class _Regions:
-    """What matrices of one stack have of one tensor each: a box of it, if the engine keeps its order."""
+    """Regions of a stack's matrices, each a box of one tensor if the engine keeps the order of elements."""
 
     def __init__(self, matrices: torch.Tensor, numbers: torch.Tensor, mine: torch.Tensor) -> None:
         """
         Args:
             matrices: the number of each region's matrix, int64[regions].
-            numbers: that of its tensor, int32[regions].
-            mine: which elements of the matrix are the tensor's, bool[regions, rows, columns].
+            numbers: the number of each region's tensor, int32[regions].
+            mine: the tensor's elements in the matrix, bool[regions, rows, columns].
         """
         self._matrices, self._numbers = matrices, numbers
         self._held = mine.any(2), mine.any(1)
@@ -82,7 +82,7 @@ class _Regions:
         self._lines[axis - 1] += line.squeeze(across) * base
 
     def boxes(self) -> Iterator[_Placed]:
-        """Yield where each region is, and which box of its tensor."""
+        """Yield the place and the tensor's box of every region."""
         starts = []
         for held, first, line in zip(self._held, self._first, self._lines, strict=True):
             start = line.take_along_dim(first[:, None], 1)
@@ -100,7 +100,7 @@ class _Regions:
 class _Placed(NamedTuple):
     """A part of tensor `number` in a matrix of a stack.
 
-    Its box begins at row `top` and column `left`. It is None if elements are in another order.
+    The box begins at row `top` and column `left`. The box is None if elements are in another order.
     """
 
     matrix: int
@@ -111,9 +111,9 @@ class _Placed(NamedTuple):
 
 
 class AdapterPlaces:
-    """What one rank's slot held after each load of coordinates, in the order of `passes`.
+    """The content of one rank's slot after each load of coordinates, in the order of `passes`.
 
-    Adapters of experts have many elements: only tensors' numbers are kept of each.
+    Adapters of experts have many elements: per element, only the tensor's number is stored.
     """
 
     def __init__(self, spec: AdapterSpec) -> None:
@@ -123,9 +123,9 @@ class AdapterPlaces:
         self._live: Mapping[str, torch.Tensor] = {}
 
     def add(self, axis: int, base: int, live: Mapping[str, torch.Tensor]) -> None:
-        """Take in what the slot holds after a load of `digits`.
+        """Add the content of the slot after a load of `digits`.
 
-        `live` has its matrices by name, [rows, columns], or stacks of them, [matrices, rows, columns].
+        `live` has the slot's matrices by name, [rows, columns], or stacks of them, [matrices, rows, columns].
         """
         self._live = live
         if axis == 0:
@@ -169,9 +169,9 @@ class AdapterPlaces:
 
 
 def _digit(stack: torch.Tensor) -> torch.Tensor:
-    """Return what `digits` put into matrices, int32[matrices, rows, columns].
+    """Return the digits that `digits` put into matrices, int32[matrices, rows, columns].
 
-    Elements that are not the adapter's are negative.
+    Elements outside the adapter are negative.
     """
     digit = stack.cpu().int() - 1
     return digit if digit.dim() == _STACK_DIMS else digit[None]

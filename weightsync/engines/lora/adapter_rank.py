@@ -33,8 +33,8 @@ class Slot:
     """Memory of an engine for one version of an adapter.
 
     Attributes:
-        number: what the engine calls it.
-        layout: which boxes of the adapter's tensors are where in `live`. The slot has zeros elsewhere.
+        number: the engine's number of the slot.
+        layout: the places of the adapter's boxes in `live`. The slot has zeros elsewhere.
         live: tensors of the slot, uint8 or any other type, by the names of the layout's buffers.
     """
 
@@ -47,14 +47,14 @@ class AdapterSlots(Protocol):
     """The adapter slots of one rank of an engine."""
 
     def reserve(self, spec: AdapterSpec, numbers: Sequence[int]) -> Sequence[Slot]:
-        """Take a slot for each of `numbers`, all alike. Raises ConfigError if there are too few."""
+        """Reserve equal slots for `numbers`. Raises ConfigError if there are too few slots."""
 
     def release(self, numbers: Sequence[int]) -> None:
         """Give the slots back."""
 
 
 class AdapterRank:
-    """One adapter in one rank. A thread writes its slot while the engine makes tokens."""
+    """One adapter in one rank. A thread writes the slot while the engine makes tokens."""
 
     def __init__(self, rank: int, spec: AdapterSpec, numbers: Sequence[int], slots: AdapterSlots) -> None:
         """Reserve the slots. Raises as `AdapterSlots.reserve`."""
@@ -73,7 +73,7 @@ class AdapterRank:
         return LayoutTable.of(self._received.layout if self._received else self._slot_layout)
 
     def can_export(self) -> bool:
-        """Whether holders on GPUs can write what this rank takes."""
+        """Return True if holders on GPUs can write this rank's memory."""
         return self._received is not None and exported(self._received.live) is not None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
@@ -119,7 +119,7 @@ class AdapterRank:
         return self.outcome()
 
     def outcome(self) -> Loaded | None:
-        """Return what the slot holds, or None while it is being written. Raises what ended that early."""
+        """Return the content of the slot, or None while it is written. Raises the error of the write."""
         assert self._load, "begin() comes first"
         return self._load.result() if self._load.done() else None
 

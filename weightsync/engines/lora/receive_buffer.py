@@ -19,12 +19,13 @@ _NAME = "received"
 
 
 class ReceiveBuffer:
-    """What an engine rank needs of an adapter, box after box, without gaps.
+    """The boxes of an adapter that an engine rank needs, one after another without gaps.
 
-    Holders write it. Its address is the same in each update, and that of the slot that is written is not.
+    Holders write this buffer. The buffer's address stays the same in all updates, unlike the address of the
+    written slot.
 
     Attributes:
-        layout: which boxes are where in it.
+        layout: the places of the boxes in the buffer.
         live: the memory, by the name of the layout's only buffer.
     """
 

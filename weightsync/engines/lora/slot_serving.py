@@ -65,7 +65,7 @@ class SlotServing(ServingRanks):
 
     @abstractmethod
     def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
-        """Have the engine keep a slot for each of `numbers`. Raises ConfigError if it cannot."""
+        """Have the engine reserve slots for `numbers`. Raises ConfigError if it cannot."""
 
     def _give_slots(self, name: str, numbers: Sequence[int]) -> None:
         """Give the slots back to the engine. Ranks have released them."""

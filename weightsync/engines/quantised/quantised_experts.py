@@ -24,13 +24,13 @@ STACKS = ("w13_weight", "w2_weight")
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert in a stack, as it was before it was quantised.
+    """One expert in a stack, before it was quantised.
 
     Attributes:
         stack: the name of the stack.
         number: the expert's number on its rank.
         rows, columns: of the expert in the stack.
-        itemsize: bytes of an element before.
+        itemsize: bytes of an element before quantising.
         whole: the format of an expert that one rank keeps whole.
     """
 
@@ -60,9 +60,9 @@ class Expert:
     def formats(
         self, its: Sequence[Segment], shapes: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[Segment, Format]]:
-        """Yield `its` segments, each with the format of its tensor. They have one scale.
+        """Yield `its` segments with the format of their tensor. All have one scale.
 
-        Raises UnprovableError if they are not alike, or if ranks keep unequal parts of them.
+        Raises UnprovableError if segments are not alike, or if ranks keep unequal parts of the expert.
         """
         names = [segment.tensor for segment in sorted(its, key=lambda each: each.byte_offset)]
         paths = [name.removesuffix(".weight").rpartition(".") for name in names]

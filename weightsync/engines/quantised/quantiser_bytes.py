@@ -13,7 +13,7 @@ def random_matrix(rows: int, columns: int, device: torch.device, dtype: torch.dt
 
 
 def are_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether both have the same dtype, shape and bits."""
+    """Return True if both have the same dtype, shape and bits."""
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         return False
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (found, wanted)))

@@ -17,7 +17,7 @@ from weightsync.quantising.quantize import quantize, quantize_together
 
 
 def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Format]:
-    """Return the formats of the weights that `quantization` says, by name, experts one by one.
+    """Return the weights' formats in `quantization`, by name, experts one by one.
 
     Raises:
         ConfigError: no engine has been shown to take a format.
@@ -36,7 +36,7 @@ def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, 
 
 
 def stored_tensors(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> list[TensorMeta]:
-    """Return the tensors that a `QuantizingLoader` hands over for a whole checkpoint, in its order."""
+    """Return the tensors that a `QuantizingLoader` passes on for a whole checkpoint, in that order."""
     stored: list[TensorMeta] = []
     for _, meta in _handed_over(checkpoint):
         form = formats.get(meta.name)
@@ -45,7 +45,7 @@ def stored_tensors(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> lis
 
 
 def _handed_over(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorMeta]]:
-    """Yield the name of each tensor, and what `as_loaded` makes of it."""
+    """Yield each tensor's name, and the results of `as_loaded` for the tensor."""
     shapes = {meta.name: meta.shape for meta in checkpoint.tensors}
     for meta in checkpoint.tensors:
         whole = torch.empty(meta.shape, device="meta")
@@ -54,13 +54,13 @@ def _handed_over(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorMeta]]:
 
 
 def summary(formats: Mapping[str, Format]) -> str:
-    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``; "" without formats."""
+    """Summarise the formats, such as ``28 become int4 with a scale for 1 x 32``; "" without formats."""
     counts = Counter(map(str, formats.values()))
     return ", ".join(f"{count} become {form}" for form, count in counts.items())
 
 
 class QuantizingLoader:
-    """A `Loader` that hands the engine's own loader what its checkpoint stores."""
+    """A `Loader` that quantises, and passes tensors in the checkpoint's form to the engine's loader."""
 
     def __init__(self, loader: Loader, formats: Mapping[str, Format]) -> None:
         self._loader, self._formats = loader, formats
@@ -68,7 +68,7 @@ class QuantizingLoader:
         self._waiting: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Quantise what has a format, and hand everything over."""
+        """Quantise tensors that have a format, and pass all tensors on."""
         self._loader.load(self._stored(weights))
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class QuantizingLoader:
     def _stored_together(
         self, name: str, tensor: torch.Tensor, names: tuple[str, ...]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is stored of the matrices `names`, which share scales, once all of them came."""
+        """Yield the stored tensors of the matrices `names`, which share scales, once all arrived."""
         came = self._waiting.setdefault(names, {})
         if name in came:
             raise RuntimeError(f"{name} came twice")
@@ -109,6 +109,6 @@ class QuantizingLoader:
 
 
 def _named(name: str, stored: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is stored of a weight under its full names."""
+    """Yield the stored tensors of a weight under full names."""
     for last, tensor in stored:
         yield name.removesuffix("weight") + last, tensor

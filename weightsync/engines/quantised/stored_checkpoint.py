@@ -1,4 +1,4 @@
-"""What an engine's own quantised checkpoint has in place of the full-precision one."""
+"""The tensors of an engine's own quantised checkpoint."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from weightsync.plan.layout.formats import FIELD, Format, Quantization
 from weightsync.quantising.stored_places import StoredPlaces
 
 _MAY_BE_LEFT = {"g_idx"}
-"""What vLLM 0.24 loads of each layer, and later ones leave in the checkpoint."""
+"""Tensors that vLLM 0.24 loads, and later versions leave in the checkpoint."""
 
 _NAMED_BY = {
     "awq": "modules_to_not_convert, such as [lm_head]",
     "gptq": "modules_in_block_to_quantize, such as [self_attn, mlp]",
 }
-"""Keys without which vLLM takes from the files in its folder which layers are quantised."""
+"""Keys that list the quantised layers. Without them, vLLM finds these layers in the folder's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """The tensors of an engine's own checkpoint. Empty, if it is the full-precision one.
+    """The tensors of an engine's own checkpoint, none if that has full precision.
 
     Attributes:
-        formats: of what it has quantised, by the name of the weight.
-        tensors: all that it has, in the order of the full-precision checkpoint.
+        formats: the formats of quantised weights, by the name of the weight.
+        tensors: all tensors, in the order of the full-precision checkpoint.
     """
 
     formats: Mapping[str, Format] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class StoredCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, quantization: Quantization) -> StoredCheckpoint:
-        """Return what `quantization` makes of a full-precision checkpoint.
+        """Return a full-precision checkpoint quantised by `quantization`.
 
         Raises ConfigError for a format that no engine takes, PlanError for a weight that does not fit.
         """
@@ -54,7 +54,7 @@ class StoredCheckpoint:
         return cls(formats, stored_tensors(checkpoint, formats)) if formats else cls()
 
     def described(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the full-precision checkpoint with what the engine makes of it."""
+        """Return the full-precision checkpoint with the engine's conversions."""
         return replace(checkpoint, converts=summary(self.formats), stored=tuple(self.tensors))
 
     def loader(
@@ -76,9 +76,9 @@ class StoredCheckpoint:
 
 
 def quantization_of(hf_config: object) -> Quantization:
-    """Return how a model's checkpoint is quantised, by its config. Raises ConfigError if that is not known.
+    """Return a checkpoint's quantisation by the model's config. Raises ConfigError if it is unknown.
 
-    An engine's own online quantisation takes full-precision tensors, so it is none.
+    An engine's own online quantisation loads full-precision tensors, so it does not count.
     """
     given: Any = getattr(hf_config, FIELD, None)
     if not given:
@@ -93,15 +93,15 @@ def require_stored(
     weights: Iterable[str],
     formats: Mapping[str, Format],
 ) -> None:
-    """Raise ConfigError if an engine stores one of `weights` otherwise than `formats` says.
+    """Raise ConfigError if an engine stores one of `weights` in another format than `formats`.
 
     Layers that are not found are left out.
 
     Args:
-        engine: its name, for the error.
-        layers: the parameters that its own loader fills, by the paths of layers.
-        packed: layers that are one for several of a checkpoint, by the last parts of their names.
-        weights: those of linear layers.
+        engine: the engine's name, for the error.
+        layers: the parameters that the engine's loader fills, by the paths of layers.
+        packed: layers that combine several layers of a checkpoint, by the last parts of their names.
+        weights: the weights of linear layers.
     """
     for name in sorted(weights):
         path = name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""Finds the places of what a quantised checkpoint stores, and a loader that writes there."""
+"""Finds the places of a quantised checkpoint's tensors, with a loader that writes there."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def trace_places(
 
 
 class StoredLoader:
-    """A `Loader` of what a quantised checkpoint stores, which writes live parameters in place.
+    """A `Loader` of a quantised checkpoint's tensors, which writes live parameters in place.
 
     The first update goes through the engine's own loader, and shows whether the places are right.
     """
@@ -94,7 +94,10 @@ class StoredLoader:
                 place.copy_(part.data)
 
     def finish(self) -> None:
-        """Compare what lives with what came. Raises RuntimeError if a tensor did not come, or differs."""
+        """Compare the live parameters with the loaded tensors.
+
+        Raises RuntimeError if a tensor did not arrive, or differs.
+        """
         if missing := sorted(self._places.names - self._came):
             raise RuntimeError(f"{missing[0]} did not come: {len(missing)} tensors are not whole")
         if self._loader:
@@ -107,6 +110,6 @@ class StoredLoader:
             logger.warning("the loader stores %s otherwise than traced: it loads each update", differ[0])
 
     def abandon(self) -> None:
-        """End the update early. What was written stays, and the next update writes all again."""
+        """End the update early. Written bytes stay, and the next update writes all again."""
         if self._loader:
             self._loader.abandon()

@@ -1,1 +1,1 @@
-"""One rank of an engine, and its process."""
+"""One rank of an engine, and the rank's process."""

@@ -1,4 +1,4 @@
-"""One rank's side of an update, in the process that owns its parameters. vLLM and SGLang share it."""
+"""One rank's side of an update, in the rank's process. vLLM and SGLang share it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Host(Converts, Protocol):
 
 @runtime_checkable
 class Rehearses(Protocol):
-    """A host that runs its loader without tensors."""
+    """A host that can run the loader without tensors."""
 
     def rehearse(self) -> Sequence[TensorMeta]:
         """Return the tensors of `Host.checkpoint` that are known in the dtypes that the loader keeps.
@@ -74,7 +74,7 @@ class Rank:
     def __init__(
         self, kind: str, rank: int, device: torch.device, host: Host, slots: AdapterSlots | None = None
     ) -> None:
-        """`slots`: those of an engine that serves adapters."""
+        """`slots`: the adapter slots of an engine that serves adapters."""
         self._rank, self._device, self._host, self._slots = rank, device, host, slots
         self._logger = logging.getLogger(f"weightsync.engines.{kind}")
         self._layout: RankLayout | None = None
@@ -91,7 +91,7 @@ class Rank:
         self._adapters: dict[tuple[int, ...], AdapterRank] = {}
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
-        """Call a method. Returns its result or its error; never raises, since that may end the engine."""
+        """Call a method. Returns the result or the error; never raises, since that may end the engine."""
         try:
             return getattr(self, method)(*args)
         except WeightSyncError as error:
@@ -111,10 +111,10 @@ class Rank:
             set_faults(process, faults[self._rank], seed)
 
     def treat(self, treatment: Treatment | None) -> None:
-        """Treat a draft so, from the next `layout` on.
+        """Apply `treatment` to the draft from the next `layout` on.
 
-        Each load compares a frozen draft with its bytes of this time. Raises ConfigError if it cannot be
-        treated so.
+        Each load compares a frozen draft with the draft's bytes at this call. Raises ConfigError if the draft
+        does not allow the treatment.
         """
         draft = self._host.draft(treatment) if isinstance(self._host, HasDraft) else None
         self._is_treated = True
@@ -157,11 +157,11 @@ class Rank:
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
     def can_export(self, asleep: bool) -> bool:
-        """Whether `attach` would export the live memory now. While `asleep`, there is none."""
+        """Return True if `attach` would export the live memory now. While `asleep`, there is none."""
         return self.export(asleep) is not None
 
     def export(self, asleep: bool) -> DeviceMemory | None:
-        """Return what `attach` would export now, but for tensors that are cast: then it exports nothing."""
+        """Return the memory that `attach` would export now, unless tensors are cast."""
         return exported(self._live) if not asleep and self._own_layout().buffers else None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:

@@ -17,7 +17,7 @@ _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def process_state(pid: int) -> tuple[int, str]:
-    """Return the identity of process `pid`, as in `RankProcess`, and its status; 0 and "" once it ended."""
+    """Return identity, as in `RankProcess`, and status of process `pid`; 0 and "" once it ended."""
     try:
         process = psutil.Process(pid)
         status: str = process.status()
@@ -47,10 +47,10 @@ class RankProcess:
 
     @classmethod
     def join(cls, rank: int, engine_pid: int) -> RankProcess | None:
-        """Return this process as a rank; None if its parent is not `engine_pid`.
+        """Return this process as a rank; None if the parent process is not `engine_pid`.
 
-        From now on it ends when the engine's process does, even while it is stopped, which frees its memory
-        (`man 2 PR_SET_PDEATHSIG`).
+        From now on this process ends when the engine's process ends, even while it is stopped, which frees
+        the rank's memory (`man 2 PR_SET_PDEATHSIG`).
         """
         if os.getppid() != engine_pid:
             return None
@@ -74,10 +74,10 @@ class RankProcess:
 
 
 class RankWatch:
-    """Polls the processes of an engine's ranks every 0.05 s, on its own thread.
+    """Polls the processes of an engine's ranks every 0.05 s, on a thread.
 
-    It calls `lost` once, for the first process that ended or is stopped. vLLM ends all ranks after it loses
-    one, so a later look could not tell which one was first.
+    It calls `lost` once, for the first process that ended or is stopped. vLLM ends all ranks after it loses a
+    rank, so a later look could not tell the first lost rank.
 
     Attributes:
         ranks: the processes.

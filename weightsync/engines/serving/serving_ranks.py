@@ -26,7 +26,7 @@ class ServingRanks(EngineRanks):
     loop: RequestLoop
     _prefix_cache: PrefixCache = "drop"
     _caches: CacheStep = "keep"
-    """What the next `resume` does with what is cached."""
+    """The next `resume`'s treatment of caches."""
 
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
         """Treat cached prefixes so, see `CachesPrefixes.use_prefix_cache`."""

@@ -44,8 +44,8 @@ _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 class SglangEngine(SlotServing):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
-    `options` are arguments of SGLang's ``ServerArgs``, except those that `sglang.api` fixes;
-    ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` defaults to the one in the model's config.
+    `options` are arguments of SGLang's ``ServerArgs``, except arguments that `sglang.api` fixes;
+    ``tensor_parallel_size`` is SGLang's ``tp_size``. ``dtype`` defaults to the dtype in the model's config.
 
     Raises:
         ConfigError: an option that SGLang does not have or cannot be updated with, or more ranks than GPUs;
@@ -111,16 +111,16 @@ class SglangEngine(SlotServing):
         self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
 
     def update_weights_from_distributed(self, **fields: object) -> None:
-        """Make SGLang's own call, with its arguments. Weights then no longer match the served version.
+        """Make SGLang's own call. Afterwards weights do not match the served version.
 
         The caller has to drop SGLang's caches. Raises EngineError.
         """
         self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
-        """Make SGLang's own call: a tensor's first rows as floats, by its checkpoint's name.
+        """Make SGLang's own call: a tensor's first rows as floats, by the name in the checkpoint.
 
-        Only few of its models support it, such as Llama; others return None.
+        Only few of SGLang's models support this call, such as Llama; other models return None.
         """
         fields = {"name": name, "truncate_size": truncate_size}
         return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)

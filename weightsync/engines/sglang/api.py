@@ -1,6 +1,6 @@
-"""All imports from SGLang: its engine, its requests, and its loader of weights.
+"""All imports from SGLang: the engine, requests, and the loader of weights.
 
-Sources: SGLang's documentation of weight updates for reinforcement learning, and its code of 0.5.17 and
+Sources: SGLang's documentation of weight updates for reinforcement learning, and SGLang's code of 0.5.17 and
 0.5.23.
 """
 
@@ -68,15 +68,15 @@ _REFUSED = {
 }
 """Settings that are refused, with remedies."""
 _LOGPROBS = "return_logprob"
-"""Of a request, and not among its sampling parameters."""
+"""An argument of a request that is not a sampling parameter."""
 _ANY_TOKEN = 1 << 62
-"""A vocabulary's size for checks before SGLang makes its own."""
+"""A vocabulary's size for checks before SGLang's own checks."""
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that are one for several of a checkpoint. Only some of SGLang's models say theirs."""
 
 
 def has_sessions() -> bool:
-    """Whether SGLang has ``begin_weight_update`` and ``end_weight_update`` (from 0.5.21).
+    """Return True if SGLang has ``begin_weight_update`` and ``end_weight_update`` (from 0.5.21).
 
     Such an SGLang can also drop cached prefixes while paused requests wait.
     """
@@ -182,7 +182,7 @@ class Server:
     """
 
     broken = False
-    _selected = ""  # what the open session is for
+    _selected = ""  # the model that the open session is for
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start SGLang, which may take minutes. `loop` is not running yet."""
@@ -190,10 +190,10 @@ class Server:
 
         if arguments.get("enable_memory_saver"):
             _lead_to_cudart()
-        # Its processes give log-probabilities before temperature then, as vLLM does.
+        # SGLang's processes then return log-probabilities before temperature, as vLLM does.
         os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         engine = Engine(**arguments)
-        # It would end all children of this process. `pids` has only those of SGLang.
+        # It would end all children of this process. `pids` only has SGLang's processes.
         atexit.unregister(engine.shutdown)
         self.loop: asyncio.AbstractEventLoop = engine.loop
         self.num_ranks: int = arguments["tp_size"]
@@ -234,7 +234,7 @@ class Server:
             on_made(_made(out, reason.get("type", "")))
 
     def abort(self, name: str) -> None:
-        """End a request early: its stream ends soon."""
+        """End a request early. The request's stream ends soon."""
         self.manager.abort_request(name)
 
     async def pause(self, mode: str) -> None:
@@ -255,20 +255,20 @@ class Server:
         return bool(flushed.success)
 
     async def label(self, version: str) -> None:
-        """Set SGLang's own label of its weights, which answers of its own calls carry."""
-        if hasattr(self.manager, "update_weight_version"):  # not in 0.5.17, in 0.5.23 its ranks have one, too
+        """Set SGLang's own label of the weights, which answers to SGLang's own calls carry."""
+        if hasattr(self.manager, "update_weight_version"):  # not in 0.5.17; in 0.5.23 ranks have a label, too
             await self.ask(
                 *("update_weight_version", "UpdateWeightVersionReqInput"),
                 new_version=version,
                 abort_all_requests=False,
             )
-        else:  # as its HTTP server does
+        else:  # as SGLang's HTTP server does
             self.manager.record_config_updates("weightsync", weight_version=version)
 
     async def on_ranks(self, calls: Sequence[Call]) -> None:
-        """Deliver a call to each rank's model, or to its draft, and return when all ran.
+        """Deliver a call to each rank's model or draft, and return when all ran.
 
-        Before 0.5.21, what is for a draft goes to the target, too, after it.
+        Before 0.5.21, SGLang also delivers a draft's call to the target, after the draft.
 
         Raises RuntimeError if SGLang refuses.
         """
@@ -289,8 +289,9 @@ class Server:
             flush_cache=False,
             **selector,
         )
-        # It stays open: SGLang takes weights in a session alone, and neither restores the model's in front of
-        # this one nor processes them after it, which would be behind our proofs. A draft's are plain.
+        # The session stays open: SGLang only accepts weights in a session. So SGLang neither restores the
+        # model's weights before this call nor processes them after it, which our proofs would not see. A
+        # draft's weights are plain.
         await self.select(_DRAFT)
         _require(await self.manager.update_weights_from_tensor(request, None))
 
@@ -299,7 +300,7 @@ class Server:
     ) -> str:
         """Have SGLang load an adapter, which the first request of it puts into a slot.
 
-        A `pinned` one keeps its slot. Returns why SGLang refuses, "" if it does not.
+        A `pinned` adapter stays in its slot. Returns why SGLang refuses, "" if it does not.
         """
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -315,18 +316,21 @@ class Server:
         return "" if outcome.success else str(outcome.error_message)
 
     async def unload_lora(self, name: str) -> None:
-        """Have SGLang drop an adapter, once its requests have ended. Its slot is empty then."""
+        """Have SGLang drop an adapter after its requests have ended. The slot is then empty."""
         await self.ask("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=name)
 
     async def ask(self, method: str, request: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
-        """Make one of SGLang's own calls with a request of class `request`. Returns its result."""
+        """Make one of SGLang's own calls with a request of class `request`. Returns the result."""
         from sglang.srt.managers import io_struct
 
         return await getattr(self.manager, method)(getattr(io_struct, request)(**fields))
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """Open a session for SGLang's own updates, if it has sessions. It processes weights at its end."""
+        """Open a session for SGLang's own updates, if it has sessions.
+
+        At the end of a session, SGLang processes weights.
+        """
         await self.select("all")
         try:
             yield
@@ -361,7 +365,7 @@ class Server:
 
 
 def _made(out: Mapping[str, Any], reason: str) -> Made:
-    """Return what SGLang says of a request. Its lists grow, so log-probabilities are read at the end."""
+    """Return SGLang's answer to a request. Lists grow, so log-probabilities are read at the end."""
     told = out["meta_info"]
 
     def logprobs() -> list[float]:
@@ -399,7 +403,7 @@ def _require(outcome: tuple[bool, str]) -> None:
 
 
 def loaded_layers(model: torch.nn.Module) -> dict[str, Mapping[str, torch.Tensor]]:
-    """Return the parameters of each module by its path."""
+    """Return the parameters of each module by path."""
     return {path: dict(each.named_parameters(recurse=False)) for path, each in model.named_modules()}
 
 
@@ -435,7 +439,7 @@ class Loads:
         self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load whole tensors. SGLang does not report which names its loader took."""
+        """Load whole tensors. SGLang does not report the names that the loader used."""
         self._give(self._fused.complete(weights) if self._fused else weights)
 
     def _give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

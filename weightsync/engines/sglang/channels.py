@@ -1,8 +1,8 @@
 """The places of a compressed-tensors checkpoint with a scale for each row, in layers that SGLang transposed.
 
 SGLang fills a matrix and its scales, and then gives the layer new parameters: the same memory, the matrix
-transposed, without a loader. So no update goes through the loader: all of them write in place. Where each
-row goes is found by running the loader on parameters as the layer first had them.
+transposed, without a loader. So no update goes through the loader: all of them write in place. The place of
+each row is found by running the loader on parameters in their first form.
 
 Sources: SGLang's ``layers/quantization/compressed_tensors/`` of 0.5.17.
 """
@@ -30,17 +30,17 @@ def trace_channels(
     dtype: torch.dtype,
     make_loader: Callable[[], Loader],
 ) -> StoredPlaces:
-    """Find where `model` holds what a checkpoint stores.
+    """Find the places of a checkpoint's tensors in `model`.
 
-    No weights change, but padding, as of a vocabulary, is filled: no later load does it.
+    Weights do not change. Padding, as of a vocabulary, is filled, since no later load fills it.
 
     Args:
-        layers: those with a transposed matrix, by path.
-        dtype: of weights that are not quantised.
+        layers: the layers with a transposed matrix, by path.
+        dtype: the dtype of weights that are not quantised.
 
     Raises:
-        UnprovableError: the loader does more than copy or leaves a byte as it was, or SGLang does more with
-            what was loaded than view it; says where.
+        UnprovableError: the loader does more than copy or does not write a byte, or SGLang does more with
+            loaded tensors than view them; says where.
     """
     live = {name: each.detach() for name, each in parameters_of(model)}
     with torch.device("cpu"):  # memory that nobody touches
@@ -63,7 +63,7 @@ def _require_views(
     made: torch.nn.Module,
     loaded: Parameters,
 ) -> None:
-    """Raise UnprovableError unless SGLang's processing of `made` views what was loaded, as `layer` does."""
+    """Raise UnprovableError unless SGLang's processing of `made` views loaded tensors, as in `layer`."""
     copy.copy(layer.quant_method).process_weights_after_loading(made)
     for leaf, before in loaded.items():
         each = made.get_parameter(leaf)

@@ -1,6 +1,6 @@
-"""Layers as they were before SGLang processed them, for its loader, which cannot fill what it has now.
+"""Layers in the form before SGLang processed them, which SGLang's loader can fill.
 
-SGLang gives some quantised layers new parameters once their weights are loaded, which have no loader.
+Once weights are loaded, SGLang gives some quantised layers new parameters, which have no loader.
 
 Sources: SGLang's ``layers/linear.py`` of 0.5.17.
 """
@@ -22,16 +22,16 @@ from weightsync.errors import TransportError
 from weightsync.plan import TensorMeta
 
 Parameters = Mapping[str, torch.nn.Parameter]
-"""Those of a layer, by the last parts of their names."""
+"""The parameters of a layer, by the last parts of their names."""
 
 _NEWER_LOADERS = ("Fp8LinearMethod", "CompressedTensorsLinearMethod")
 """Methods that give weights the layer's ``weight_loader_v2``, if it has one; others ``weight_loader``."""
 
 
 def created_matrix(layer: Any, dtype: torch.dtype) -> torch.nn.Module:  # noqa: ANN401 - SGLang's
-    """Return what the method of a layer creates for loading, on torch's default device.
+    """Return the parameters that a layer's method creates for loading, on torch's default device.
 
-    `layer` has its matrix transposed by now. `dtype` is that of weights that are not quantised.
+    The matrix of `layer` is already transposed. `dtype` is the dtype of weights that are not quantised.
     """
     columns, rows = layer.weight.shape
     method, made = copy.copy(layer.quant_method), torch.nn.Module()
@@ -52,12 +52,11 @@ def trace_created(
     """Run a load of `tensors`, which changes nothing, on layers that hold `created`.
 
     Args:
-        created: what layers hold in place of what they have now, by their paths.
+        created: the parameters that replace the layers' present parameters, by the layers' paths.
         later: the names of parameters that layers get after the load.
 
     Raises:
-        UnprovableError: the loader does more than copy, or leaves a byte as it was; says where.
-    """
+        UnprovableError: the loader does more than copy, or does not write a byte; says where."""
     try:
         require_complete(model)
     except TransportError as error:

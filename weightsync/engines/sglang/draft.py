@@ -1,4 +1,4 @@
-"""The draft model of an SGLang rank. It starts with the weights of its own checkpoint.
+"""The draft model of an SGLang rank, which starts with the weights of its own checkpoint.
 
 Sources: SGLang's ``speculative/``, ``models/llama_eagle3.py`` and ``models/mimo_mtp.py`` of 0.5.17 and
 0.5.23.
@@ -25,12 +25,12 @@ from weightsync.plan import TensorMeta
 
 _WITHOUT_WEIGHTS = "NGRAM"
 _NEXTN = "NEXTN"
-"""Its draft is a layer in the target's checkpoint (MTP). To SGLang, it is another word for EAGLE."""
+"""The algorithm of a draft that is a layer in the target's checkpoint (MTP). SGLang treats it as EAGLE."""
 _KNOWN = ("EAGLE", "EAGLE3", _NEXTN, _WITHOUT_WEIGHTS)
 _LAYER_CLASSES = ("NextN", "MTP")
 """How SGLang's names of models end that are such a layer."""
 _LAYERS = {"MiMoMTP": "model.mtp_layers.0."}
-"""What names begin with in the checkpoint, by SGLang's models of a layer that can be trained."""
+"""The prefix of names in the checkpoint, by SGLang's models of a layer that can be trained."""
 _FREEZE = 'freeze it with SyncConfig(components={"draft": "frozen"})'
 _TOKEN_MAPS = ("d2t", "t2d")
 """EAGLE-3's maps between the target's tokens and the draft's. SGLang reads them once, when it starts."""
@@ -42,8 +42,8 @@ class Speculation:
 
     Attributes:
         algorithm: ``speculative_algorithm``.
-        path: where the draft's checkpoint is.
-        obstacle: an option for which its draft cannot be trained, with its value, if one is given.
+        path: the place of the draft's checkpoint.
+        obstacle: an option with its value, if one is given with which the draft cannot be trained.
     """
 
     algorithm: str
@@ -55,8 +55,8 @@ class Speculation:
         """Read the arguments of ``ServerArgs``, and have SGLang read the draft's weights from its files.
 
         Returns None for an engine without a draft model. Raises ConfigError for a draft with dummy weights,
-        and for one that cannot be reached, with algorithms that are not known here: SGLang's own update of
-        weights fails with STANDALONE.
+        and for an unknown algorithm, whose draft cannot be reached: SGLang's own update of weights fails with
+        STANDALONE.
         """
         algorithm = arguments.get("speculative_algorithm")
         if algorithm not in (None, *_KNOWN):
@@ -70,7 +70,7 @@ class Speculation:
         given = ((name, arguments.get(name)) for name in ("quantization", "speculative_token_map"))
         obstacle = next(((f"options.{name}", value) for name, value in given if value), None)
         path = arguments.get("speculative_draft_model_path") or arguments["model_path"]
-        if algorithm == _NEXTN:  # SGLang has this default for some models alone
+        if algorithm == _NEXTN:  # SGLang has this default only for some models
             arguments["speculative_draft_model_path"] = path
         return cls(str(algorithm), str(path), obstacle)
 
@@ -97,7 +97,7 @@ def draft_of(
 
 
 def _begin(algorithm: str, draft: torch.nn.Module) -> str:
-    """Return what names of a draft begin with in its files, "" for one with files of its own.
+    """Return the prefix of a draft's names in the files, "" for a draft with its own files.
 
     Raises ConfigError for a layer of MTP that cannot be trained.
     """
@@ -119,10 +119,11 @@ class SglangTrainedDraft(TrainableDraft):
     """A draft of EAGLE or EAGLE-3, or a layer of MTP. `model` holds no module of the target.
 
     Attributes:
-        draft: SGLang's module, with those that it shares with the target.
+        draft: SGLang's module, including modules that it shares with the target.
         target: the model that the draft speculates for.
-        dtype: of both.
-        begin: what names of its tensors begin with in its files, "" if it has all that is in them.
+        dtype: the dtype of both.
+        begin: the prefix of the draft's tensors in the files, "" if all tensors of the files belong to the
+            draft.
     """
 
     draft: torch.nn.Module
@@ -132,7 +133,9 @@ class SglangTrainedDraft(TrainableDraft):
     begin: str
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors of its files, in the engine's dtype: transformers does not know these models.
+        """Return the tensors of the draft's files, in the engine's dtype.
+
+        Transformers does not know these models.
 
         Raises ConfigError if there are none.
         """
@@ -163,16 +166,16 @@ class SglangTrainedDraft(TrainableDraft):
         return found
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run its ``load_weights``, once for each tensor: EAGLE's collects nothing then."""
+        """Run the draft's ``load_weights`` once per tensor, so that EAGLE's loader collects nothing."""
         for each in weights:
             self.draft.load_weights([each])  # type: ignore[operator]
 
     def loader(self) -> Loads:
-        """Return its loader, which copies at once."""
+        """Return the draft's loader, which copies at once."""
         return Loads(self.draft)
 
     def stored_otherwise(self) -> str:
-        """Return which layer may repack its weights, "" if none does."""
+        """Return the layer that may repack weights, "" if no layer does."""
         return stored_otherwise(self.draft, self.device)
 
 

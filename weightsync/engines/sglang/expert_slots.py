@@ -1,4 +1,4 @@
-"""Which adapters of experts SGLang's slots take, and how its loader gets them.
+"""Checks which adapters of experts fit SGLang's slots, and prepares them for SGLang's loader.
 
 A layer's slots have one matrix for each expert of the rank. Sources: ``FusedMoEWithLoRA`` in SGLang's
 ``lora/layers.py``, and ``lora/mem_pool.py`` and ``lora/lora.py``, of 0.5.17.
@@ -29,15 +29,15 @@ _GATE, _UP = ".gate_proj.", ".up_proj."
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a tensor of an adapter is one expert's."""
+    """Return True if a tensor of an adapter is one expert's."""
     return bool(_OF_EXPERT.fullmatch(name))
 
 
 def stacked(matrices: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Return A or B of all experts of a layer as one tensor, under names such as ``….experts.gate_proj…``.
 
-    SGLang's loader takes these, too. Experts one by one would be tens of thousands of tensors, each with a
-    file descriptor. What no expert has is zero: the rest of `rank`, experts without an adapter, and gate
+    SGLang's loader accepts these, too. Experts one by one would be tens of thousands of tensors, each with a
+    file descriptor. Missing elements are zero: the rest of `rank`, experts without an adapter, and gate
     projections, without which SGLang would end at the up projections. Values have to be exact in bfloat16.
     """
     found = {name: _of_expert(name) for name in matrices}
@@ -55,7 +55,7 @@ def stacked(matrices: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.
 
 
 def _of_expert(name: str) -> tuple[str, int]:
-    """Return what `stacked` calls a tensor of an expert, and the expert's number."""
+    """Return the name that `stacked` gives an expert's tensor, and the expert's number."""
     found = _OF_EXPERT.fullmatch(name)
     assert found, "the caller tells experts from others"
     return f"{found['layer']}.{found['rest']}", int(found["number"])

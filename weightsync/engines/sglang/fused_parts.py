@@ -36,7 +36,7 @@ class FusedParts:
         return ready
 
     def rest(self) -> list[_Named]:
-        """Return what still waits, after the last tensor came."""
+        """Return the tensors that still wait after the last tensor."""
         rest = [each for held in self._held.values() for each in held]
         self._held.clear()
         return rest

@@ -1,9 +1,9 @@
-"""SGLang's slots for LoRA adapters, and what a request says of one.
+"""SGLang's slots for LoRA adapters, and the settings of requests for an adapter.
 
-SGLang keeps slots beside each layer: tensors with one matrix for each of them, of the largest rank. Its
-scheduler gives an adapter a slot when a request of it runs, and fills that by SGLang's own loader, cut for
-tensor parallelism. No call says which slot it was, so each rank looks which one changed. Sources: SGLang's
-``lora/`` of 0.5.17.
+SGLang keeps slots beside each layer: tensors with one matrix per slot, of the largest rank. When a request
+for an adapter runs, SGLang's scheduler gives the adapter a slot, and fills the slot by SGLang's own loader,
+cut for tensor parallelism. No call reports the slot, so each rank looks for the changed slot. Sources:
+SGLang's ``lora/`` of 0.5.17.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from weightsync.protocol.adapters import LORA_A, AdapterSpec
 _BUFFERS = ("A_buffer", "B_buffer")
 _SLOTS_BY_DEFAULT = 8
 _SLOT_DIMS = 3
-"""Slots, rows and columns. Those of experts have one more."""
+"""Slots, rows and columns. Slots of experts have one more dimension."""
 _IN_ORDER = "trivial"
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What SGLang is told of a request that an adapter answers.
+    """SGLang's settings of a request that an adapter answers.
 
     Attributes:
-        sampling: its settings.
+        sampling: the sampling settings.
         lora: SGLang's name of the adapter.
-        key: cached prefixes are shared by requests with the same key alone.
+        key: only requests with the same key share cached prefixes.
     """
 
     sampling: Mapping[str, Any]
@@ -47,11 +47,11 @@ class SlotOptions:
     """SGLang's options of adapters.
 
     Attributes:
-        enabled: whether it serves any.
-        sleeps: whether its memory can be released.
-        num_slots: how many it holds at once.
-        expert_location: where experts are at first, "trivial" for in order.
-        device: what it runs on, "" if that was not given.
+        enabled: whether SGLang serves adapters.
+        sleeps: whether SGLang's memory can be released.
+        num_slots: how many adapters fit at once.
+        expert_location: the first places of experts, "trivial" for in order.
+        device: the device that SGLang runs on, "" if none was given.
     """
 
     enabled: bool
@@ -96,12 +96,12 @@ class SlotOptions:
 
 
 def slot_name(adapter: str, number: int) -> str:
-    """Return what SGLang calls the adapter in slot `number`."""
+    """Return SGLang's name for the adapter in slot `number`."""
     return f"{adapter}@{number}"
 
 
 def peft_config(spec: AdapterSpec) -> dict[str, Any]:
-    """Return the config of an adapter, all of whose modules have its largest rank. Scaling is 1."""
+    """Return the config of an adapter, in which all modules have the largest rank. Scaling is 1."""
     names = (meta.name for meta in spec.tensors if meta.name.endswith(LORA_A))
     modules = {name.removesuffix(LORA_A).rsplit(".", 1)[-1] for name in names}
     return {
@@ -113,7 +113,7 @@ def peft_config(spec: AdapterSpec) -> dict[str, Any]:
 
 
 def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:
-    """Return `digits` in place of an adapter's tensors, by PEFT's names, padded to its largest rank."""
+    """Return `digits` in place of an adapter's tensors, by PEFT's names, padded to the largest rank."""
     names = [meta.name for meta in spec.tensors]
     return _for_loader(dict(zip(names, digits(spec, axis, base), strict=True)), spec.rank)
 
@@ -121,7 +121,7 @@ def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tens
 def ones(spec: AdapterSpec) -> dict[str, torch.Tensor]:
     """Return ones in place of an adapter's tensors, by PEFT's names.
 
-    SGLang keeps them in host memory as long as the slot, so of experts those of one layer have to do.
+    SGLang keeps these tensors in host memory as long as the slot, so only one layer's experts are included.
     """
     kept = expert_slots.of_one_layer(spec)
     metas = (meta for meta in spec.tensors if meta.name in kept or not expert_slots.is_of_expert(meta.name))
@@ -167,11 +167,11 @@ class LoraSlots:
             expert_slots.require_experts(self._model, spec)
 
     def look(self) -> None:
-        """Remember what all slots hold."""
+        """Store the content of all slots."""
         self._sums = self._now()
 
     def see(self, spec: AdapterSpec, axis: int, base: int) -> None:
-        """Take in what the slot holds that changed since `look`, by `AdapterPlaces.add`."""
+        """Add the content of the slot that changed since `look`, by `AdapterPlaces.add`."""
         if (axis, base) == next(passes(spec)):
             self._places[spec.name] = AdapterPlaces(spec)
         self._places[spec.name].add(axis, base, self._filled(self._changed(spec.name)))
@@ -189,7 +189,7 @@ class LoraSlots:
         return [Slot(number, layout, self._at(self._taken[number])) for number in numbers]
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Forget the slots, before SGLang unloads what is in them."""
+        """Forget the slots, before SGLang unloads their adapters."""
         for number in numbers:
             self._taken.pop(number, None)
 

@@ -1,9 +1,9 @@
 """The places of FP8 that SGLang makes of full-precision weights when it starts.
 
-SGLang quantises a layer once, and gives it parameters that its loader cannot fill again: the matrix in FP8,
-transposed, and a scale for each of its rows; or experts in FP8, each with two scales. So no update goes
-through the loader: all of them quantise into these parameters in place. Where each row goes is found by
-running the loader on parameters as the layer first had them. `online_proof` compares bytes with SGLang's.
+SGLang quantises a layer once, and gives it parameters that SGLang's loader cannot fill again: the matrix in
+FP8, transposed, and a scale per row; or experts in FP8, with two scales per expert. So no update goes through
+the loader: all updates quantise into these parameters in place. The place of each row is found by running the
+loader on parameters in their first form. `online_proof` compares bytes with SGLang's.
 
 Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``layers/linear.py`` of 0.5.17.
 """
@@ -32,7 +32,7 @@ from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
 
 ROWS = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
-"""What SGLang makes of a matrix. A rank that keeps some columns has scales of these alone."""
+"""SGLang's format of a matrix. A rank that keeps some columns has scales only of these columns."""
 
 
 def trace_online(
@@ -42,16 +42,16 @@ def trace_online(
     dtype: torch.dtype,
     make_loader: Callable[[], Loader],
 ) -> tuple[StoredCheckpoint, StoredPlaces]:
-    """Find what SGLang has quantised of a full-precision checkpoint, and where it lives.
+    """Find the tensors of a full-precision checkpoint that SGLang has quantised, and their places.
 
-    No weights change, but padding, as of a vocabulary, is filled: no later load does it.
+    Weights do not change. Padding, as of a vocabulary, is filled, since no later load fills it.
 
     Args:
-        layers: those that it quantised, of the form that `require_online` accepts.
-        dtype: of their weights before.
+        layers: the quantised layers, of the form that `require_online` accepts.
+        dtype: the dtype of their weights before quantising.
 
     Raises:
-        UnprovableError: its loader does more than copy, or leaves a byte as it was; says where.
+        UnprovableError: SGLang's loader does more than copy, or does not write a byte; says where.
     """
     live = {name: each.detach() for name, each in parameters_of(model)}
     whole = stored_tensors(checkpoint, {})
@@ -85,7 +85,7 @@ def _created(layer: Any, dtype: torch.dtype) -> Parameters:  # noqa: ANN401 - SG
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The places of a quantised checkpoint in live parameters, and the formats of what it has quantised."""
+    """The places of a quantised checkpoint in live parameters, and the formats of quantised tensors."""
 
     segments: list[Segment]
     formats: dict[str, Format]
@@ -118,16 +118,17 @@ class _Found:
         return found
 
     def _add(self, tensor: str, form: Format, places: Iterable[Segment]) -> None:
-        """Add the places of what becomes of a tensor. Raises UnprovableError if it has two formats."""
+        """Add the places of a quantised tensor. Raises UnprovableError if the tensor has two formats."""
         if self.formats.setdefault(tensor, form) != form:
             raise UnprovableError(f"{tensor} is cut in two ways")
         self.segments.extend(places)
 
 
 def _format(segment: Segment, shape: Sequence[int], layer: Any, dtype: torch.dtype) -> Format:  # noqa: ANN401
-    """Return the format of a tensor of which a segment lives in `layer`, before it is quantised, in `dtype`.
+    """Return the format of a tensor with a segment in `layer`; `dtype` is from before quantising.
 
-    Raises UnprovableError if its rows are not rows of the layer, or share scales with other ranks' columns.
+    Raises UnprovableError if the tensor's rows are not rows of the layer, or share scales with other ranks'
+    columns.
     """
     columns, box = layer.weight.shape[0], segment.box
     if not is_whole_rows(segment, columns, dtype.itemsize):

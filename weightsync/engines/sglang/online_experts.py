@@ -13,7 +13,7 @@ import torch
 from weightsync.plan.layout.formats import Format
 
 EXPERT = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
-"""What SGLang makes of an expert in a stack. A rank that keeps a part of it has a scale of that part."""
+"""SGLang's format of an expert in a stack. A rank that keeps a part has a scale of that part."""
 
 
 def created_stacks(

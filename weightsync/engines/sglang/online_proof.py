@@ -1,4 +1,4 @@
-"""The proof that weights are quantised here to the bytes of an SGLang that quantised its own when it started.
+"""Proves that quantising here gives the same bytes as SGLang's quantising at its start.
 
 SGLang's own method quantises a random layer of each size that the model has.
 
@@ -52,7 +52,7 @@ def _size(weight: torch.Tensor) -> tuple[int, int]:
 
 
 def _makes_rows(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SGLang's
-    """Whether the method of a layer makes our bytes of a random matrix."""
+    """Return True if the method of a layer makes our bytes of a random matrix."""
     matrix = random_matrix(*_size(layer.weight), layer.weight.device, dtype)
     made: Any = torch.nn.Module()
     made.weight = torch.nn.Parameter(matrix, requires_grad=False)
@@ -62,7 +62,7 @@ def _makes_rows(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SGLan
 
 
 def _makes_experts(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SGLang's
-    """Whether the method of a layer makes our bytes of a random expert."""
+    """Return True if the method of a layer makes our bytes of a random expert."""
     with torch.device(layer.w2_weight.device):
         made: Any = created_stacks(layer, 1, dtype)
     made.num_local_experts = 1

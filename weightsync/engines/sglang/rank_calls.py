@@ -1,7 +1,7 @@
-"""Calls to SGLang's processes: a call travels in a weight update, its answer on a socket.
+"""Calls to SGLang's processes. A call is sent in a weight update, and answered on a socket.
 
-SGLang calls a custom weight loader in each rank's process with the data of the request, and returns only
-whether it ran. Answers on the socket are decoded by a schema and never unpickled.
+SGLang calls a custom weight loader in each rank's process with the data of the request, and only returns
+whether the loader ran. Answers on the socket are decoded by a schema and never unpickled.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _outcome(reply: _Reply, method: str, part: str) -> Any:  # noqa: ANN401 - as
 
 @functools.cache
 def _returned(method: str, part: str) -> Any:  # noqa: ANN401 - a type
-    """Return the type of what a method of `Rank` returns, or a method of its `AdapterRank`."""
+    """Return the result type of a method of `Rank` or `AdapterRank`."""
     called = getattr(AdapterRank, part) if part else getattr(Rank, method)
     return get_type_hints(called)["return"]
 
@@ -155,7 +155,7 @@ def _plain(value: object) -> object:
 
 
 def _array(kind: Any, value: object) -> object:  # noqa: ANN401 - an annotation
-    """Return an array of the dtype that its annotation `kind` names, which may be several integers'."""
+    """Return an array of a dtype that the annotation `kind` names, which may name several integers'."""
     (wanted,) = get_args(get_args(kind)[1])
     dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
     if not issubclass(np.dtype(dtype).type, get_origin(wanted) or wanted):
@@ -170,9 +170,9 @@ sockets: dict[str, zmq.Socket[bytes]] = {}
 
 
 def reply(call: Call, outcome: object) -> None:
-    """Send the result of a rank's method, or its error, from the rank's process.
+    """Send the result or the error of a rank's method from the rank's process.
 
-    Raises zmq.Again if the engine does not take it.
+    Raises zmq.Again if the engine does not accept the message.
     """
     error = SentError.of(outcome) if isinstance(outcome, WeightSyncError) else None
     result = msgspec.Raw(_encoder.encode(None if error else outcome))

@@ -1,4 +1,4 @@
-"""Whether live parameters hold what SGLang's loaders wrote, told by its layers and their methods.
+"""Tells by SGLang's layers and their methods whether live parameters hold the loaders' bytes.
 
 Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py``, ``kv_cache.py`` and
 ``compressed_tensors/`` of 0.5.17 and 0.5.23.
@@ -22,7 +22,7 @@ _CHANNELS_SCHEMES = {
     _CHANNELS_METHOD: ("CompressedTensorsW8A8Fp8", "CompressedTensorsW8A8Int8"),
     _CHANNELS_EXPERTS: ("CompressedTensorsW8A8Fp8MoE",),
 }
-"""SGLang's schemes of compressed-tensors that keep what was loaded, if each row has a scale."""
+"""SGLang's schemes of compressed-tensors that keep loaded bytes, if each row has a scale."""
 _CACHE_METHOD = "Fp8KVCacheMethod"
 _ONLINE = {"Fp8LinearMethod": "fp8", "Fp8MoEMethod": "fp8", "W8A8Fp8LinearMethod": "w8a8_fp8"}
 """Methods that may quantise full-precision weights to FP8, and the ``quantization`` that has them."""
@@ -44,9 +44,9 @@ def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
 
 
 def processed_once(model: torch.nn.Module, device: torch.device) -> str:
-    """Return why a load cannot repeat what SGLang does with weights when it starts; "" if it can.
+    """Return why a load cannot repeat SGLang's processing at the start; "" if it can.
 
-    Tensors that a model derives from its weights are derived again, where they are.
+    Tensors that a model derives from weights are derived again in place.
     """
     if reason := _why_not_layers(model, device, _why_not_plain):
         return reason
@@ -57,7 +57,7 @@ def processed_once(model: torch.nn.Module, device: torch.device) -> str:
 
 
 def derive_again(model: torch.nn.Module) -> None:
-    """Have a model derive tensors from its weights, as SGLang does after it has drawn dummies."""
+    """Have a model derive tensors from weights, as SGLang does after it has drawn dummies."""
     if hasattr(model, _DERIVE):
         getattr(model, _DERIVE)()
 
@@ -81,10 +81,10 @@ def require_no_copies(model: torch.nn.Module) -> None:
 
 
 def require_kept(model: torch.nn.Module, device: torch.device, formats: Mapping[str, Format]) -> None:
-    """Raise ConfigError unless live parameters are what a quantised checkpoint stores, or views of it.
+    """Raise ConfigError unless live parameters are a quantised checkpoint's tensors, or views of them.
 
-    It accepts what `stored_otherwise` accepts, and layers with kernels that read FP8 blocks, or rows with a
-    scale for each, as they were loaded. `formats` are those of the weights that the checkpoint has quantised.
+    This accepts all layers that `stored_otherwise` accepts, and layers whose kernels read FP8 blocks, or rows
+    with a scale per row, as loaded. `formats` are the formats of the checkpoint's quantised weights.
     """
     for name, form in formats.items():
         if form.rule != "fp8" and not _is_in_channels(form):
@@ -120,7 +120,7 @@ def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def online_option(layers: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
-    """Return the option that has SGLang quantise `online_layers`, and its value."""
+    """Return the option with which SGLang quantises `online_layers`, and the option's value."""
     kind = type(next(iter(layers.values())).quant_method).__name__
     return "options.quantization", _ONLINE[kind]
 
@@ -128,7 +128,7 @@ def online_option(layers: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
 def require_online(
     model: torch.nn.Module, device: torch.device, layers: Mapping[str, torch.nn.Module]
 ) -> None:
-    """Raise ConfigError unless all live parameters are known: `online_layers` hold FP8, others what came."""
+    """Raise ConfigError unless `online_layers` hold FP8 and other layers hold the loaded bytes."""
     option = online_option(layers)
     if _has_adapters(model):
         remedy = f"leave it out: with it, the layers that {option[0]} has quantised have other names"
@@ -207,7 +207,7 @@ def _why_not_channels(scheme: Any, kind: str) -> str:  # noqa: ANN401 - SGLang's
 
 
 def _why_not_cache(module: torch.nn.Module) -> str:
-    # Dummy weights draw these scales, too. What is not positive becomes 1, as without them.
+    # Dummy weights draw these scales, too. Scales that are not positive become 1, as without dummy weights.
     drawn = any(getattr(module, name) != 1.0 for name in ("k_scale_float", "v_scale_float"))
     return "the scales of its cache were drawn at random for the start" if drawn else ""
 
@@ -236,7 +236,7 @@ def _why_not_online(module: torch.nn.Module) -> str:
 
 
 def _why_not_stacks(module: torch.nn.Module) -> str:
-    """Return why a layer has no two stacks of experts in FP8 with a float32 scale for each; "" if it has."""
+    """Return why a layer has no two stacks of experts in FP8 with float32 scales; "" if it has."""
     for name in ("w13_weight", "w2_weight"):
         stack, scales = getattr(module, name), getattr(module, f"{name}_scale", None)
         if not isinstance(scales, torch.Tensor):

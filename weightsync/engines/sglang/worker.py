@@ -45,9 +45,9 @@ logger = logging.getLogger("weightsync.engines.sglang")
 _ranks: dict[int, Rank] = {}
 """The rank of this process, by number."""
 _drafts: dict[int, torch.nn.Module] = {}
-"""Its draft model."""
+"""The draft model of this process."""
 _LEFT = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}
-"""What a configuration names that stays as it is, by ``quant_method``."""
+"""The field of a configuration that names unquantised layers, by ``quant_method``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RankSettings:
 
     Attributes:
         dtype: torch's name of the weights' dtype.
-        speculation: how it speculates, if with a draft model.
+        speculation: how the engine speculates, if it does so with a draft model.
         overrides: ``json_model_override_args``.
         trust_remote_code, revision: SGLang's options.
     """
@@ -71,9 +71,9 @@ class RankSettings:
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """Custom weight loader of SGLang. The only "tensor" is empty, and its name is a pickled `Call`.
+    """Custom weight loader of SGLang. The only "tensor" is empty, and named by a pickled `Call`.
 
-    SGLang's process ends if its loader raises, so this does not.
+    SGLang's process ends if the loader raises, so this function does not raise.
     """
     try:
         ((blob, _),) = named_tensors

@@ -1,4 +1,4 @@
-"""Watches transformers complete a batch: where each row ends, why, and how likely its tokens were."""
+"""Watches transformers complete a batch: where each row ends, why, and how likely the tokens were."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.engines.serving.texts import Tokenizer
 class BatchWatch:
     """A stopping criterion of transformers, called after each step with all rows so far.
 
-    It reads the logits of the model itself, since transformers would keep those of all steps.
+    It reads the model's logits itself, since transformers would keep the logits of all steps.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BatchWatch:
         return any(stop in text for stop in self._settings.stops)
 
     def completions(self, version: int) -> list[Completion]:
-        """Return each row up to its end. All tokens are of `version`."""
+        """Return each row up to the row's end. All tokens are of `version`."""
         tokens, logprobs = torch.cat(self._tokens, 1).tolist(), torch.cat(self._logprobs, 1).tolist()
         otherwise = "length" if len(self._tokens) == self._settings.max_tokens else "abort"
         return [

@@ -89,7 +89,7 @@ class TorchEngine:
     """
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
-        """Build the model of `model_path`'s config; its weights are not read."""
+        """Build the model of `model_path`'s config without reading weights."""
         from transformers import GenerationConfig
 
         settings = load_dataclass(TorchOptions, options, field="options")
@@ -107,13 +107,13 @@ class TorchEngine:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._guard: AddressGuard | None = None
-        self._written: AddressGuard | None = None  # what the writer writes to
+        self._written: AddressGuard | None = None  # guards the memory that the writer writes
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._layout: RankLayout
         self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
-        """Return a layout in which each live tensor is whole and is its own buffer."""
+        """Return a layout in which each live tensor is one whole buffer."""
         if not (self._guard and self._guard.as_before(self.model)):
             self._tensors, tied = named_tensors(self.model)
             self._guard = AddressGuard(self.model, self._tensors)
@@ -310,7 +310,7 @@ class _Gate:
 
     @property
     def quiet(self) -> bool:
-        """Whether no call runs and none is admitted."""
+        """Return True if no call runs and none is admitted."""
         return self._shut and not self._busy
 
     @property

@@ -1,4 +1,4 @@
-"""Adapter of vLLM by its public hooks: a worker extension and ``collective_rpc``."""
+"""Adapter of vLLM by public hooks: a worker extension and ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VllmRanks(EngineRanks):
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         """Call `method` of `Rank` on each rank. Raises EngineError if vLLM could not call all of them."""
-        # vLLM passes bytes between its processes without its insecure mode, so pickle here.
+        # vLLM passes bytes between processes without its insecure mode, so pickle here.
         blob = pickle.dumps((method, args))
         with self._naming(method):
             replies = self._ask(blob)
@@ -40,20 +40,20 @@ class VllmRanks(EngineRanks):
 
     @abstractmethod
     def _ask(self, blob: bytes) -> Sequence[bytes]:
-        """Call every rank's worker with `blob`; return the reply of each."""
+        """Call every rank's worker with `blob`; return all replies."""
 
 
 logger = logging.getLogger("weightsync.engines.vllm")
 
 _END_S = 20.0
-"""Time for vLLM to end by itself; it gives its workers about ten seconds."""
+"""Time for vLLM to end by itself; vLLM gives workers about ten seconds."""
 
 
 class VllmEngine(SlotServing, VllmRanks):
     """One vLLM engine. A single rank runs in this process; several ranks have their own processes.
 
-    `options` are arguments of vLLM's ``EngineArgs``, except those that `vllm.api` fixes. ``dtype`` defaults
-    to the one in the model's config, also float32.
+    `options` are arguments of vLLM's ``EngineArgs``, except arguments that `vllm.api` fixes. ``dtype``
+    defaults to the dtype in the model's config, also float32.
 
     Raises:
         ConfigError: an option that vLLM does not have, a dtype that its platform cannot hold, or more ranks
@@ -119,7 +119,7 @@ class VllmEngine(SlotServing, VllmRanks):
         return adapted(name, served.version, served.number, settings)
 
     def close(self) -> None:
-        """End vLLM and its processes. Safe to call twice."""
+        """End vLLM and all its processes. Safe to call twice."""
         self._watch.close()
         if self.loop.is_lost or not self.loop.close(_END_S):
             self._watch.end()  # else vLLM would wait for the answer of a stopped rank

@@ -39,11 +39,11 @@ class AsyncVllm(Protocol):
 
 
 class AdoptedVllm(VllmRanks):
-    """An ``AsyncLLM`` with `WeightSyncWorker` mixed into its workers, on its caller's event loop.
+    """An ``AsyncLLM`` with `WeightSyncWorker` mixed into the workers, on the caller's event loop.
 
-    The caller asks it for tokens as before. Requests wait while it is paused, and after a failed load until
-    one succeeds; if it was paused by ``abort`` or ``wait``, newer versions of vLLM refuse them instead, see
-    docs/guide.md. Methods block, so they must be called from another thread than the loop's.
+    The caller asks it for tokens as before. Requests wait while vLLM is paused, and after a failed load until
+    a load succeeds. If vLLM was paused by ``abort`` or ``wait``, newer versions of vLLM refuse requests
+    instead, see docs/guide.md. Methods block, so they must be called from another thread than the loop's.
     """
 
     def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
@@ -58,7 +58,7 @@ class AdoptedVllm(VllmRanks):
             raise PeerLostError(f"engine {self._name}", "vLLM's engine core is dead")
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect each rank to its holder, and take the engine's name from the tickets."""
+        """Connect all ranks to their holders, and read the engine's name from the tickets."""
         self._name = tickets[0].engine
         return super().attach(plan, tickets, timeout_s)
 

@@ -1,6 +1,7 @@
-"""All imports from vLLM: its engine, its layerwise reload, and how its layers store parameters.
+"""All imports from vLLM: the engine, the layerwise reload, and the layers' storage of parameters.
 
-Sources: vLLM's documentation of ``worker_extension_cls`` and the layerwise reload; its code of 0.24 to 0.33.
+Sources: vLLM's documentation of ``worker_extension_cls`` and the layerwise reload; vLLM's code of 0.24 to
+0.33.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _SLEEPS = "cumem"
 
 
 class ModelRunner(Protocol):
-    """The attributes of vLLM's ``GPUModelRunner`` that are used here, in both its versions."""
+    """The attributes of vLLM's ``GPUModelRunner`` that are used here, in both versions of the class."""
 
     vllm_config: VllmConfig
     model_config: ModelConfig
@@ -64,7 +65,7 @@ class ModelRunner(Protocol):
 
 
 def set_environment() -> None:
-    """Set vLLM's environment variables, before its import. Variables that the user has set stay."""
+    """Set vLLM's environment variables before vLLM is imported. Variables that the user has set stay."""
     # Run vLLM's scheduler in this process, so that calls fail at once if a worker is dead.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # Spawn the workers of several ranks, since a fork would lose this process's threads.
@@ -79,11 +80,11 @@ def set_environment() -> None:
 
 
 def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> EngineArgs:
-    """Return arguments of an engine with dummy weights, and `worker` mixed into its workers.
+    """Return arguments of an engine with dummy weights, and `worker` mixed into the workers.
 
     Raises:
-        ConfigError: an option that vLLM does not have or cannot be updated with, a dtype that its platform
-            cannot hold, or more ranks than this process sees GPUs.
+        ConfigError: an option that vLLM does not have or cannot be updated with, a dtype that vLLM's platform
+            cannot store, or more ranks than this process sees GPUs.
     """
     from vllm import EngineArgs
     from vllm.platforms import current_platform
@@ -107,7 +108,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if current_platform.is_cpu():
         settings.setdefault("enforce_eager", True)
     if settings.get("tensor_parallel_size", 1) > 1:
-        # Inside a Ray placement group, vLLM would start its ranks as actors elsewhere in the group.
+        # Inside a Ray placement group, vLLM would start ranks as actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
     check_sleep(settings, current_platform.is_sleep_mode_available())
     if current_platform.is_cuda() and settings.get("distributed_executor_backend") != "ray":
@@ -125,9 +126,9 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
 
 def _from_own_files(speculative: object) -> dict[str, Any]:
-    """Return a speculative configuration that loads a draft from its files, and not as the target's dummy.
+    """Return a speculative configuration that loads a draft from files, not as the target's dummy.
 
-    Where vLLM's second model runner ignores that, its first one is chosen, in the environment.
+    If vLLM's second model runner ignores this, the environment is set to choose the first model runner.
     """
     from vllm.config import LoadConfig, SpeculativeConfig
     from vllm.model_executor.model_loader import utils as loaders
@@ -149,7 +150,7 @@ def _from_own_files(speculative: object) -> dict[str, Any]:
 
 
 def model_folder(config: ModelConfig) -> ModelFolder:
-    """Return where a model's own configuration is. vLLM changes its copy as it starts."""
+    """Return the place of a model's own configuration. vLLM changes a copy when it starts."""
     given: Any = config.hf_overrides
     overrides, change = ({}, given) if callable(given) else (given, None)
     path, revision = config.hf_config_path or config.model, config.revision
@@ -158,7 +159,7 @@ def model_folder(config: ModelConfig) -> ModelFolder:
 
 @contextlib.contextmanager
 def building(config: VllmConfig) -> Iterator[None]:
-    """Have transformers build models outside of vLLM, which decorates classes that its backend uses."""
+    """Have transformers build models outside of vLLM, which decorates classes for its backend."""
     from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
 
     uncompiled = copy.copy(config)
@@ -183,7 +184,7 @@ def file_headers(config: ModelConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def require_one_replica(config: VllmConfig) -> None:
-    """Raise ConfigError if there are several replicas, or if a rank has some of the layers alone."""
+    """Raise ConfigError if there are several replicas, or if a rank only has some of the layers."""
     parallel = config.parallel_config
     refuse_sizes({key: getattr(parallel, key, 1) for key in _ONE}, _ONE)
 
@@ -242,7 +243,7 @@ def _require_experts(name: str, module: torch.nn.Module, config: VllmConfig) -> 
 
 
 def _require_unpadded(name: str, module: torch.nn.Module, path: str) -> None:
-    """Raise ConfigError if vLLM has padded experts, as on a CPU: its reload does not do that again."""
+    """Raise ConfigError if vLLM has padded experts, as on a CPU, since a reload does not pad again."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     loaded: torch.Tensor | None = get_layerwise_info(module).restore_metadata[0].get("w13_weight")
@@ -257,7 +258,7 @@ def _require_unpadded(name: str, module: torch.nn.Module, path: str) -> None:
 
 
 def _has_drawn_scales(module: torch.nn.Module) -> bool:
-    """Whether a quantized cache has scales other than vLLM's default.
+    """Return True if a quantized cache has scales other than vLLM's default.
 
     vLLM takes a positive dummy scale for one of a checkpoint. Other caches ignore their scales.
     """
@@ -285,8 +286,8 @@ def start(arguments: EngineArgs) -> LLMEngine:
     from pydantic import ValidationError
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # Without Triton, vLLM looks through all loaded modules and fails on this one's `lib`. Numba, which
-    # computes our digests, has loaded it; its users keep their own references.
+    # Without Triton, vLLM looks through all loaded modules and fails on this module's `lib`. Numba, which
+    # computes our digests, has loaded this module; users of the module keep their own references.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         return LLMEngine.from_engine_args(arguments)
@@ -299,15 +300,16 @@ def start(arguments: EngineArgs) -> LLMEngine:
 
 
 def lora_request(name: str, number: int) -> LoRARequest:
-    """Return what a request says to be answered by the adapter in slot `number`."""
+    """Return the setting with which the adapter in slot `number` answers a request."""
     from vllm.lora.request import LoRARequest
 
-    # A path is needed. It is not read while the adapter has its slot, and must not name one on a model hub.
+    # A path is needed. It is not read while the adapter has a slot, and must not name an adapter on a model
+    # hub.
     return LoRARequest(name, number, "/nonexistent/weightsync")
 
 
 def lora_model(manager: Any, number: int, rank: int, tensors: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return an adapter as vLLM's loader reads it from files. Its scaling is 1: `tensors` have it already."""
+    """Return an adapter as vLLM's loader reads it from files. Scaling is 1: `tensors` are scaled."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -326,7 +328,7 @@ def lora_model(manager: Any, number: int, rank: int, tensors: dict[str, torch.Te
 
 
 def stop(engine: LLMEngine) -> None:
-    """End vLLM and its worker processes."""
+    """End vLLM and the worker processes."""
     engine.engine_core.shutdown()
 
 
@@ -353,7 +355,7 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
     }
     try:
         return msgspec.convert(values, SamplingParams)
-    except Exception as error:  # vLLM has kinds of its own
+    except Exception as error:  # vLLM raises its own kinds
         raise settings.refusal("vLLM", error) from error
 
 
@@ -378,7 +380,7 @@ def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
 
 
 def materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a parameter or buffer on the meta device, of its class and with its attributes."""
+    """Return memory for a parameter or buffer on the meta device, with equal class and attributes."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     with device:

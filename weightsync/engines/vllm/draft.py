@@ -1,7 +1,8 @@
-"""The draft model of a vLLM rank. A frozen one has the weights of its own checkpoint.
+"""The draft model of a vLLM rank. A frozen draft has the weights of its own checkpoint.
 
-Engines start with dummy weights for the target. vLLM's ``draft_load_config`` loads EAGLE and MTP drafts from
-their files all the same; vLLM 0.32 ignores it for the method ``draft_model``: a frozen one is loaded here.
+Engines start with dummy weights for the target. vLLM's ``draft_load_config`` still loads EAGLE and MTP drafts
+from their files. vLLM 0.32 ignores this setting for the method ``draft_model``, so a frozen draft is loaded
+here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weightsync.engines.vllm.trained_draft import VllmTrainedDraft
 from weightsync.errors import ConfigError
 
 _DUMMY = 1e-3
-"""vLLM draws dummy weights between this and its negative. A checkpoint has some that are larger."""
+"""vLLM draws dummy weights between this value and its negative. A checkpoint has some larger weights."""
 
 
 _COLUMNS = ("input_size_per_partition", "input_size", "embedding_dim")
@@ -31,7 +32,7 @@ class VllmDraft(DraftModel):
     """A draft of vLLM, which on a CPU packs weights of linear layers into memory of oneDNN."""
 
     def packed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what packed layers answer to the unit vectors: their weights, to the bit."""
+        """Yield the answers of packed layers to the unit vectors: the weights, to the bit."""
         for path, module in self.model.named_modules():
             columns = next((getattr(module, each) for each in _COLUMNS if hasattr(module, each)), 0)
             if columns and hasattr(module, "cpu_linear"):
@@ -41,10 +42,10 @@ class VllmDraft(DraftModel):
 
 
 def draft_of(runner: ModelRunner, device: torch.device, treatment: Treatment | None) -> DraftModel | None:
-    """Return the draft of a rank, None if it has none. Dummies of a frozen one are replaced by its files.
+    """Return a rank's draft, or None. A frozen draft's dummies are replaced by the draft's files.
 
-    Raises ConfigError if its weights cannot be found, are dummies that cannot be replaced, or cannot be
-    trained.
+    Raises ConfigError if the draft's weights cannot be found, are dummies that cannot be replaced, or cannot
+    be trained.
     """
     speculative = runner.vllm_config.speculative_config
     if speculative is None or speculative.method in WITHOUT_WEIGHTS:
@@ -89,7 +90,7 @@ def _module(runner: ModelRunner) -> torch.nn.Module | None:
 
 
 def _is_dummy(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
-    """Whether no full-precision parameter of the draft's own has an element larger than dummies have."""
+    """Return True if the draft only has dummy weights: no own full-precision element is large."""
     parameters = {id(each) for each in draft.parameters()}
     own = own_tensors(draft, target).values()
     weights = [each for each in own if id(each) in parameters and each.dtype in FULL]

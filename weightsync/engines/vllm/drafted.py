@@ -1,4 +1,4 @@
-"""How many drafted tokens a vLLM engine has accepted, by its own statistics."""
+"""Counts the drafted tokens that a vLLM engine has accepted, by vLLM's statistics."""
 
 from __future__ import annotations
 

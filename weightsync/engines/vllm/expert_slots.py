@@ -13,7 +13,7 @@ _IN_TURNS = "GptOssForCausalLM"
 
 
 def is_of_experts(module: object) -> bool:
-    """Whether a layer of vLLM with slots has experts."""
+    """Return True if a layer of vLLM with slots has experts."""
     return hasattr(module, "w13_lora_a_stacked")
 
 
@@ -39,7 +39,7 @@ def require_experts(manager: Any, loras: Mapping[str, Any], shares_a: bool) -> N
 
 
 def _by_layer(names: Iterable[str], layers: Container[str]) -> Mapping[str, Sequence[str]]:
-    """Return the names that are within each of the layers."""
+    """Return the names that are within the layers, by layer."""
     within: dict[str, list[str]] = {}
     for name in names:
         path = name

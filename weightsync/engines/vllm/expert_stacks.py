@@ -1,8 +1,9 @@
 """Adapters of experts for vLLM's slots that have gate and up projections together.
 
 vLLM has such slots for models whose checkpoints stack experts. There is one A for both projections, and B's
-rows of up follow those of gate. vLLM reads an adapter for them from stacks of all experts, as PEFT saves one
-of parameters. Sources: ``FusedMoE3DWithLoRA`` and ``LoRAModelManager`` in vLLM's ``lora/``, 0.24 and 0.32.
+rows of up follow B's rows of gate. vLLM reads an adapter for these slots from stacks of all experts, as PEFT
+saves an adapter of parameters. Sources: ``FusedMoE3DWithLoRA`` and ``LoRAModelManager`` in vLLM's ``lora/``,
+0.24 and 0.32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _GATE, _UP = f".gate_proj{LORA_A}", f".up_proj{LORA_A}"
 
 
 def is_of_stack(module: object) -> bool:
-    """Whether a layer of vLLM has slots for gate and up projections together."""
+    """Return True if a layer of vLLM has slots for gate and up projections together."""
     return type(module).__name__ == "FusedMoE3DWithLoRA"
 
 
@@ -47,9 +48,9 @@ def stack(manager: Any, loras: MutableMapping[str, Any]) -> None:  # noqa: ANN40
 
 
 def _joined(experts: Sequence[Any], of_b: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401 - vLLM's
-    """Return the first of `experts` with A and B of all.
+    """Return the first of `experts` with the A and B of all experts.
 
-    A's rows are of one expert after another. B's columns are first those of each expert's first row of A.
+    A has the rows of one expert after another. B first has the columns for each expert's first row of A.
     """
     first = experts[0]
     first.lora_a = torch.cat([each.lora_a for each in experts])
@@ -58,7 +59,7 @@ def _joined(experts: Sequence[Any], of_b: Sequence[torch.Tensor]) -> Any:  # noq
 
 
 def with_up_projections(layout: RankLayout) -> RankLayout:
-    """Add up projections' A to a slot's layout: it is where that of the gate projections is."""
+    """Add the up projections' A to a slot's layout, at the place of the gate projections' A."""
     return replace(
         layout,
         tensors=(*layout.tensors, *_of_up_metas(layout.tensors)),
@@ -79,5 +80,5 @@ def _of_up_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
 
 
 def _of_up(name: str) -> str:
-    """Return the name of the up projection's A if `name` is that of an expert's gate projection, else ""."""
+    """Return the name of the up projection's A for the name of an expert's gate projection, else ""."""
     return f"{name.removesuffix(_GATE)}{_UP}" if name.endswith(_GATE) and is_of_expert(name) else ""

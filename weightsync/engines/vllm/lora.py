@@ -1,6 +1,6 @@
-"""vLLM's slots for LoRA adapters, and what a request says of one.
+"""vLLM's slots for LoRA adapters, and the settings of requests for an adapter.
 
-vLLM keeps adapters in slots: tensors beside each layer, of the largest rank. Its loader copies an adapter
+vLLM keeps adapters in slots: tensors beside each layer, of the largest rank. vLLM's loader copies an adapter
 into a free slot, cut for tensor parallelism. Sources: vLLM's ``lora/`` of 0.24 and 0.32.
 """
 
@@ -29,7 +29,7 @@ _OF_EXPERTS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """vLLM's settings of a request that an adapter answers, and its name of the adapter."""
+    """vLLM's settings of a request that an adapter answers, and vLLM's name of the adapter."""
 
     sampling: Any
     lora: Any
@@ -47,9 +47,9 @@ class LoraSlots:
         self._runner = runner
 
     def reserve(self, spec: AdapterSpec, numbers: Sequence[int]) -> Sequence[Slot]:
-        """Take a slot for each of `numbers`, and find where vLLM's loader puts the adapter's elements.
+        """Reserve slots for `numbers`, and find where vLLM's loader puts the adapter's elements.
 
-        The slots hold zeros then, and are pinned. Raises ConfigError if vLLM was not started with enough.
+        The slots then hold zeros and are pinned. Raises ConfigError if vLLM was started with too few slots.
         """
         manager = self._manager()
         self._require_room(spec, manager, len(numbers))
@@ -103,7 +103,7 @@ class LoraSlots:
         number: int,
         values: Sequence[torch.Tensor],
     ) -> None:
-        """Have vLLM load an adapter with `values` for its tensors into a slot, by its own loader."""
+        """Have vLLM's loader load an adapter with `values` for its tensors into a slot."""
         names = (f"base_model.model.{meta.name}" for meta in spec.tensors)
         model = lora_model(manager, number, spec.rank, dict(zip(names, values, strict=True)))
         require_experts(manager, model.loras, spec.shares_a)
@@ -113,9 +113,10 @@ class LoraSlots:
 
 
 def _stacks(manager: Any, number: int) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - vLLM's
-    """Yield each layer's matrices in the slot of adapter `number`, by names of ours.
+    """Yield the layers' matrices in the slot of adapter `number`, by our names.
 
-    Those of all experts of a layer are one stack. Only layers that the adapter has are here: they are large.
+    The matrices of all experts of a layer are one stack. Only layers of the adapter are included, since
+    matrices are large.
     """
     at = manager.lora_index_to_id.index(number)
     adapted_layers = manager.get_adapter(number).loras

@@ -19,19 +19,19 @@ ARCHITECTURES = (*_AFTER_LAYERS, _OWN_LAYERS)
 """vLLM's names of the models whose layers are known."""
 
 _BLOCK = "mtp_block."
-"""In vLLM's names of what a layer of the target has, too. Checkpoints leave it out."""
+"""Part of vLLM's names for tensors that a layer of the target has, too. Checkpoints leave it out."""
 
 
 def prefixes(hf_config: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers'
-    """Return what the names of a draft's tensors begin with; () for an architecture that is not known.
+    """Return the prefixes of a draft's tensors; () for an unknown architecture.
 
-    `hf_config` is that of the draft, as vLLM derives it from the target's.
+    `hf_config` is the draft's config, which vLLM derives from the target's config.
     """
     architecture = hf_config.architectures[0]
     if architecture not in ARCHITECTURES:
         return ()
     numbers = range(hf_config.num_nextn_predict_layers)
-    if architecture in _AFTER_LAYERS:  # the checkpoint numbers them on from those of the target
+    if architecture in _AFTER_LAYERS:  # the checkpoint numbers them after the target's layers
         return tuple(f"model.layers.{hf_config.num_hidden_layers + n}." for n in numbers)
     return tuple(f"model.mtp_layers.{n}." for n in numbers)
 
@@ -43,9 +43,9 @@ def tensors_of(
 
     Args:
         headers: dtype and shape of each tensor in the checkpoint's files, as safetensors says them.
-        begin: what `prefixes` returned.
+        begin: the result of `prefixes`.
         dtype: the engine's.
-        wide: the tensors that it holds in float32, whatever its dtype is.
+        wide: the tensors that the engine stores in float32, whatever the engine's dtype is.
     """
     metas = [*_metas(headers, begin, dtype, wide)]
     whole = [Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, 0, 0) for meta in metas]

@@ -1,10 +1,10 @@
 """The places of FP8 that vLLM makes of full-precision weights as it loads them, with a scale for each layer.
 
-A rank's linear layer has its matrix in FP8, transposed, and one float32 scale for all of it: for the query,
-key and value projections together. Experts are in stacks, with two scales for each: see `Expert`. vLLM's
-loader takes full precision, and quantises. Where each row goes is found by a reload of the layers as they are
-before they are quantised. `online_proof` compares bytes with vLLM's, and the first update does so once more:
-it goes through vLLM's loader.
+A rank's linear layer has a matrix in FP8, transposed, and one float32 scale for the whole matrix: for the
+query, key and value projections together. Experts are in stacks, with two scales per expert: see `Expert`.
+vLLM's loader reads full precision, and quantises. The place of each row is found by a reload of the layers in
+their form before quantising. `online_proof` compares bytes with vLLM's, and the first update does so again,
+since it uses vLLM's loader.
 
 Sources: vLLM's ``layers/quantization/fp8.py``, ``layers/quantization/online/fp8.py`` and
 ``model_loader/reload/layerwise.py`` of 0.24 and 0.32.
@@ -40,13 +40,13 @@ from weightsync.quantising.stored_places import StoredPlaces
 logger = logging.getLogger("weightsync.engines.vllm")
 
 LAYER = Format(rule="vllm_online", values="float8_e4m3fn", block=(0, 0))
-"""What vLLM makes of a layer, or of an expert. A rank that keeps a part of it has a scale of that part."""
+"""vLLM's format of a layer or an expert. A rank that keeps a part has a scale of that part."""
 
 Loaded = Mapping[str, Mapping[str, torch.Tensor]]
-"""What vLLM's loader fills of layers, of that which vLLM then quantises: by path, and by last name."""
+"""The tensors that vLLM's loader fills and vLLM then quantises, by path of the layer and last name."""
 
 _DONE = "_already_called_process_weights_after_loading"
-"""What vLLM's methods give a layer that they have processed."""
+"""The attribute that vLLM's methods add to a processed layer."""
 
 
 def trace_online(
@@ -55,14 +55,16 @@ def trace_online(
     checkpoint: Checkpoint,
     make_loader: Callable[[], Loader],
 ) -> tuple[StoredCheckpoint, StoredPlaces]:
-    """Find what vLLM quantises of a full-precision checkpoint, and where it lives. No weights change.
+    """Find the tensors of a full-precision checkpoint that vLLM quantises, and their places.
+
+    No weights change.
 
     Args:
-        loaded: the layers that it quantises.
+        loaded: the layers that vLLM quantises.
         make_loader: begins a reload of `model`.
 
     Raises:
-        UnprovableError: its loader does more than copy, or a layer is made of parts that are not known here.
+        UnprovableError: vLLM's loader does more than copy, or a layer is made of unknown parts.
     """
     live = {name: each.detach() for name, each in parameters_of(model)}
     try:
@@ -91,7 +93,7 @@ def trace_online(
 
 
 def _owner(segment: Segment, loaded: Loaded) -> _Layer | Expert | None:
-    """Return what has one scale for a segment and its neighbours. None if the segment is not quantised."""
+    """Return the layer or expert that has one scale for a segment. None if the segment is not quantised."""
     path, _, leaf = segment.buffer.rpartition(".")
     if (whole := loaded.get(path, {}).get(leaf)) is None:
         return None
@@ -141,9 +143,9 @@ class _Layer:
     def formats(
         self, its: Sequence[Segment], shapes: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[Segment, Format]]:
-        """Yield `its` segments, each with the format of its tensor. They have one scale.
+        """Yield `its` segments with the format of their tensor. All have one scale.
 
-        Raises UnprovableError if they are not alike, or if ranks keep unequal parts of them.
+        Raises UnprovableError if segments are not alike, or if ranks keep unequal parts of the layer.
         """
         its = sorted(its, key=lambda each: each.byte_offset)
         names = [segment.tensor for segment in its]
@@ -169,7 +171,7 @@ class _Layer:
     def _part(
         self, segment: Segment, shape: Sequence[int]
     ) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]:
-        """Return the block of a tensor that a rank keeps, its number along each axis, and their count."""
+        """Return a rank's block of a tensor, the block's number along each axis, and the number of blocks."""
         box = segment.box
         if not is_whole_rows(segment, self.columns, self.itemsize):
             raise UnprovableError(f"{self.path} has rows that are not those of {segment.tensor}")
@@ -188,8 +190,8 @@ def online_loader(
     """Return a loader of full-precision tensors for one update.
 
     Args:
-        places: where live parameters hold what is quantised. None if that is not known.
-        make_loader: returns vLLM's own, which quantises.
+        places: the places of quantised tensors in live parameters, None if they are not known.
+        make_loader: returns vLLM's own loader, which quantises.
     """
     if places is None or places.are_right is False:
         return make_loader()
@@ -207,14 +209,14 @@ class _FirstLoader:
         self._compared: Loader | None = compared
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give tensors to vLLM's loader, and digest what is quantised of them here."""
+        """Give tensors to vLLM's loader, and digest their quantised form here."""
         named = list(weights)
         self._own.load(named)
         try:
             if self._compared:
                 self._compared.load(named)
         except torch.OutOfMemoryError as error:
-            # vLLM alone may have enough: it need not hold both.
+            # vLLM itself may have enough memory: it need not store both.
             self._compared, self._places.are_right = None, False
             logger.warning("vLLM quantises in each update, see docs/quantised.md: %s", error)
 

@@ -25,15 +25,15 @@ _LINEAR = "Fp8PerTensorOnlineLinearMethod"
 _EXPERTS = ("Fp8OnlineMoEMethod", "Fp8PerTensorOnlineMoEMethod")
 """The names of vLLM's methods for experts: of 0.24 by the option ``fp8``, and of later versions."""
 _MOST_ROWS = 2560
-"""Of a random matrix: its rows are quantised alike."""
+"""The most rows of a random matrix, since all rows are quantised alike."""
 _REDUCTIONS = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")
-"""What later versions of vLLM have, by which the ranks of a layer agree on a scale."""
+"""Functions of later versions of vLLM by which the ranks of a layer agree on a scale."""
 
 
 def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the layers that vLLM quantises to FP8 as it loads, by path.
 
-    They have one scale, or experts in stacks two for each.
+    A layer has one scale; stacks of experts have two scales per expert.
     """
     known = (_LINEAR, *_EXPERTS)
     return {path: module for path, module in model.named_modules() if _kind(module) in known}
@@ -42,12 +42,12 @@ def online_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def loaded_weights(
     layers: Mapping[str, torch.nn.Module], loaded: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Loaded:
-    """Return what vLLM quantises of `layers`, as its loader fills it.
+    """Return the tensors of `layers` that vLLM's loader fills and vLLM quantises.
 
     Args:
-        loaded: all that vLLM says its loader fills, by path and last name.
+        loaded: all tensors that vLLM's loader fills according to vLLM, by path and last name.
 
-    Raises UnprovableError if it does not say it.
+    Raises UnprovableError if vLLM does not list such tensors.
     """
     found = {}
     for path, layer in layers.items():
@@ -63,7 +63,7 @@ def require_online(model: torch.nn.Module, loaded: Loaded) -> None:
     """Raise UnprovableError unless `loaded` layers are known, and vLLM gives our bytes for each size.
 
     Args:
-        loaded: those of all `online_layers` of the model.
+        loaded: the tensors of all `online_layers` of the model.
     """
     for path, module in model.named_modules():
         if is_lora(module):
@@ -85,7 +85,7 @@ def _kind(module: torch.nn.Module) -> str:
 
 
 def _why_not(layer: Any, loaded: Mapping[str, torch.Tensor]) -> str:  # noqa: ANN401 - vLLM's
-    """Return why a layer has no FP8 with scales of its own in the form that is known; "" if it has."""
+    """Return why a layer has no FP8 with its own scales in the known form; "" if it has."""
     method = layer.quant_method
     if getattr(method, "requantization_source", None) is not None:
         return "it is made of weights that are quantised already"
@@ -145,18 +145,21 @@ def _size(loaded: torch.Tensor) -> tuple[int, int]:
 
 
 def _makes_our_matrix(layer: torch.nn.Module, drawn: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the method of a linear layer makes our bytes of a matrix."""
+    """Return True if the method of a linear layer makes our bytes of a matrix."""
     matrix = drawn["weight"]
     made = _processed(layer, drawn, tp_size=1)
     values, scale = (each for _, each in quantize(matrix, LAYER))
     found, rows = made.weight.t(), len(matrix)
-    # Its kernel may want more rows. The first update fills them, and no later one does.
+    # The kernel may need more rows. The first update fills these rows, and no later update does.
     is_same = are_same(found[:rows], values) and not found[rows:].view(torch.uint8).any()
     return is_same and are_same(made.weight_scale.reshape(-1), scale)
 
 
 def _makes_our_experts(layer: torch.nn.Module, drawn: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the method of a layer makes our bytes of two experts, one three times as large as the other."""
+    """Return True if a layer's method makes our bytes of two experts.
+
+    The values of one expert are three times as large.
+    """
     stacks = {leaf: torch.stack([matrix, matrix.flip(0) * 3]) for leaf, matrix in drawn.items()}
     made = _processed(layer, stacks, num_experts=2, local_num_experts=2, weight_block_size=None)
     for leaf, stack in stacks.items():
@@ -173,7 +176,10 @@ def _processed(
     weights: Mapping[str, torch.Tensor],
     **attributes: object,
 ) -> Any:  # noqa: ANN401
-    """Return a layer with what the method of `layer` makes of weights. Raises UnprovableError if it fails."""
+    """Return a layer with weights that the method of `layer` processed.
+
+    Raises UnprovableError if the method fails.
+    """
     made = torch.nn.Module()
     for leaf, each in weights.items():
         made.register_parameter(leaf, torch.nn.Parameter(each.clone(), requires_grad=False))

@@ -1,4 +1,4 @@
-"""One update through vLLM's layerwise reload, and the account of what the loader filled."""
+"""One update through vLLM's layerwise reload, and the account of the tensors that the loader filled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Reload:
                 layerwise().get_layerwise_info(module).load_numel = _NEVER_WHOLE
 
     def witness(self) -> Reload:
-        """Fill what the loader is to fill with a pattern, if the loader has not been seen to fill it."""
+        """Fill tensors with a pattern, unless an earlier load is known to have filled them."""
         if self._account.counts:
             filled = self._account.filled_layers()
             self._witness = LoadWitness(
@@ -122,8 +122,8 @@ def rehearse(
 ) -> tuple[TensorMeta, ...]:
     """Run the loader on placeholders of `tensors`, which changes nothing.
 
-    Returns `tensors` in the dtypes in which the loader keeps them, such as float32 for what a state space
-    is computed from.
+    Returns `tensors` in the dtypes in which the loader stores them, such as float32 for the inputs of a state
+    space.
 
     Raises ConfigError, with names, if the loader fails, leaves a tensor out, or makes a parameter.
     """
@@ -190,7 +190,7 @@ _WHOLE: WeakKeyDictionary[torch.nn.Module, _Whole] = WeakKeyDictionary()
 
 
 class LoadAccount:
-    """Calls a model's ``load_weights``, and counts what it has filled since the reload began."""
+    """Calls a model's ``load_weights``, and counts the elements filled since the reload began."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class LoadAccount:
 
     @property
     def counts(self) -> bool:
-        """Whether these may be the first tensors that fill the model."""
+        """Return True if these may be the first tensors that fill the model."""
         return self._expected is None
 
     def forget(self) -> None:
@@ -268,7 +268,7 @@ class LoadAccount:
         return {path: info.load_numel for path, info in found if info.load_numel_total}
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which the loader keeps what it took of `tensor`, while it is counted."""
+        """Return the dtype in which the loader stores `tensor`, while writes are counted."""
         return self._count.dtype_of(tensor) if self._count else tensor.dtype
 
     def filled_layers(self) -> set[str]:
@@ -297,7 +297,7 @@ class LoadAccount:
         return bool(kept) and kept[-1][0] == leaf and _is_running(layerwise().get_numel_loaded)
 
     def _memory_of(self, name: str) -> torch.Tensor | None:
-        """Return memory that becomes live with the other tensors of its module. None if it is too late."""
+        """Return memory that becomes live with the other tensors of the module. None if it is too late."""
         (module, leaf), tensor = self._home(name), self._to_fill[name].tensor
         info = layerwise().get_layerwise_info(module)
         if not info.can_load():
@@ -318,7 +318,7 @@ class LoadAccount:
         return self._homes[path], leaf
 
     def _process(self, direct: Mapping[str, int]) -> None:
-        """Have vLLM count what was written directly, and make modules live that are complete by it."""
+        """Have vLLM count direct writes, and make modules live that are now complete."""
         modules = {name: self._home(name)[0] for name in direct if name in self._made}
         for name, module in modules.items():
             layerwise().get_layerwise_info(module).load_numel += direct[name]

@@ -1,4 +1,4 @@
-"""Runs requests through vLLM's LLMEngine, which it steps on the event loop of its thread."""
+"""Runs requests through vLLM's LLMEngine, stepped on the event loop of a thread."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Stepper:
         """Step no more, see `Server.pause`."""
         self._paused = True
         if mode == "retract":
-            # If vLLM's core runs in its own process, it steps without being asked.
+            # If vLLM's core runs in a separate process, the core steps without being asked.
             self.engine.sleep(0, "keep")
 
     async def go_on(self) -> None:

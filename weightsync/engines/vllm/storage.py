@@ -1,4 +1,4 @@
-"""Whether live parameters hold what vLLM's loaders wrote, told by its layers and their methods."""
+"""Tells by vLLM's layers and their methods whether live parameters hold the loaders' bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model of vLLM that updates write: its checkpoint's tensors, and a reload of its own modules."""
+"""A draft model of vLLM that updates write: the checkpoint's tensors, and a reload of the draft's modules."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class VllmTrainedDraft(TrainableDraft):
         return cls(str(speculative.method), path, draft, target, config, device, own)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors of transformers' model of the draft's config; of other methods, of its files.
+        """Return the tensors of the draft's model in transformers; for other methods, of the draft's files.
 
         Raises ConfigError if the files have no MTP layers.
         """
@@ -117,7 +117,7 @@ class VllmTrainedDraft(TrainableDraft):
         return mtp.prefixes(self.config.hf_config) if self.method == mtp.MTP else ()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run its ``load_weights``, once for each tensor: that of EAGLE-3 would collect them all first."""
+        """Run the draft's ``load_weights`` once per tensor: EAGLE-3's would collect all tensors first."""
         for each in weights:
             self.model.load_weights([each])  # type: ignore[operator]
 
@@ -126,7 +126,7 @@ class VllmTrainedDraft(TrainableDraft):
         return Reload(self.own, self.config, self.device).witness()
 
     def stored_otherwise(self) -> str:
-        """Return which layer may repack its weights, "" if none does."""
+        """Return the layer that may repack weights, "" if no layer does."""
         return why_not_live(self.own, self.device)
 
 
@@ -138,7 +138,7 @@ def _in_memory_of(target: torch.nn.Module, own: torch.nn.Module) -> Iterator[str
 
 
 class _OwnModules(torch.nn.Module):
-    """A draft without the modules of its target, for vLLM's layerwise reload."""
+    """A draft without the modules of the target, for vLLM's layerwise reload."""
 
     def __init__(self, draft: torch.nn.Module, target: torch.nn.Module) -> None:
         super().__init__()

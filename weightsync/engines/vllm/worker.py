@@ -52,10 +52,10 @@ class WeightSyncWorker:
         _ws_rank: Rank
 
     def ws_call(self, blob: bytes) -> bytes:
-        """Call a method of this worker's `Rank`. Returns its result or its error, pickled.
+        """Call a method of this worker's `Rank`. Returns the result or the error, pickled.
 
-        It must not raise: vLLM reads the ranks' answers in order, and would leave the remaining ones to the
-        next call.
+        This method must not raise: vLLM reads the ranks' answers in order, and would leave the remaining
+        answers to the next call.
         """
         if not hasattr(self, "_ws_rank"):
             host, slots = VllmHost(self.model_runner, self.device), LoraSlots(self.model_runner)
@@ -94,7 +94,7 @@ class VllmHost:
         return self._stored.described(checkpoint)
 
     def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with what vLLM makes of it as it loads. It takes the tensors as they are."""
+        """Return the checkpoint with vLLM's conversions. vLLM still loads full-precision tensors."""
         if (addresses := self._live_addresses()) != self._addresses:
             self._addresses = addresses
             self._online, self._places = self._found_online(checkpoint)
@@ -102,7 +102,10 @@ class VllmHost:
         return replace(self._stored.described(checkpoint), stored=())  # no checkpoint stores that
 
     def _found_online(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, StoredPlaces | None]:
-        """Find what vLLM quantises as it loads. Nothing, and a line in the log, if that is not proven."""
+        """Find the tensors that vLLM quantises during loading.
+
+        Without a proof, returns nothing and logs a line.
+        """
         model = self.model()
         if not (layers := online_layers(model)):
             return StoredCheckpoint(), None
