@@ -1,4 +1,4 @@
-"""The part of the public API that is about what engines serve beside their model."""
+"""The part of the public API for adapters, and for the list of served components."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ class AdapterMethods:
     def register_adapter(
         self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
     ) -> None:
-        """Take slots for a LoRA adapter on every engine, and connect its trainers. See docs/adapters.md.
+        """Reserve slots for a LoRA adapter on every engine, and connect the adapter's trainers.
+
+        See docs/adapters.md.
 
         Call it after `connect`. Engines that come back after a crash get the adapter's version again.
 
         Args:
-            name: what requests call it, such as ``{"adapter": "math"}``.
+            name: the adapter's name in requests, such as ``{"adapter": "math"}``.
             trainers: all ranks in rank order, handles of actors derived from `TrainerShard`, with a PEFT
-                model as ``self.model``. They may be those of `register_trainers`, or others.
-            adapter: what PEFT calls it.
+                model as ``self.model``. They may be the trainers of `register_trainers`, or others.
+            adapter: the adapter's name in PEFT.
 
         Raises:
             ConfigError: the name is taken, PEFT's adapter does not exist or does more than A and B, or an
@@ -56,14 +58,14 @@ class AdapterMethods:
         self._loop.submit(lambda: self._adapters.register(name, trainers, adapter)).result()
 
     def update_adapter(self, name: str, version: int | None = None) -> SyncReport:
-        """Move an adapter's weights into the slots of all engines, as a version of its own.
+        """Move an adapter's weights into the slots of all engines, as a new version of the adapter.
 
-        Engines go on making tokens. Requests that begin afterwards use the new version on every engine that
-        took it. Running requests end with the version that they began with.
+        Engines continue to make tokens. Requests that begin afterwards use the new version on every engine
+        that loaded it. Running requests end with the version with which they began.
 
         Args:
             name: the adapter.
-            version: larger than its version before; by default the next number.
+            version: larger than the adapter's version before; by default the next number.
 
         Returns:
             The report. `SyncReport.engines` has the engines that serve the version.
@@ -85,7 +87,7 @@ class AdapterMethods:
         self._loop.submit(lambda: self._adapters.unregister(name)).result()
 
     def coverage(self) -> list[Covered]:
-        """List what each engine serves: its model, its draft and each adapter, with what was compared.
+        """List the components that engines serve (model, draft, adapters), and how each was compared.
 
         Engines of other models come last, see `add_model`.
 
@@ -96,5 +98,5 @@ class AdapterMethods:
         return model + draft + self._adapters.coverage() + self._models.coverage()
 
     def adapter_versions(self) -> dict[str, int]:
-        """Return the committed version of each adapter; 0 before its first update."""
+        """Return the committed version of each adapter; 0 before the adapter's first update."""
         return self._adapters.versions()

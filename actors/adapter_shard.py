@@ -1,4 +1,4 @@
-"""An adapter of a trainer's model, as a shard of its own."""
+"""An adapter of a trainer's model, as a separate shard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _HasModel(Protocol):
 
 
 class AdapterShard(Shard):
-    """One rank of a LoRA adapter, with a plan, a holder and a version of its own.
+    """One rank of a LoRA adapter, with its own plan, holder and version.
 
     Attributes:
-        adapter: its source.
+        adapter: the source of the adapter's weights.
     """
 
     def __init__(self, trainer: _HasModel, adapter: str) -> None:

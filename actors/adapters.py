@@ -1,4 +1,4 @@
-"""LoRA adapters: each has trainers, holders and versions of its own, on the engines of one WeightSync."""
+"""LoRA adapters with their own trainers, holders and versions, on the engines of one WeightSync."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _END_S = 90.0
 Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
 
 _BUCKET_NBYTES = 32 << 20
-"""For adapters that are broadcast. Each rank of an engine keeps room for one bucket of each."""
+"""The bucket size of adapters that are broadcast. An engine rank has memory for one bucket per adapter."""
 
 
 class Adapter:
@@ -48,7 +48,7 @@ class Adapter:
         trainers: Sequence[ActorHandle[Any]],
         processes: SharedProcesses,
     ) -> None:
-        """`processes` are those of the holders of all adapters."""
+        """`processes` are the processes of the holders of all adapters."""
         self.spec = spec
         self._config = replace(
             config,
@@ -107,7 +107,7 @@ class Adapter:
         return self._last
 
     def coverage(self) -> list[Covered]:
-        """Return what each engine serves of it."""
+        """Return the coverage of this adapter, per engine."""
         return coverage(f"adapter {self.spec.name}", self._controller, self._fleet, self._last)
 
     def follow_soon(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
@@ -140,9 +140,9 @@ class Adapter:
             logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
 
     async def close(self, engines: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
-        """End its holders, and give the slots of `engines` back.
+        """End the adapter's holders, and give the slots of `engines` back.
 
-        Raises DeadlineError if requests still use them then.
+        Raises DeadlineError if requests still use the slots then.
         """
         tasks = [*self._tasks]
         for task in tasks:
@@ -169,7 +169,7 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of one WeightSync, by name. Its methods run on the loop of the WeightSync."""
+    """The adapters of one WeightSync, by name. Methods run on the loop of the WeightSync."""
 
     def __init__(self, config: SyncConfig, engines: Engines) -> None:
         """`engines` returns the engines that are registered now."""
@@ -208,7 +208,7 @@ class Adapters:
         return await held.update(check_version(version, held.version), self._engines())
 
     def parts(self) -> dict[str, Callable[[], Part]]:
-        """Return what makes each adapter a part of an update of several components, by its name there."""
+        """Return functions that make adapters parts of a joint update, by the component's name."""
         return {
             f"adapter {name}": partial(held.as_part, self._engines()) for name, held in self._held.items()
         }
@@ -218,7 +218,7 @@ class Adapters:
         return {name: held.version for name, held in self._held.items()}
 
     def coverage(self) -> list[Covered]:
-        """Return what each engine serves of each adapter."""
+        """Return the coverage of all adapters, per engine."""
         return [row for held in self._held.values() for row in held.coverage()]
 
     def follow(self) -> None:

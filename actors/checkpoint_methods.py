@@ -28,27 +28,27 @@ class CheckpointMethods:
         stored: bool = False,
         draft: Sequence[str] = (),
     ) -> Future[Reading]:
-        """Start reading a checkpoint that takes the place of trainers. See docs/checkpoints.md.
+        """Start reading a checkpoint that replaces trainers. See docs/checkpoints.md.
 
         Returns when all headers are checked. Reading continues in the background.
 
         Args:
-            name: what `update_weights` calls it.
+            name: the checkpoint's name in `update_weights`.
             files: safetensors files, index files, or folders with either.
-            nodes: Ray's ids of the hosts that read, each an equal share; by default this process's host.
-            exclude: names of tensors that no engine wants, or patterns such as ``visual.*``. The draft's
-                begin with ``draft/``.
+            nodes: Ray's ids of the hosts that read equal shares; by default this process's host.
+            exclude: names of tensors that no engine wants, or patterns such as ``visual.*``. Names of the
+                draft begin with ``draft/``.
             stored: serve quantised tensors as the files store them, to engines that are quantised alike.
                 Otherwise float8 weights become bfloat16.
             draft: files of a trained draft that engines speculate with. See docs/components.md.
 
         Returns:
             A future with the bytes and seconds of the reading. It raises SourceChangedError if a file has
-            changed since its header was read, and so does every update of this checkpoint.
+            changed since the header was read, and so does every update of this checkpoint.
 
         Raises:
             ConfigError, PlanError: a file cannot be used; names the file and the tensor.
-            SourceChangedError: a file changed while its header was read.
+            SourceChangedError: a file changed while the header was read.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
         registering = self._members.register_checkpoint(name, files, on, exclude, stored, draft)

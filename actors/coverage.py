@@ -1,4 +1,4 @@
-"""What engines serve, by component."""
+"""The served versions of engines, by component."""
 
 from __future__ import annotations
 

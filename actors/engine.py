@@ -15,16 +15,16 @@ from weightsync.engines.serving.sampling import check_prompts
 class EngineActor(EngineCalls):
     """An actor that starts and drives one inference engine.
 
-    Its methods are coroutines, so that requests and updates can overlap.
+    All methods are coroutines, so that requests and updates can overlap.
 
     Args:
         kind: ``vllm``, ``sglang``, ``torch`` (transformers), ``auto``, or the path of a class of your own,
             ``package.module:Class``, see docs/extending.md.
-        model_path: a Hugging Face model folder; its config and tokenizer are read, its weights are not.
-        name: the name under which it is registered with WeightSync.
+        model_path: a Hugging Face model folder; config and tokenizer are read, weights are not.
+        name: the name under which the engine is registered with WeightSync.
         options: passed to the engine, see `weightsync/engines/README.md`.
-        slot: on a CPU host, the name of its slot; rank r > 0 has ``<slot>.<r>``. The trainer with the same
-            slot shares its holder. On GPUs, ranks on the same GPU share a holder.
+        slot: on a CPU host, the name of the engine's slot; rank r > 0 has ``<slot>.<r>``. The engine shares a
+            holder with the trainer of the same slot. On GPUs, ranks on the same GPU share a holder.
     """
 
     _name = ""
@@ -54,11 +54,11 @@ class EngineActor(EngineCalls):
         """Complete prompts: lists of token ids, or texts if the model's folder has a tokenizer.
 
         `sampling` has the fields of `Sampling`, such as ``max_tokens`` and ``stop_token_ids``. Other settings
-        go to the engine, under its own names: an argument of vLLM's ``SamplingParams``, a key of SGLang's
-        sampling dictionary, or a field of transformers' ``GenerationConfig``. Without any, the whole
-        distribution is drawn from, and the model's own end tokens end nothing.
+        are passed to the engine, under the engine's names: an argument of vLLM's ``SamplingParams``, a key of
+        SGLang's sampling dictionary, or a field of transformers' ``GenerationConfig``. Without settings, the
+        whole distribution is drawn from, and the model's own end tokens end nothing.
 
-        docs/guide.md lists settings, and what a rollout has. Raises ConfigError for a setting that nobody
+        docs/guide.md lists settings and the fields of a rollout. Raises ConfigError for a setting that nobody
         knows, and for a text without a tokenizer; see also `Generates.generate`.
         """
         check_prompts(prompts)

@@ -52,7 +52,7 @@ class EngineCalls(Claimable):
     _watched: asyncio.Event | None = None
 
     async def sync_placements(self, _: object = None) -> list[Placement]:
-        """Return the placement of each rank: the device that its layout names.
+        """Return the ranks' placements: the devices that their layouts name.
 
         The argument is an object of Ray's store. Ray calls this once the host has it.
         """
@@ -60,16 +60,16 @@ class EngineCalls(Claimable):
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_outline(self, components: Components = MappingProxyType({})) -> Sequence[Outline]:
-        """Return outlines of what each rank needs, if components are treated so."""
+        """Return the outlines of all ranks' layouts, if components are treated so."""
         tables = await self.sync_layout(components)
         return await asyncio.to_thread(lambda: [each.outline() for each in tables])
 
     async def sync_layout(self, components: Components = MappingProxyType({})) -> Sequence[LayoutTable]:
-        """Return what each rank needs, if components are treated so."""
+        """Return the layouts of all ranks, if components are treated so."""
         return await self._ask_layouts(components)
 
     async def _ask_layouts(self, components: Components | None = None) -> Sequence[LayoutTable]:
-        """Ask the engine, once, as its layout does not change before it uses other `components`."""
+        """Ask the engine once: layouts only change with other `components`."""
         async with self._asking:
             wanted = self._components if components is None else components
             if wanted != self._components and isinstance(self._engine, HasComponents):
@@ -86,7 +86,7 @@ class EngineCalls(Claimable):
         return asyncio.Lock()
 
     async def sync_can_export(self) -> Sequence[bool]:
-        """Return for each rank whether it can export its live memory, see `ExportsMemory`."""
+        """Return for each rank whether it can export live memory, see `ExportsMemory`."""
         if not isinstance(self._engine, ExportsMemory):
             return [False]
         return await asyncio.to_thread(self._engine.can_export)
@@ -94,10 +94,10 @@ class EngineCalls(Claimable):
     async def sync_export(
         self, components: Components = MappingProxyType({})
     ) -> Sequence[DeviceMemory | None]:
-        """Return what each rank would export now, see `ExportsAhead`; nothing if the engine does not say."""
+        """Return the ranks' exports ahead, see `ExportsAhead`; nothing if the engine does not know them."""
         if not isinstance(self._engine, ExportsAhead):
             return ()
-        await self._ask_layouts(components)  # a draft adds to what is exported
+        await self._ask_layouts(components)  # a draft adds exports
         async with self._asking:  # `attach` comes afterwards
             return await asyncio.to_thread(self._engine.export)
 
@@ -108,7 +108,7 @@ class EngineCalls(Claimable):
         timeout_s: float,
         prefix_cache: PrefixCache = "drop",
     ) -> Sequence[Attached]:
-        """Connect each rank to its holder, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
+        """Connect ranks to holders, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
         layouts = await self._ask_layouts()
 
         def attach() -> Sequence[Attached]:
@@ -130,7 +130,7 @@ class EngineCalls(Claimable):
         return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
-        """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""
+        """Stop making tokens. Afterwards no rank reads weights, see `Engine.pause`."""
         await asyncio.to_thread(self._sync_pause, mode, timeout_s)
 
     def _sync_pause(self, mode: str, timeout_s: float) -> None:
@@ -194,7 +194,7 @@ class EngineCalls(Claimable):
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
         """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.
 
-        Returns the dtype of its slots.
+        Returns the dtype of the adapter's slots.
         """
         if not isinstance(self._engine, ServesAdapters):
             remedy = (
@@ -217,10 +217,10 @@ class EngineCalls(Claimable):
                 self._parts = {name: part for name, part in self._parts.items() if name != spec.name}
 
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
-        """Call a ``sync_…`` method of one adapter, which has its own plan, holders and version.
+        """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holders and version.
 
-        Raises StateError if it was closed. The first call, a claim, opens it in a process that took the place
-        of another.
+        Raises StateError if the adapter was closed. In a process that replaced another process, the first
+        call, a claim, opens the adapter.
         """
         if self._spec(spec.name) != spec:
             if method != "sync_claim":
@@ -239,7 +239,7 @@ class EngineCalls(Claimable):
         await watched.wait()
 
     def sync_release(self, run: str) -> None:
-        """End the claim, as `Claimable.sync_release`, and what waits here: Ray ends no actor that is busy."""
+        """End the claim, as `Claimable.sync_release`, and waiting calls: Ray does not end a busy actor."""
         super().sync_release(run)
         if self._claim is None:
             self._end_watch()

@@ -13,14 +13,14 @@ from weightsync.report import SyncReport
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A component, as an update uses it.
+    """A component in a joint update.
 
     Attributes:
         version: the newest committed version.
-        prepare: has everything there that an update needs, such as a checkpoint that is still read.
+        prepare: waits for everything that an update needs, such as a checkpoint that is still read.
         exclusive: keeps other work on the component's engines out.
-        move: takes a version to its engines, while that is held. It calls the second argument once trainers
-            may change their weights, and waits for the other components by the third.
+        move: moves a version to the component's engines, within `exclusive`. It calls the second argument
+            once trainers may change their weights, and waits for the other components by the third.
     """
 
     version: int
@@ -32,10 +32,10 @@ class Part:
 async def update_together(
     parts: Mapping[str, Part], version: int, when_held: Callable[[], None]
 ) -> dict[str, SyncReport]:
-    """Update all `parts` at the same time. None commits before all have verified what their engines hold.
+    """Update all `parts` at the same time. No part commits before the engines of all are verified.
 
     `when_held` is called once all trainers may change their weights. Raises the error of the first part that
-    failed. The others have not committed then, if it failed before it could.
+    failed. If this part failed before the commit, no other part has committed.
     """
     if len(parts) == 1:  # as in most updates: no task, so that the caller's future is resolved at once
         ((name, part),) = parts.items()

@@ -68,8 +68,8 @@ class Membership:
         """
         Args:
             run: the name under which holders outlive this process, if they do.
-            adapter: the adapter that is moved, in place of the model.
-            shared: the processes that its holders share with those of other adapters.
+            adapter: the adapter that is moved instead of the model.
+            shared: the processes that holders share with other adapters' holders.
         """
         self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
@@ -152,7 +152,7 @@ class Membership:
             self.checkpoints.published = checkpoint
 
     async def is_alive(self, name: str) -> bool:
-        """Whether an engine answers."""
+        """Return True if an engine answers."""
         member = self._fleet.engines.get(name)
         if member and member.record.state is EngineState.DEAD:
             return False
@@ -165,11 +165,12 @@ class Membership:
     async def respawn(self, name: str) -> bool:
         """End an engine's process, which may hang or be gone, and start a replacement.
 
-        If nothing on its host answers, wait until the engine does or Ray says that it is gone, at most
-        ``connect_timeout_s``. An engine that answers then keeps its process. Returns whether it got another.
+        If nothing on the engine's host answers, wait until the engine answers or Ray says that it is gone, at
+        most ``connect_timeout_s``. If the engine answers then, its process stays. Returns True if the process
+        was replaced.
 
-        Raises what `respawner` raises, or a DeadlineError of phase ``respawn`` if it does not return within
-        ``respawn_timeout_s``. An actor that it returns later is killed.
+        Raises the errors of `respawner`, or a DeadlineError of phase ``respawn`` if `respawner` does not
+        return within ``respawn_timeout_s``. An actor that `respawner` returns later is killed.
         """
         assert self.respawner is not None
         await self._check_holders(name)
@@ -243,7 +244,7 @@ class Membership:
             known.append(holder)
             self._fleet.nodes.append(placement.node)
             self._watch_holder(holder)
-            self._controller.connected = False  # its communicators are made with the next update
+            self._controller.connected = False  # the next update makes the communicators
         return known.index(holder)
 
     def _watch(self, name: str, engine: RemoteEngine) -> None:
@@ -312,7 +313,7 @@ class Membership:
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     async def _connect(self) -> None:
-        await self._controller.snapshot_index.ended()  # its calls go by numbers that holders have so far
+        await self._controller.snapshot_index.ended()  # calls use the holders' present numbers
         await self._place()
         await self._controller.connect()
 
@@ -331,7 +332,7 @@ class Membership:
         return await engine.placements()
 
     async def _place(self) -> None:
-        """Ask every actor for its placement and start missing holders."""
+        """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
         known = {name: member.record for name, member in self._fleet.engines.items()}
@@ -386,7 +387,7 @@ class Membership:
             (peer, placed.holder_of[name][0]) for peer, name in zip(peers, placements, strict=True)
         ]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
-        if not self._adapter:  # its holders share processes with those of others
+        if not self._adapter:  # an adapter's holders share processes with other adapters' holders
             self._relays.use(
                 publish_relays([*trainers.values()], nodes, homes),
                 move_relays(self._channels, holders, self._fleet.nodes),
@@ -394,7 +395,8 @@ class Membership:
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())
-            # Keep the engine's own placements, whose pids `respawn` ends. A holder's may be its trainer's.
+            # Keep the engine's own placements, whose pids `respawn` ends. A holder's placement may be the
+            # trainer's.
             self._placements[name] = of_engines.answers.get(f"engine {name}", self._placements.get(name, []))
             self._fleet.engines[name] = EngineMember(engine, at, records[name])
             if records[name].state is not EngineState.DEAD:
@@ -416,7 +418,7 @@ class Membership:
             await self.place_engine(name, handle)
             try:
                 await self._controller.adopt(name)
-            except PlanError:  # its layout is not in the plan: make a new one
+            except PlanError:  # the layout is not in the plan: make a new plan
                 async with self._controller.exclusive():
                     await self.connect()
             if self._controller.version:  # else there is nothing to wait for
@@ -447,7 +449,10 @@ class Membership:
         return {name: state for name, state in states.items() if name in (engines or states)}
 
     async def part(self, name: str) -> None:
-        """Remove an engine without calling the others. Its holder stays until the next connect."""
+        """Remove an engine without calling other engines.
+
+        The engine's holder stays until the next connect.
+        """
         async with self._controller.shared(name):
             del self.engines[name]
             self._placements.pop(name, None)

@@ -1,4 +1,4 @@
-"""Other models of one WeightSync, each with trainers, engines and versions of its own."""
+"""Other models of one WeightSync, with their own trainers, engines and versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL, _DRAFT, _ADAPTER = "model", "draft", "adapter "
 
 
 class _Syncs(Protocol):
-    """A WeightSync, as another one uses it."""
+    """A WeightSync, as another WeightSync uses it."""
 
     def connect(self) -> None: ...
     def close(self) -> None: ...
@@ -30,9 +30,9 @@ class Model(Generic[S]):
     """One model.
 
     Attributes:
-        sync: its WeightSync.
-        loop: on which that one's updates run.
-        as_part: returns it as a part of an update of several components.
+        sync: the model's WeightSync.
+        loop: the loop on which this WeightSync's updates run.
+        as_part: returns the model as a part of a joint update.
     """
 
     sync: S
@@ -52,11 +52,11 @@ class Models(Generic[S]):
         return {name: model for name, model in self._held.items() if not model.loop.closed}
 
     def add(self, name: str, model: Model[S]) -> None:
-        """Add a model. `check` its name first."""
+        """Add a model. `check` the name first."""
         self._held[name] = model
 
     def check(self, name: object) -> None:
-        """Raise ConfigError unless `name` can be that of one more model."""
+        """Raise ConfigError unless `name` can be a new model's name."""
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError("name", name, "give a text without a slash")
         if name in (MODEL, _DRAFT) or name.startswith(_ADAPTER):
@@ -77,7 +77,7 @@ class Models(Generic[S]):
         return [model.loop for name, model in self.held.items() if name in names]
 
     def coverage(self) -> list[Covered]:
-        """Return what engines of all models serve, with the models' names in the components'."""
+        """Return the coverage of all models, with the model's name in each component's name."""
         return [
             replace(row, component=name if row.component == MODEL else f"{name}: {row.component}")
             for name, model in self.held.items()
@@ -85,11 +85,11 @@ class Models(Generic[S]):
         ]
 
     def connect(self) -> None:
-        """Connect each of them."""
+        """Connect all models."""
         for model in self.held.values():
             model.sync.connect()
 
     def close(self) -> None:
-        """Close each of them."""
+        """Close all models."""
         for model in self.held.values():
             model.sync.close()

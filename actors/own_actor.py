@@ -19,10 +19,10 @@ _REMEDY = (
 
 
 def check_own_actor(trainers: Sequence[ActorHandle[Any]], engines: Mapping[str, ActorHandle[Any]]) -> None:
-    """Raise ConfigError if the actor whose method calls this is among `trainers` or `engines`.
+    """Raise ConfigError if the calling actor is among `trainers` or `engines`.
 
-    An actor's constructor and methods run on the main thread, and its coroutines on an event loop. Other
-    threads leave it free to answer, such as those of an actor with ``max_concurrency``, or the user's own.
+    An actor's constructor and methods run on the main thread, and coroutines on an event loop. On other
+    threads, the actor can still answer, such as on threads of ``max_concurrency``, or the user's own.
     """
     context = ray.get_runtime_context()
     if context.get_actor_id() is None or not _is_busy():

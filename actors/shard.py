@@ -1,4 +1,4 @@
-"""What a trainer's actor does for the driver with one source of weights."""
+"""A trainer actor's side of updates, for one source of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightsync.sources import ExportsWeights, PushesWeights, Source, attach, co
 
 
 class Shard(Claimable):
-    """Base of what has a plan, a holder and a version of its own: a trainer's model, or an adapter of it."""
+    """Base class of shards with their own plan, holder and version: a trainer's model, or an adapter."""
 
     _slot: str | None = None
     _attached: Source | None = None
@@ -41,14 +41,14 @@ class Shard(Claimable):
 
     @abstractmethod
     def _current_source(self) -> Source:
-        """Return the source of what is to be published now."""
+        """Return the source of the weights to publish now."""
 
     def sync_placement(self) -> Placement:
         """Return where this rank runs."""
         return Placement.here(self._slot)
 
     def sync_placement_so_far(self) -> Placement | None:
-        """Return where this rank runs, None before it has chosen its GPU."""
+        """Return where this rank runs, None before the rank has chosen a GPU."""
         return Placement.so_far(self._slot)
 
     def sync_outline(self) -> Outline:
@@ -72,7 +72,7 @@ class Shard(Claimable):
         return source.trial_handle() if isinstance(source, ExportsWeights) else None
 
     def sync_can_push(self) -> bool:
-        """Return whether this rank can push weights from host memory to its holder's GPU."""
+        """Return True if this rank can push weights from host memory to the holder's GPU."""
         source = self._current_source()
         return self._slot is None and isinstance(source, PushesWeights) and source.can_push()
 
@@ -88,7 +88,7 @@ class Shard(Claimable):
     def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
         """Prepare to tell the driver when holders may read this rank's weights.
 
-        With an offer for what it `asks`, also answer that, before or in place of `publish`.
+        With an offer in `asks`, also answer the driver's calls, before or in place of `publish`.
         """
         if self._notices:
             self._notices.close()
@@ -99,7 +99,7 @@ class Shard(Claimable):
             on_daemon(partial(self._answer, asks, readiness, is_newest), "weightsync-publish")
 
     def _answer(self, asks: ControlOffer, readiness: Readiness, is_newest: Callable[[], bool]) -> None:
-        """Answer what comes before Ray's call, on a thread where the actor's GPU is the current one."""
+        """Answer calls that come before Ray's call, on a thread with the actor's GPU as current device."""
 
         def readable(ticket: int) -> bool:
             with self._on_its_gpu():
@@ -122,8 +122,8 @@ class Shard(Claimable):
     def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
 
-        In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
-        If it `tells`, the driver gets the report on the socket of notices, too.
+        In place, tell the driver once holders may read the share, then digest it. Without a `ticket`, tell
+        nobody. If it `tells`, the driver gets the report on the socket of notices, too.
         """
         publish = partial(self._publish, task, ticket)
         report = self._readiness.once(ticket, publish) if self._readiness else publish()

@@ -31,39 +31,39 @@ class TrainerShard(Shard):
 
         trainer = ray.remote(Trainer).remote(...)
 
-    Each update takes what ``self.model`` holds at that moment. You may replace the model or its parameters if
-    names, shapes, dtypes and sharding stay the same. If they do not, the update raises a StateError that
-    names the rank and the tensor, and `WeightSync.connect` has to come first.
+    Each update moves the weights of ``self.model`` at that moment. You may replace the model or its
+    parameters if names, shapes, dtypes and sharding stay the same. If they do not, the update raises a
+    StateError that names the rank and the tensor, and `WeightSync.connect` has to come first.
 
     The model is an ``nn.Module``, plain or wrapped by FSDP2, the engine of ``deepspeed.initialize``, or
     Megatron-Core's with ``self.hf_config`` set to the checkpoint's configuration. See docs/trainers.md.
 
-    If the weights are not in such a model, set ``self.source`` instead, a `Source` of your own.
+    If the weights are not in such a model, set ``self.source`` instead, to your own `Source`.
 
-    A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, beside
-    ``self.model`` or alone. MTP layers may also be in ``self.model``. See docs/components.md.
+    A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, with or
+    without ``self.model``. MTP layers may also be in ``self.model``. See docs/components.md.
 
     WeightSync calls methods named ``sync_…`` between your own. Wait for your own calls with `ray.get` before
-    `WeightSync.update_weights`: weights have to be final when it begins. Where trainers are on more than 8
-    hosts, a process on each host calls them to publish, and Ray keeps only the calls of one process in order.
-    Where GPU memory is read in place, a thread of the actor publishes without such a call, unless one runs.
+    `WeightSync.update_weights`: weights have to be final when it begins. If trainers are on more than 8
+    hosts, a process on each host calls them to publish, and Ray only keeps the calls of one process in order.
+    If GPU memory is read in place, a thread of the actor publishes without such a call, unless a call runs.
 
     Call ``super().__init__`` only to pass one of these arguments.
 
     Args:
-        slot: on a CPU host, a name; the engine with the same slot shares its holder.
+        slot: on a CPU host, a name; the trainer shares a holder with the engine of the same slot.
         exclude: patterns of tensors that no engine wants, such as ``value_head.*``, as of `fnmatch`.
-        names: how the model's names become a checkpoint's, which engines take: a mapping from prefix to
-            prefix, such as ``{"policy.": ""}``, or a function of one name. `exclude` comes after. Names of
-            DDP, `torch.compile`, activation checkpoints and PEFT are taken off by themselves.
-        frozen: patterns of tensors that do not change, such as ``visual.*``: they travel with the first
-            update, and after it their digests are compared alone. An update raises StateError if one changed.
-            In `exclude`, `names` and `frozen`, what begins with ``draft/`` is of the draft.
-        offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
-            through host memory.
-        quantization: the ``quantization_config`` of the engines, to quantise linear layers here: fewer bytes
-            travel. All engines must be quantised alike, and each rank must hold whole blocks. See
-            docs/quantised.md.
+        names: how the model's names become the checkpoint's names that engines use: a mapping from prefix to
+            prefix, such as ``{"policy.": ""}``, or a function of one name. `exclude` comes after. Names added
+            by DDP, `torch.compile`, activation checkpoints and PEFT are removed automatically.
+        frozen: patterns of tensors that do not change, such as ``visual.*``: they are sent with the first
+            update, and later only their digests are compared. An update raises StateError if a frozen tensor
+            changed. In `exclude`, `names` and `frozen`, names of the draft begin with ``draft/``.
+        offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights are then
+            copied through host memory.
+        quantization: the ``quantization_config`` of the engines, to quantise linear layers here, so that
+            fewer bytes are sent. All engines must be quantised alike, and each rank must have whole blocks.
+            See docs/quantised.md.
         merge: a LoRA adapter of ``self.model`` by PEFT's name, such as ``default``. Each version then has it
             merged, for engines without adapter slots. See docs/adapters.md.
     """
@@ -120,9 +120,11 @@ class TrainerShard(Shard):
             source.onload()
 
     def sync_open_adapter(self, name: str, adapter: str) -> AdapterSpec:
-        """Prepare to publish PEFT's `adapter` of ``self.model`` by `sync_adapter`. Returns what it is.
+        """Prepare to publish PEFT's `adapter` of ``self.model`` by `sync_adapter`. Returns the adapter's
+        spec.
 
-        Engines call it `name`. Raises ConfigError if there is none, or if engines could not serve it.
+        Engines call the adapter `name`. Raises ConfigError if there is no such adapter, or if engines could
+        not serve it.
         """
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model before its adapter is registered")
@@ -132,7 +134,7 @@ class TrainerShard(Shard):
         return spec
 
     def sync_cast_adapter(self, name: str, dtype: str) -> None:
-        """Publish an adapter in `dtype`, that of the engines' slots, from the next connect on."""
+        """Publish an adapter in `dtype`, the dtype of the engines' slots, from the next connect on."""
         self._parts[name].adapter.cast(dtype)
 
     def sync_close_adapter(self, name: str) -> None:
@@ -142,7 +144,7 @@ class TrainerShard(Shard):
         self._parts = {other: part for other, part in self._parts.items() if other != name}
 
     def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
-        """Call a ``sync_…`` method of one adapter, which has its own plan, holder and version."""
+        """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holder and version."""
         part = self._parts.get(spec.name)
         if part is None:
             raise StateError(f"this process does not know adapter {spec.name}: register it again")

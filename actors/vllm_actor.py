@@ -21,7 +21,7 @@ class VllmActor(EngineCalls):
             async def generate(self, ...): ...
 
     Write your methods as coroutines: while one blocks, the engine is not updated and does not answer
-    heartbeats. An engine that starts with its own weights serves them until the first update.
+    heartbeats. If an engine starts with its own weights, it serves them until the first update.
     """
 
     llm: Any

@@ -56,8 +56,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             report = sync.update_weights(version)
         sync.close()
 
-    Use it from one thread at a time. Its work runs on its own thread. It raises WeightSyncErrors, and is
-    a context manager that calls `close`.
+    Use a WeightSync from one thread at a time. All work runs on another thread. A WeightSync raises
+    WeightSyncErrors, and is a context manager that calls `close`.
 
     Args:
         config: settings; ``SyncConfig()`` if left out.
@@ -65,7 +65,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             same name, trainers and engines takes over: `connect` continues from the committed version. One
             driver at a time may use a name. Holders are detached actors in Ray's namespace ``weightsync``,
             called ``weightsync/<name>/<node>/<device>``.
-        cluster: bandwidths of the links. Metrics then say how near an update came to what they allow.
+        cluster: bandwidths of the links. Metrics then compare an update with the time that the links allow.
 
     Raises:
         ConfigError: `config` is not a SyncConfig, or `name` is not valid.
@@ -100,14 +100,15 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     def add_model(self, name: str, config: SyncConfig | None = None) -> WeightSync:
         """Return a WeightSync for another model, such as a reward model or a second policy.
 
-        Register its trainers and engines there. What else it has is of that model, too: `serving`, `heal`,
-        updates of it alone. `connect` and `close` of this WeightSync include it, `update_weights` can commit
-        it together with others, and `coverage` lists it. Give engines of all models different names. Closed
-        by itself, it is gone, and its name is free.
+        Register the model's trainers and engines with the returned WeightSync. Its other methods concern only
+        that model, too: `serving`, `heal`, `update_weights`. `connect` and `close` of this WeightSync include
+        the model, `update_weights` can commit it together with other models, and `coverage` lists it. Give
+        engines of all models different names. If you close the returned WeightSync, the model is removed, and
+        the name is free.
 
         Args:
-            name: what `update_weights` and `coverage` call it.
-            config: its settings, by default those of this WeightSync.
+            name: the model's name in `update_weights` and `coverage`.
+            config: the model's settings, by default the settings of this WeightSync.
 
         Raises:
             ConfigError: the name is taken, or cannot be a model's.
@@ -144,13 +145,13 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         Args:
             handles: by the name that reports use, handles of `EngineActor` or of actors derived from
                 `VllmActor`.
-            respawn: called with an engine's name when its process is gone. It starts another actor, with
-                dummy weights and on the same resources, and returns its handle. It runs on its
-                own thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and
-                an actor that it returns later is killed. Without it, dead engines stay DEAD until
+            respawn: called with an engine's name when the engine's process is gone. It starts another actor,
+                with dummy weights and on the same resources, and returns the actor's handle. It runs on a
+                thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and an
+                actor that is returned later is killed. Without `respawn`, dead engines stay DEAD until
                 `add_engine`.
             deployments: engines that serve one version together, by a name of your choice, such as prefill
-                and decode engines, between which KV travels. `serving` names all of them or none.
+                and decode engines, which exchange KV. `serving` names all engines of a deployment or none.
                 See docs/components.md.
 
         Raises:
@@ -166,15 +167,16 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._registered()
 
     def connect(self) -> None:
-        """Start holders, make the plan, open all connections and use each of them once.
+        """Start holders, make the plan, open all connections and use every connection once.
 
-        With a `name`, it takes over the holders that an earlier driver left. `version` is then the newest one
-        that an engine serves or that holders keep whole. Engines that do not serve it are refilled if holders
-        keep it, else they take the next update. Without a `name`, `version` is 0. The first update then needs
-        a greater number than the versions that engines serve from an earlier WeightSync.
+        With a `name`, `connect` takes over the holders that an earlier driver left. `version` is then the
+        newest version that an engine serves or that holders keep whole. Engines that do not serve this
+        version are refilled if holders keep it, else they get the next update. Without a `name`, `version` is
+        0. The first update then needs a greater number than the versions that engines serve from an earlier
+        WeightSync.
 
         Raises:
-            PlanError: the trainers' tensors are not what the engines need; names the tensor.
+            PlanError: the trainers' tensors do not fit the engines'; names the tensor.
             ConfigError: a setting does not fit, two actors claim one GPU or slot, fewer engines are
                 registered than ``config.min_engines``, or this is a method of one of the actors, which
                 could not answer.
@@ -233,9 +235,9 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return tuple(self._members.trainers)
 
     def engines(self) -> dict[str, ActorHandle[Any]]:
-        """The actor of each registered engine, whatever its state; requests go to those of `serving`.
+        """The actor of each registered engine in any state; send requests only to engines of `serving`.
 
-        After a respawn it is the new actor.
+        After a respawn this is the new actor.
         """
         return dict(self._members.engines)
 
@@ -281,7 +283,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._loop.run_concurrently(settled()).result()
 
     def inject(self, plan: FaultPlan) -> None:
-        """Inject faults, each when its version is made. See `weightsync.testing`.
+        """Inject faults, when the fault's version is made. See `weightsync.testing`.
 
         Raises:
             ConfigError: a fault names a process that does not take part.
@@ -296,26 +298,26 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     def update_weights(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
     ) -> SyncReport:
-        """Bring the trainers' weights to all engines. Returns when engines serve them.
+        """Move the trainers' weights to all engines. Returns when engines serve them.
 
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
         the background. A version that did not commit may be tried again.
 
         Wait for your own calls of trainers first, with `ray.get`: their weights have to be final.
 
-        If the call is interrupted, as by Ctrl-C, the update goes on. The next call waits for its end.
+        If the call is interrupted, as by Ctrl-C, the update continues. The next call waits for its end.
 
         Args:
-            version: a whole number greater than the last, and than those that engines served when they were
-                connected; by default the least such number.
-            checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it
-                is read.
-            components: what to update together: ``model``, names of `add_model`, and adapters, such as
-                ``adapter math``. None commits before all have the version; if one fails, none does. By
-                default ``model`` alone.
+            version: a whole number greater than the last version, and than the versions that engines served
+                when they were connected; by default the least such number.
+            checkpoint: the registered checkpoint to move, if there are no trainers. The call waits until the
+                checkpoint is read.
+            components: the components to update together: ``model``, names of `add_model`, and adapters, such
+                as ``adapter math``. No component commits before all have the version; if one fails, none
+                commits. By default only ``model``.
 
         Returns:
-            What the update did and how long it took.
+            The report of the update, with durations.
 
         Raises:
             StateError: before `connect`, or while another update runs.
@@ -368,12 +370,12 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             handle: an `EngineActor`, or an actor derived from `VllmActor`.
 
         Returns:
-            The report of its refill from the holders. None if they have no version that it can take: it then
-            serves from the next update on.
+            The report of the engine's refill from the holders. None if holders have no version for the
+            engine: it then serves from the next update on.
 
         Raises:
-            ConfigError: a living engine has this name or one of its GPUs, or the actor is registered already
-                or is not an engine.
+            ConfigError: a living engine has this name or uses a GPU of the new engine, or the actor is
+                registered already or is not an engine.
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
@@ -382,7 +384,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return self._loop.submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
-        """Remove an engine. Its actor keeps running.
+        """Remove an engine. The engine's actor keeps running.
 
         Raises:
             ConfigError: no engine has this name, or it is the last one.

@@ -43,7 +43,7 @@ class CheckpointShard:
         self._plan: Plan | None = None
 
     def check(self) -> tuple[Sequence[TensorMeta], Mapping[str, str]]:
-        """Check the headers. Returns the checkpoint's tensors and the file of each.
+        """Check the headers. Returns the checkpoint's tensors and their files.
 
         Raises as `CheckpointStore`.
         """
@@ -57,7 +57,7 @@ class CheckpointShard:
         return self._checked.read()
 
     def layout(self, rank: int, num_ranks: int) -> LayoutTable:
-        """Return what rank `rank` of `num_ranks` on this host sends."""
+        """Return the layout that rank `rank` of `num_ranks` on this host sends."""
         return LayoutTable.of(self._checked.layout(rank, num_ranks))
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, int, HostExport]:
@@ -108,7 +108,7 @@ def spawn_shard(
 ) -> ActorHandle[CheckpointShard]:
     """Start a CheckpointShard actor on host `node`.
 
-    It reserves no resources and ends with its driver.
+    The actor reserves no resources and ends with the driver.
     """
     options = threaded(node, _NUM_THREADS)
     given = files, share, num_shares, exclude, stored, draft

@@ -133,7 +133,7 @@ class Checkpoints:
     async def read(self, name: str) -> Reading:
         """Wait until the checkpoint is in memory on all hosts.
 
-        Seconds are those of the slowest host.
+        The seconds are the slowest host's.
 
         Raises DeadlineError, which names the hosts that still read, after ``connect_timeout_s``.
         """
@@ -173,7 +173,7 @@ class Checkpoints:
         return found
 
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
-        """Return `error` with the file of its tensor added."""
+        """Return `error` with the tensor's file added."""
         if isinstance(error, SourceChangedError):
             origin = self[self.published].origin
             files = {_file_of(origin, name) for _, tensors in error.writers for name in tensors}
@@ -244,9 +244,11 @@ class CheckpointRank:
         """Return None: it is in host memory."""
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
-        """Make the published checkpoint the holder's source. It is in host memory, so never `readable`.
+        """Make the published checkpoint the holder's source.
 
-        The first rank of a host returns fingerprints and counts for all of its ranks.
+        The checkpoint is in host memory, so never `readable`.
+
+        The first rank of a host returns fingerprints and counts for all ranks of the host.
         """
         name = self._checkpoints.published
         assert self.holder is not None

@@ -25,11 +25,11 @@ from weightsync.errors import PeerLostError
 logger = logging.getLogger("weightsync.holders")
 
 _CLOSE_S = 15.0
-"""Time for a holder to end what it does, and free its memory."""
+"""Time for a holder to end running work and free memory."""
 
 
 class HolderProcesses(Protocol):
-    """Starts and ends holders. Its methods run on one event loop."""
+    """Starts and ends holders. All methods run on one event loop."""
 
     def runs(self, placement: Placement, transport: str) -> bool:
         """Return whether a holder there would share a process that has started."""
@@ -38,23 +38,26 @@ class HolderProcesses(Protocol):
         """Return a new holder."""
 
     def end(self, holder: RemoteHolder, placement: tuple[str, str]) -> None:
-        """End a holder. `placement` is the key of its placement."""
+        """End a holder. `placement` is the key of the holder's placement."""
 
     def kill(self, holder: RemoteHolder, placement: tuple[str, str]) -> None:
         """End a holder's process, which has ended, hangs or cannot use its GPU any more."""
 
     def move(self, holder: RemoteHolder, placement: Placement) -> None:
-        """Note that a holder, with its process, now serves another placement."""
+        """Note that a holder, with the process, now serves another placement."""
 
     def pid(self, holder: RemoteHolder) -> ObjectRef[int] | None:
-        """Return its process id, as of `ask_pid`. None if the process was ended for another holder."""
+        """Return the holder's process id, as of `ask_pid`, or None.
+
+        It is None if the process was ended for another holder.
+        """
 
     async def ended(self) -> None:
         """Wait until holders that `end` was called with have freed their memory."""
 
 
 class OwnProcesses:
-    """Processes with one holder each."""
+    """Processes with one holder per process."""
 
     def __init__(self, run: str | None) -> None:
         """`run`: the name under which holders outlive their driver."""
@@ -83,7 +86,7 @@ class OwnProcesses:
     kill = end
 
     def move(self, holder: RemoteHolder, placement: Placement) -> None:
-        """Do nothing: the process is known by its holder."""
+        """Do nothing: the process is found by the holder."""
 
     def pid(self, holder: RemoteHolder) -> ObjectRef[int]:
         return self._pids[holder]
@@ -94,9 +97,9 @@ class OwnProcesses:
 
 @dataclass(eq=False, slots=True)
 class _Process:
-    """A process, and its holders.
+    """A process with several holders.
 
-    `first`: opens its first holder.
+    `first`: opens the first holder.
     """
 
     handle: ActorHandle[Any]
@@ -106,10 +109,10 @@ class _Process:
 
 
 class SharedProcesses:
-    """One process for each placement and transport, in which each fleet has a holder of its own.
+    """One process per placement and transport, with one holder per fleet.
 
-    A process ends with its last holder. If it ends before, it takes all of them along. The first fleet that
-    needs a holder there again starts another process, and the others get theirs in that one.
+    A process ends with the last holder. If it ends earlier, all its holders end. The first fleet that needs a
+    holder there again starts another process, and other fleets get holders in that process.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,8 @@ class Holders:
     def __init__(self, config: SyncConfig, run: str | None, shared: SharedProcesses | None = None) -> None:
         """
         Args:
-            run: the name under which holders outlive their driver. Without it they end with the driver.
-            shared: processes that they share with holders of others. Without it each has its own.
+            run: the name under which holders outlive the driver. Without a name they end with the driver.
+            shared: processes shared with other fleets' holders. By default holders have their own processes.
         """
         self._config, self._run, self._shared = config, run, shared
         self._on: dict[tuple[str, str], RemoteHolder] = {}
@@ -72,9 +72,9 @@ class Holders:
         trainers: Mapping[ActorHandle[Any], AsksPlacements],
         engines: Mapping[ActorHandle[Any], AsksPlacements],
     ) -> None:
-        """Start processes for these actors alone ahead of time, as `Standbys.follow` does.
+        """Start processes ahead of time, only for these actors, as `Standbys.follow` does.
 
-        Not for holders that outlive their driver, which would have to take over those of an earlier one.
+        Does nothing for holders that outlive their driver, since earlier holders would have to be taken over.
         """
         if not self._run and not self._shared:
             self._standbys.follow(trainers, engines)
@@ -85,7 +85,8 @@ class Holders:
         apart = self._must_be_apart(transport, placements)
         if (transport, apart) != (self._transport, self._apart):
             await self._change(transport, apart)
-        # A holder that lost its engine may still map its memory, which the next engine on that GPU needs.
+        # A holder that lost an engine may still map the engine's memory, which the next engine on that GPU
+        # needs.
         for key in self._on.keys() - {placement.key for placement in placements}:
             self._end(key)
         for index, placement in enumerate(placements):
@@ -119,9 +120,9 @@ class Holders:
             self._on[missing[name].key] = self._own.keep(holder, pid)
 
     def place_late(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
-        """Return the holder for a late rank: existing, left by its predecessor, or new.
+        """Return the holder for a late rank: existing, left by the rank's predecessor, or new.
 
-        Without a GPU, a process alone in its own slot leaves its holder to its replacement.
+        Without a GPU, a process that is alone in a slot leaves its holder to the replacement.
         """
         alone = left is not None and left.device.startswith("slot:pid-") and left.node == placement.node
         if alone and left and placement.key not in self._on and left.key in self._on:
@@ -135,16 +136,18 @@ class Holders:
             self._kill(key)
 
     def split(self, plan: Plan) -> bool:
-        """Return whether holders have to leave shared processes for `plan`: `place` has to follow then.
+        """Return True if holders have to leave shared processes for `plan`.
 
-        Kernels of NCCL wait for their peers on the GPU. Those of several communicators in one process may
-        wait for one another.
+        Then `place` has to follow.
+
+        Kernels of NCCL wait for peers on the GPU. Kernels of several communicators in one process may wait
+        for one another.
         """
         was_apart, self._broadcasts = self._apart, plan.slots > 0 and plan.members.num_holders > 1
         return self._must_be_apart(self._transport, ()) and not was_apart
 
     def _must_be_apart(self, transport: str, placements: Collection[Placement]) -> bool:
-        """Whether holders at `placements` move bytes by NCCL, as far as that is known."""
+        """Return True if holders at `placements` move bytes by NCCL, as far as that is known."""
         hosts = {placement.node for placement in placements}
         broadcasts = self._broadcasts or self._config.mode == "broadcast"
         return self._shared is not None and transport == "nccl" and (broadcasts or len(hosts) > 1)
@@ -166,9 +169,9 @@ class Holders:
         await self._processes.ended()
 
     async def _change(self, transport: str, apart: bool) -> None:
-        """Switch to `transport`: end other holders, take over those of an earlier driver.
+        """Switch to `transport`: end other holders, take over an earlier driver's holders.
 
-        One that listens on other ports than this driver wants is ended, too.
+        Holders that listen on other ports than this driver's are ended, too.
         """
         for key in [*self._on]:
             self._end(key)

@@ -1,4 +1,4 @@
-"""Holders' processes that start before it is known what they will hold."""
+"""Holders' processes that start before their ranks are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError, WeightSyncError
 
 AsksPlacements: TypeAlias = Callable[[], Awaitable[Sequence[Placement]]]
-"""Asks an actor for the placements of its ranks. It may have none yet."""
+"""Asks an actor for the placements of its ranks. The actor may have no placements yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class _Standby:
     """A process.
 
     Attributes:
-        device: its GPU, as `HolderStandby.bound_to` returns it once it has started; None if it ended.
-        pid: its process id, as of `ask_pid`.
-        key: of the placement that it was started for; None if for any on its node.
+        device: the process's GPU, as `HolderStandby.bound_to` returns it after the start; None if the process
+            ended.
+        pid: the process id, as of `ask_pid`.
+        key: the key of the placement that the process was started for; None for any placement on the node.
     """
 
     node: str
@@ -76,7 +77,7 @@ class Standbys:
         self._placements: dict[ActorHandle[Any], Sequence[Placement]] = {}
 
     def start(self, node: str, num_gpus: int, num_engines: int) -> None:
-        """Start one for each GPU of a host, or for each engine if it has none."""
+        """Start one process for each GPU of a host, or for each engine without GPUs."""
         gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
         there = sum(each.node == node for each in self._standbys)
         self._standbys += [_Standby.start(node, gpu) for gpu in gpus[there:]]
@@ -86,9 +87,9 @@ class Standbys:
         trainers: Mapping[ActorHandle[Any], AsksPlacements],
         engines: Mapping[ActorHandle[Any], AsksPlacements],
     ) -> None:
-        """Start one wherever one of these actors says that it runs, as soon as it says so.
+        """Start a process at the placements of these actors, as soon as an actor knows them.
 
-        Replaces the actors of an earlier call: what was started for others ends. An actor that fails is left
+        Replaces the actors of an earlier call: processes for other actors end. An actor that fails is left
         out, since `connect` asks again and raises.
         """
         actors = {**trainers, **engines}
@@ -129,19 +130,19 @@ class Standbys:
                     each.handle.expect.remote(placement.device)
 
     def has_one_for(self, placement: Placement) -> bool:
-        """Whether one was started for just this placement."""
+        """Return True if one was started for just this placement."""
         return any(each.key == placement.key for each in self._standbys)
 
     async def bind(
         self, placements: Mapping[str, Placement], transport: str, ports: Ports | None, timeout_s: float
     ) -> dict[str, tuple[RemoteHolder, ObjectRef[int]]]:
-        """Make them the holders of `placements`, by name. Returns these, and their process ids.
+        """Turn processes into the holders of `placements`, by name. Returns holders and process ids.
 
-        All others end, and `follow` is over.
+        All other processes end, and `follow` is over.
 
-        A placement is left out if none fits, or if its process has ended. One that was started for any
-        placement is not used if it does not answer in `timeout_s` seconds. Others may still start, or hang:
-        calls to these holders wait for them.
+        A placement is left out if no process fits, or if the process has ended. A process that was started
+        for any placement is not used if it does not answer in `timeout_s` seconds. Other processes may still
+        start, or hang: calls to their holders wait.
         """
         self._stop_following()
         taken = await self._match(placements, transport, timeout_s)
@@ -163,7 +164,7 @@ class Standbys:
     async def _match(
         self, placements: Mapping[str, Placement], transport: str, timeout_s: float
     ) -> dict[str, _Standby]:
-        """Choose one for each placement, if there is one: its own, else one of its GPU, or of its host."""
+        """Choose a process for each placement: started for it, for its GPU, or for its host."""
         free = {f"spare {i}": each for i, each in enumerate(self._standbys) if not each.has_ended}
         calls = {name: asyncio.shield(each.device) for name, each in free.items() if each.key is None}
         answers = (await gather_named(calls, "start", timeout_s)).answers

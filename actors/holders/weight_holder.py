@@ -33,7 +33,7 @@ from weightsync.protocol.messages import Moved, Prepared, UpdateTask
 from weightsync.transports import transport_class
 
 # watch(), answer_calls(), relay(), relay_moves(), answer_relay(), a refill, snapshot() and replicate() take
-# one each. The rest are for other calls.
+# one thread each. The remaining threads are for other calls.
 _NUM_THREADS = 12
 
 
@@ -42,11 +42,11 @@ def spawn_holder(
 ) -> ActorHandle[WeightHolder]:
     """Start a WeightHolder actor on the host of `placement`.
 
-    It reserves no CPU or GPU, and sees that GPU alone.
+    The actor reserves no CPU or GPU, and only sees the placement's GPU.
 
-    It ends with its driver. With `outlives_as`, a name, it is detached and runs until it is killed.
+    The actor ends with the driver. With `outlives_as`, a name, it is detached and runs until it is killed.
 
-    Ray does not restart it: a new process would hold nothing, so the controller has to know.
+    Ray does not restart the actor: a new process would be empty, so the controller has to know.
     """
     options = process_options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
@@ -59,7 +59,7 @@ def spawn_holder(
 
 
 class WeightHolder(Holder):
-    """A holder's actor, which also calls the trainers and holders of its host for the driver."""
+    """A holder's actor, which also calls other processes of the host for the driver."""
 
     def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
         """See `Holder`."""
@@ -81,9 +81,9 @@ class WeightHolder(Holder):
             answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved}, is_newest)
 
     def answer_relay(self, offer: ControlOffer) -> None:
-        """Answer `move` on a channel of the holder that relays, until it is lost or replaced.
+        """Answer `move` on a channel of the relaying holder, until the channel is lost or replaced.
 
-        What comes after the next `prepare` is refused.
+        Calls after the next `prepare` are refused.
         """
         answer_calls(offer, {"move": partial(self._move, self._once)}, self._relayed.begin())
 
@@ -103,15 +103,15 @@ class WeightHolder(Holder):
 
 
 class HolderStandby(WeightHolder):
-    """A holder's process started ahead of time, with its imports done."""
+    """A holder's process that is started ahead of time, with all imports done."""
 
     def __init__(self, gpu: int | str | None) -> None:
-        """Import what holders need. It becomes a holder in `sit`.
+        """Import the modules of holders. `sit` turns the process into a holder.
 
-        `gpu`: the only GPU that it sees, as its index among Ray's GPUs on this host or as
-        ``CUDA_VISIBLE_DEVICES`` names it; None for none yet.
+        `gpu`: the only visible GPU, as an index among Ray's GPUs on this host or as in
+        ``CUDA_VISIBLE_DEVICES``; None for none yet.
         """
-        self.name = "spare holder"  # Ray asks for its name now
+        self.name = "spare holder"  # Ray asks for the name now
         self._bound_to = ""
         transport_class("gloo" if gpu is None else "nccl")
         if gpu is not None:
@@ -121,7 +121,7 @@ class HolderStandby(WeightHolder):
             self._bound_to = _see(gpu)
 
     def bound_to(self) -> str:
-        """Return its GPU, ``cuda:<UUID>``, ``cpu`` if CUDA did not start, or empty if unbound."""
+        """Return the GPU, ``cuda:<UUID>``, ``cpu`` if CUDA did not start, or empty if unbound."""
         return self._bound_to
 
     def expect(self, device: str) -> None:
@@ -145,7 +145,7 @@ class HolderStandby(WeightHolder):
 
 
 def _see(gpu: int | str) -> str:
-    """Start CUDA on GPU `gpu` alone, without taking GPU memory.
+    """Start CUDA only on GPU `gpu`, without using GPU memory.
 
     CUDA starts in one process of a host at a time. Started later, it would delay engines that connect.
     """
@@ -160,7 +160,7 @@ def _see(gpu: int | str) -> str:
 
 
 def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby]:
-    """Start a `HolderStandby` actor on host `node`. It ends with its driver."""
+    """Start a `HolderStandby` actor on host `node`. The actor ends with the driver."""
     return (
         actor_class(HolderStandby).options(**process_options(node, "" if gpu is None else None)).remote(gpu)
     )
@@ -181,7 +181,7 @@ def holder_settings(name: str, placement: Placement, transport: str, ports: Port
 def process_options(node: str, gpu: str | None, num_threads: int = _NUM_THREADS) -> dict[str, Any]:
     """Return Ray's options of a process with holders, for `num_threads` calls at the same time.
 
-    `gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets.
+    `gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves Ray's value.
     """
     visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
     return visible | threaded(node, num_threads)

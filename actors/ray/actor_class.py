@@ -12,9 +12,9 @@ _made: dict[type, ActorClass[Any]] = {}
 
 
 def actor_class(cls: type[_Actor]) -> ActorClass[_Actor]:
-    """Return what `ray.remote` makes of `cls`, the same one each time.
+    """Return the result of `ray.remote` for `cls`, the same result for all calls.
 
-    Ray disassembles all methods of each actor class before its first actor starts, for some 50 ms.
+    Before the first actor of a class starts, Ray disassembles all methods of the class, for some 50 ms.
     """
     if cls not in _made:
         _made[cls] = ray.remote(cls)

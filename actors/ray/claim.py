@@ -1,6 +1,6 @@
-"""Claims on actors: each is driven by one WeightSync at a time.
+"""Claims on actors: one WeightSync at a time drives an actor.
 
-A claim ends when its WeightSync closes or its driver dies.
+A claim ends when the WeightSync closes or the driver dies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Claimable:
     def sync_claim(self, claim: Claim, instead_of: str = "") -> Claim | None:
         """Accept `claim` and return None, or return the claim that already holds this actor.
 
-        `instead_of`: the `Claim.run` of a claim to replace, because its driver is dead.
+        `instead_of`: the `Claim.run` of a claim to replace, because that claim's driver is dead.
         """
         if self._claim is not None and self._claim.run not in (claim.run, instead_of):
             return self._claim
@@ -97,7 +97,7 @@ class Claims:
 
         Replaces the claim of a dead driver.
 
-        Raises TakenError, which names the other WeightSync, if its driver is alive.
+        Raises TakenError, which names the other WeightSync, if that driver is alive.
         """
         if peer.handle in self._held:
             return
@@ -116,13 +116,16 @@ class Claims:
         leaving = {handle: peer for handle, peer in self._held.items() if handle not in staying}
         self._held = {handle: peer for handle, peer in self._held.items() if handle in staying}
         if leaving and self._mine and ray.is_initialized():
-            # An engine and its replacement have the same name, so the calls need a number.
+            # An engine and the replacement have the same name, so the calls need a number.
             each = enumerate(leaving.values())
             calls = {f"{peer.name} {i}": _released(peer, self._mine.run) for i, peer in each}
             await gather_named(calls, "release", GRACE_S)
 
     async def _lives(self, claim: Claim) -> bool:
-        """Whether the claiming process is alive or stopped. Checked once for all its actors."""
+        """Return True if the claiming process is alive or stopped.
+
+        This is checked once for all actors of the process.
+        """
         if claim.process == _HERE:
             return True
         if claim.run not in self._looks:
@@ -143,7 +146,7 @@ def _claim(name: str | None) -> Claim:
 
 
 def _is_owned(owned: ObjectRef[Any]) -> bool:
-    """Whether the object's owner is alive.
+    """Return True if the object's owner is alive.
 
     A copy may outlive the owner by a moment, hence the polling.
     """
@@ -156,7 +159,7 @@ def _is_owned(owned: ObjectRef[Any]) -> bool:
         except GetTimeoutError:
             return True  # a stopped owner may continue
         except RayError:
-            return False  # its host is gone
+            return False  # the host is gone
         time.sleep(_POLL_S)
     return True
 
@@ -165,4 +168,4 @@ async def _released(peer: ClaimedPeer, run: str) -> None:
     try:
         await peer.release(run)
     except WeightSyncError:
-        """The actor has ended, and its claim with it."""
+        """The actor has ended, so the claim has ended."""

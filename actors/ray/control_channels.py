@@ -1,6 +1,6 @@
 """The driver's end of control channels, and of trainers' notices: one socket, which processes dial.
 
-See `weightsync.channel.control` for what travels on it.
+`weightsync.channel.control` describes the messages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Callee(_Dials, Protocol):
 
 
 class Notifier(_Dials, Protocol):
-    """A trainer's actor, which may say when its weights can be read, and be asked on a control channel."""
+    """A trainer's actor, which may say when weights can be read, and be asked on a control channel."""
 
     notices: PublishNotices | None
     channel: ControlChannel | None
@@ -67,7 +67,7 @@ class Notifier(_Dials, Protocol):
 
 
 class PublishNotices:
-    """What one trainer rank says while it publishes, and what it has published."""
+    """The notices of one trainer rank while it publishes, and the report."""
 
     def __init__(self) -> None:
         self._ticket = 0
@@ -86,9 +86,9 @@ class PublishNotices:
         return True
 
     def came(self, notice: Reply) -> None:
-        """Take a notice. One of an earlier ticket is of a `publish` that the driver gave up.
+        """Handle a notice. Ignores tickets of abandoned `publish` calls.
 
-        Raises WireError if it is no notice, or its report is none.
+        Raises WireError if it is no notice, or if the report cannot be decoded.
         """
         if not isinstance(notice, Readable | Published):
             raise WireError("an answer where nothing was asked")
@@ -118,12 +118,12 @@ class ControlChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process has dialled, and the connection lasts."""
+        """Return True if the process has dialled, and the connection lasts."""
         return self._connection is not None
 
     @property
     def stuck(self) -> bool:
-        """Whether a call was given up and is not answered yet."""
+        """Return True if a call was given up and is not answered yet."""
         return self._waiting is not None and self._waiting.cancelled()
 
     def call(self, method: str, args: tuple[object, ...]) -> asyncio.Future[Any] | None:
@@ -170,7 +170,7 @@ class ControlChannel:
             waiting.set_exception(error)
 
     def hang_up(self) -> None:
-        """Have the process end its part, once it has done what it was asked."""
+        """Have the process close its end after running calls."""
         if self._connection:
             self._connection.send(msgspec.msgpack.encode(Ask(0, "", pack(()))))
 
@@ -195,8 +195,8 @@ class ControlChannels:
     def __init__(self, ports: Ports | None, host: str = "") -> None:
         """
         Args:
-            ports: the range of the port on which it listens; any free one without it.
-            host: the address on which it listens; that of this host without it.
+            ports: the range of the port to listen on; by default any free port.
+            host: the address to listen on; by default this host's address.
         """
         self._ports, self._host = ports, host
         self._listener: Listener | None = None
@@ -206,7 +206,7 @@ class ControlChannels:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, callee: Callee) -> None:
-        """Give `callee` its actor's channel, which works once the actor has dialled.
+        """Give `callee` a channel to the actor, which works once the actor has dialled.
 
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
@@ -218,9 +218,10 @@ class ControlChannels:
         callee.channel = self._channels.get(callee.key)
 
     def open_notices(self, trainer: Notifier, *, asks: bool = False) -> None:
-        """Have a trainer's actor dial, to say in each update when its weights may be read.
+        """Have a trainer's actor dial, to say in each update when weights may be read.
 
-        If the driver `asks` it itself, it also gets a control channel for that. Raises as `open`.
+        If the driver `asks` the trainer itself, the trainer also gets a control channel for calls. Raises as
+        `open`.
         """
         if trainer.key not in self._notices and trainer.answers("dial"):
             notices, channel_offer = PublishNotices(), None
@@ -234,9 +235,9 @@ class ControlChannels:
         trainer.channel = self._channels.get(trainer.key)
 
     async def replace(self, callee: Callee) -> None:
-        """Give `callee` a new channel. Calls that come later by the earlier one are not carried out.
+        """Give `callee` a new channel. Late calls by the earlier channel are not run.
 
-        What is called through Ray after this has returned comes after that.
+        Ray calls after this method has returned come after calls by the earlier channel.
         """
         self.forget(callee.key)
         self.open(callee)
@@ -249,7 +250,7 @@ class ControlChannels:
             channel.end(PeerError(channel.name, "its control channel was replaced"))
 
     async def close(self) -> None:
-        """Hang up. Each process ends its part when it notices."""
+        """Hang up. Processes close their ends when they notice."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -261,7 +262,7 @@ class ControlChannels:
             self._listener = None
 
     def _offer(self, place: ControlChannel | PublishNotices) -> ControlOffer:
-        """Return what a process needs to dial in its `place`."""
+        """Return the offer with which a process dials for `place`."""
         if self._listener is None:
             host = self._host or ray.util.get_node_ip_address()
             listening = listen(host, self._ports, "the driver cannot listen for control channels")

@@ -22,11 +22,11 @@ async def await_daemon(
 ) -> T:
     """Run `call` on a daemon thread and wait at most `timeout_s` seconds.
 
-    `asyncio.to_thread` does not fit: the interpreter joins its threads at exit, and calls that hang use them
-    up. If the deadline passes or the wait is cancelled, the thread continues, and `when_late` gets what
-    `call` returns in the end.
+    `asyncio.to_thread` does not fit: the interpreter joins such threads at exit, and calls that hang use them
+    up. If the deadline passes or the wait is cancelled, the thread continues, and `when_late` gets the result
+    of `call` in the end.
 
-    Raises what `call` raises, or DeadlineError, which names `name` and `phase`.
+    Raises the error of `call`, or DeadlineError, which names `name` and `phase`.
     """
     result = on_daemon(call, f"weightsync {phase} {name}")
     waiting, in_time = asyncio.wrap_future(result), False

@@ -1,4 +1,4 @@
-"""Checks what users give: handles of actors of the right kind, each given once, and versions."""
+"""Checks users' arguments: handles of actors of the right kind without repeats, and versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {
     "sync_placement": "TrainerShard",
     "sync_placements": "EngineActor or VllmActor",
 }
-"""A method that only this kind of actor has, and its base class."""
+"""A method that only this kind of actor has, and the base class."""
 
 
 def check_trainers(handles: object) -> None:

@@ -1,4 +1,4 @@
-"""An event loop on its own thread, for callers that block."""
+"""An event loop on a thread, for callers that block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoopThread:
     """Runs coroutines until `close`."""
 
     def __init__(self, owner: LoopThread | None = None) -> None:
-        """With an `owner`, share its loop. It does not end that."""
+        """Share the loop of `owner`, if given, without ending it."""
         self._owner = owner
         self._last: Submitted[Any] = Submitted()
         self._last.set_result(None)
@@ -44,16 +44,16 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more work."""
+        """Return True if it takes no more work."""
         return self._closed
 
     def submit(
         self, work: Callable[[], Coroutine[object, object, T]], also: Sequence[LoopThread] = ()
     ) -> Submitted[T]:
-        """Run `work`, one submission at a time, as if it were submitted to `also`, too.
+        """Run `work`, one submission at a time, also as a submission to `also`.
 
-        Its future cannot be cancelled once it runs. If an earlier call of this thread was interrupted, as by
-        Ctrl-C, wait for the end of that call's work first.
+        The returned future cannot be cancelled once `work` runs. If an earlier call of this thread was
+        interrupted, as by Ctrl-C, wait for the end of that call's work first.
 
         Raises StateError while other work runs, and after `close`.
         """
@@ -81,7 +81,7 @@ class LoopThread:
         return future
 
     def end_interrupted(self) -> None:
-        """Wait for work whose call in this thread was interrupted. It has deadlines of its own."""
+        """Wait for work whose call in this thread was interrupted. The work has its own deadlines."""
         if self._last.caller != threading.get_ident() or self._last.done():
             return
         logger.warning("[driver] waiting for the end of a call that was interrupted")

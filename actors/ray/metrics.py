@@ -1,6 +1,6 @@
 """Metrics of updates and heals: gauges, counters and histograms of `ray.util.metrics`.
 
-Ray exports each on its nodes' Prometheus endpoints, under its name here prefixed with ``ray_``.
+Ray exports metrics on the nodes' Prometheus endpoints, under these names prefixed with ``ray_``.
 `dashboards/grafana.json` shows them.
 """
 
@@ -14,12 +14,12 @@ from weightsync.errors import WeightSyncError
 from weightsync.plan import Cluster, Plan
 from weightsync.report import HealReport, SyncReport, is_direct
 
-# Ray computes a histogram's sum from its buckets, so narrow buckets make sums and quantiles accurate.
+# Ray computes a histogram's sum from buckets, so narrow buckets make sums and quantiles accurate.
 _SECONDS = [step * 10.0**power for power in range(-4, 3) for step in (1, 1.5, 2, 3, 5, 7)]
 
 
 class Metrics:
-    """Records what `WeightSync` reports. Each value takes a microsecond or two."""
+    """Records the reports of `WeightSync`. A value takes a microsecond or two."""
 
     def __init__(self, cluster: Cluster | None) -> None:
         """`cluster`: bandwidths for the floor of broadcasts; None if unknown."""
@@ -70,7 +70,7 @@ class Metrics:
         self._failed.inc()
 
     def failure(self, engine: str, error: WeightSyncError) -> None:
-        """Record an engine that failed and no longer serves."""
+        """Record an engine that failed and stopped serving."""
         self._failures.inc(tags={"engine": engine, "phase": error.where.phase if error.where else "move"})
         self.serve({engine: 0})
 

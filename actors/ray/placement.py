@@ -1,4 +1,4 @@
-"""Where an actor runs: the host, and its GPU or CPU slot."""
+"""The placement of an actor: the host, and the GPU or CPU slot."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Placement:
 
     Attributes:
         node: Ray's node id.
-        address: the host's address as its peers reach it.
+        address: the host's address as peers reach it.
         device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.
-        versions: its versions of weightsync, torch and NCCL, as `own_versions` returns them.
+        versions: the process's versions of weightsync, torch and NCCL, as `own_versions` returns them.
     """
 
     node: str
@@ -51,7 +51,7 @@ class Placement:
 
     @classmethod
     def so_far(cls, slot: str | None = None) -> Placement | None:
-        """Return `here`, or None if this process may still choose its GPU: asking would start CUDA."""
+        """Return `here`, or None if this process may still choose a GPU: asking would start CUDA."""
         import torch
 
         is_chosen = slot is not None or torch.version.cuda is None or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class Placements:
 
 
 def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequence[Placement]]) -> Placements:
-    """Assign one holder to each GPU or slot, for its trainer and engine ranks.
+    """Assign one holder to each GPU or slot, for the trainer and engine ranks there.
 
     Raises ConfigError if two trainer ranks, or two engine ranks, claim the same device.
     """
@@ -126,7 +126,7 @@ def check_versions(ranks: Mapping[str, Sequence[Placement]]) -> None:
 
 
 def choose_transport(wanted: str, devices: Sequence[str]) -> str:
-    """Return ``nccl`` or ``gloo``: what holders on `devices` broadcast with. `wanted` may be ``auto``.
+    """Return the transport of holders on `devices`, ``nccl`` or ``gloo``. `wanted` may be ``auto``.
 
     Raises ConfigError for ``nccl`` if a device is no GPU.
     """

@@ -22,7 +22,7 @@ PATIENCE_S = 15.0
 
 
 def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> None:
-    """Kill the actor. Returns when its process has ended and its memory is free.
+    """Kill the actor. Returns when the process has ended and all memory is free.
 
     Ray's own kill does not end a stopped process. On a host that is gone there is nothing to end.
     """
@@ -32,7 +32,7 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
 
 
 def ask_pid(handle: ActorHandle[Any]) -> ObjectRef[int]:
-    """Ask an actor for its process id, before it may be stopped and not answer."""
+    """Ask an actor for the process id, before the actor may be stopped and not answer."""
     asked: ObjectRef[int] = handle.__ray_call__.remote(_pid)
     return asked
 
@@ -64,7 +64,8 @@ def _end(pid: int) -> None:
         if _command(worker).startswith("ray::"):  # else it is an unrelated process that has the pid now
             started = worker.children(recursive=True)
             _kill([each for each in started if "resource_tracker" not in _command(each)], deadline)
-            # The worker last: Ray kills its whole group 0.2 s later, and the tracker waits for the children.
+            # The worker last: Ray kills the worker's whole group 0.2 s later, and the tracker waits for the
+            # children.
             _kill([worker], deadline)
 
 
@@ -77,7 +78,7 @@ def _kill(processes: Collection[psutil.Process], deadline: float) -> None:
 
 
 def _is_there(process: psutil.Process) -> bool:
-    """Whether a thread of the process still runs, and so holds its files open."""
+    """Return True if a thread of the process still runs, and so keeps files open."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     return False

@@ -1,4 +1,4 @@
-"""A trainer's weights, which its driver asks for by a socket and by Ray."""
+"""A trainer's weights, which the driver asks for by a socket and by Ray."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Readiness:
     """
 
     def __init__(self, ready: Callable[[], bool]) -> None:
-        """`ready`: has weights written, and returns whether they are read in place.
+        """`ready`: prepares the weights, and returns whether they are read in place.
 
-        Made in a call of the actor, on the thread that runs its calls.
+        Make this object in a call of the actor, on the thread that runs the actor's calls.
         """
         self._ready = ready
         self._thread, self._ray = threading.get_ident(), frozenset(_frames(sys._getframe()))
@@ -31,7 +31,7 @@ class Readiness:
     def early(self, ticket: int) -> bool:
         """Say on another thread whether holders may read, before `publish` number `ticket`, which is not 0.
 
-        False while a call of the actor runs, and always where the actor runs its calls on several threads.
+        Returns False while a call of the actor runs, and always if the actor runs calls on several threads.
         """
         # Of the frames in which this object was made, only Ray's can still run, which wait for calls.
         top = sys._current_frames().get(self._thread)
@@ -49,7 +49,7 @@ class Readiness:
             return bool(ticket) and said == ticket
 
     def once(self, ticket: int, publish: Callable[[], PublishReport]) -> PublishReport:
-        """Return what `publish` number `ticket` has returned, or call it. Calls one at a time."""
+        """Return the report of `publish` number `ticket`, or call `publish`. Calls run one at a time."""
         with self._lock:
             number, report = self._published
             if not report or not ticket or number != ticket:

@@ -45,7 +45,7 @@ _LONG_S = 0.01
 async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
     """Await an actor's answer.
 
-    Raises the actor's own WeightSyncError, PeerLostError if its process is gone, or PeerError for any
+    Raises the actor's own WeightSyncError, PeerLostError if the actor's process is gone, or PeerError for any
     other error, also if Ray has lost the connection and not the process.
     """
     try:
@@ -63,7 +63,7 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
 
 
 def _named(error: WeightSyncError, peer: str) -> WeightSyncError:
-    """Return `error`, with its engine's name: a rank does not know the name before it is attached."""
+    """Return `error` with the engine's name, which a rank does not know before it is attached."""
     if isinstance(error, EngineError) and not error.engine:
         return type(error)(peer.removeprefix("engine "), *error.args[1:])
     return error
@@ -76,30 +76,30 @@ def _cause(text: str) -> str:
 
 
 def share(value: object) -> object:
-    """Put `value` into Ray's object store, which brings it to each host once.
+    """Put `value` into Ray's object store, which copies it to each host once.
 
-    Give the result to calls of actors as an argument of its own: Ray puts the value in its place. The value
-    stays in the store while the result lives, or an actor that has arrays of it.
+    Pass the result to calls of actors as a whole argument: Ray replaces it by the value. The value stays in
+    the store while the result lives, or an actor that has arrays of it.
     """
     return ray.put(value)
 
 
 class Remote:
-    """An actor as a peer: each method calls the actor's method of that name, after `prefix`.
+    """An actor as a peer: a method calls the actor's method of that name, after `prefix`.
 
-    `remote_trainer`, `remote_engine` and `remote_holder` return it with the types of its methods.
+    `remote_trainer`, `remote_engine` and `remote_holder` return a peer with the types of the methods.
     """
 
     def __init__(
         self, name: str, handle: ActorHandle[Any], prefix: str, adapter: AdapterSpec | None = None
     ) -> None:
-        """With an `adapter`, the methods are those of the actor's part for it."""
+        """With an `adapter`, methods call the actor's part for the adapter."""
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
         self.channel: ControlChannel | None = None
 
     @property
     def key(self) -> Hashable:
-        """What it is known by. Equal for peers that call the same actor, or the same part of one."""
+        """Identity: equal for peers that call the same actor, or the same part of an actor."""
         handle: Hashable = self.handle
         return handle
 
@@ -109,11 +109,11 @@ class Remote:
         return lambda *args: self.call(method, *args)
 
     def answers(self, method: str) -> bool:
-        """Whether the actor has this method."""
+        """Return True if the actor has this method."""
         return hasattr(self.handle, self._prefix + method)
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Call the actor, by its control channel where that can, which then needs no task.
+        """Call the actor, if possible by the control channel, which needs no task.
 
         The answer raises as `answer`, and ConfigError if the actor has no such method.
         """
@@ -131,7 +131,7 @@ class Remote:
         return await answer(self.name, remote(*args))
 
     def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
-        """Return what calls a method of the actor. Raises AttributeError if it has none."""
+        """Return a function that calls a method of the actor. Raises AttributeError without such a method."""
         remote: Callable[..., Awaitable[Any]] = getattr(self.handle, method).remote
         if self._adapter is None:
             return remote
@@ -142,17 +142,17 @@ class _Engine(Remote):
     """An engine's actor."""
 
     async def placements(self) -> list[Placement]:
-        """Ask it for its placements, with an object of Ray's store, as plans are.
+        """Ask the actor for placements, with an object of Ray's store, as plans are sent.
 
-        After a lost link, a host may get no objects for minutes while its actors answer
-        (https://github.com/ray-project/ray/pull/59807). Only asking for one shows that.
+        After a lost link, a host may get no objects for minutes while actors on it answer
+        (https://github.com/ray-project/ray/pull/59807). Only sending an object shows this.
         """
         found: list[Placement] = await self.call("placements", share(None))
         return found
 
 
 class _Trainer(Remote):
-    """A trainer's actor, which says during `publish` that its weights may be read."""
+    """A trainer's actor, which says during `publish` that weights may be read."""
 
     def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
         super().__init__(name, handle, "sync_", adapter)
@@ -163,13 +163,13 @@ class _Trainer(Remote):
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
     ) -> Attached:
-        """Attach it, and note whether holders read its weights in place."""
+        """Attach the trainer, and note whether holders read the weights in place."""
         self._is_read_in_place = send_buffer is None
         report: Attached = await self.call("attach", plan, trainer, send_buffer)
         return report
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
-        """Ask it on its control channel, if holders read its weights in place."""
+        """Ask the trainer on the control channel, if holders read the weights in place."""
         if not (self.notices and self.channel and self._is_read_in_place):
             return None
         self._expected = _Expected.of(self.notices, readable)
@@ -179,7 +179,7 @@ class _Trainer(Remote):
         return early
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
-        """Have it publish. What it says on its socket comes before Ray's answer."""
+        """Have the trainer publish. Messages on the socket arrive before Ray's answer."""
         expected, self._expected = self._expected, None
         if expected is None or expected.readable is not readable:
             expected = _Expected.of(self.notices, readable)
@@ -200,9 +200,11 @@ class _Trainer(Remote):
         return told.result() if told.done() else asked.result()
 
     async def _publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport | None:
-        """Have a trainer that may be read publish by its control channel. None if it takes long, or cannot.
+        """Have a readable trainer publish by the control channel.
 
-        Ray is called then, which knows whether the process lives, and gets the same report.
+        Returns None if that takes long, or is not possible.
+
+        Then Ray is called, which knows whether the process lives, and gets the same report.
         """
         called = self.channel.call("publish_in_place", (task, ticket)) if self.channel else None
         if called is None:
@@ -215,7 +217,7 @@ class _Trainer(Remote):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """What a trainer is to say on its socket while it publishes. `ticket` is 0 if it has none."""
+    """The expected messages of a publishing trainer. `ticket` is 0 without a socket."""
 
     readable: asyncio.Future[None]
     told: asyncio.Future[PublishReport]
@@ -228,19 +230,22 @@ class _Expected:
 
 
 def _no_log(ended: asyncio.Future[Any]) -> None:
-    """Ask for its error: asyncio logs one that nobody asks for, as when every wait was cancelled."""
+    """Ask for the error, since asyncio logs errors that nobody asks for.
+
+    Nobody does if every wait was cancelled.
+    """
     if not ended.cancelled():
         ended.exception()
 
 
 def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
-    """Resolve `readable` if the trainer said so. What it raised, `publish` raises, too."""
+    """Resolve `readable` if the trainer said so. `publish` raises the trainer's error, too."""
     if not early.cancelled() and not early.exception() and early.result() and not readable.done():
         readable.set_result(None)
 
 
 class _Holder(Remote):
-    """A holder's actor. Its process may still be starting, as a standby."""
+    """A holder's actor. The process may still be starting, as a standby."""
 
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
@@ -275,7 +280,7 @@ class _Part(_Holder):
         return True
 
     def close(self) -> Awaitable[None]:
-        """Free its memory and sockets. The process goes on."""
+        """Free the holder's memory and sockets. The process continues."""
         return answer(self.name, self.handle.close_part.remote(self._part))
 
     def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
@@ -283,7 +288,7 @@ class _Part(_Holder):
 
 
 class _Actor(Protocol):
-    """What every actor of a fleet answers."""
+    """The methods of every actor of a fleet."""
 
     name: str
     handle: ActorHandle[Any]
@@ -319,19 +324,22 @@ class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
 
 
 def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:
-    """Return a trainer's actor, or its part for an adapter, as a peer called `name`."""
+    """Return a trainer's actor, or the actor's part for an adapter, as a peer called `name`."""
     return cast("RemoteTrainer", _Trainer(name, handle, adapter))
 
 
 def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteEngine:
-    """Return an engine's actor, or its part for an adapter, as a peer called `name`."""
+    """Return an engine's actor, or the actor's part for an adapter, as a peer called `name`."""
     return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter))
 
 
 def remote_holder(
     name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None = None
 ) -> RemoteHolder:
-    """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
+    """Return a holder's actor as a peer called `name`.
+
+    Calls wait for `becoming`, or raise its error.
+    """
     return cast("RemoteHolder", _Holder(name, handle, becoming))
 
 

@@ -94,5 +94,5 @@ class Watches:
 
 
 def is_silence(error: WeightSyncError) -> bool:
-    """Whether the process may still be there."""
+    """Return True if the process may still be there."""
     return isinstance(error, (DeadlineError, PeerError))

@@ -39,9 +39,9 @@ class _Neighbour:
 
 
 class HostMoves:
-    """The moves of a host's holders, over control channels on its loopback.
+    """The moves of a host's holders, over control channels on the loopback.
 
-    Its methods are called by one thread. A loop of its own receives the answers.
+    One thread calls the methods. A separate loop receives the answers.
     """
 
     def __init__(self, holders: Mapping[int, ActorHandle[Any]]) -> None:
@@ -58,9 +58,9 @@ class HostMoves:
         return self._loop.run_concurrently(self._move_all(attempt, tasks, timeout_s)).result()
 
     def moved(self) -> HostMoved:
-        """Return what is new: outcomes and errors, and holders that could not be called.
+        """Return new outcomes and errors, and holders that could not be called.
 
-        Waits until something is, and shortly for more, but at most about `MOVE_LOOK_S` seconds.
+        Waits for a first result, and shortly for more, but at most about `MOVE_LOOK_S` seconds.
         """
         return self._loop.run_concurrently(self._moved()).result()
 
@@ -79,7 +79,7 @@ class HostMoves:
             await asyncio.sleep(0.01)
 
     async def _move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
-        self._moving.clear()  # the driver waits for an earlier attempt no longer
+        self._moving.clear()  # the driver stopped waiting for an earlier attempt
         for feeding, task, indices in tasks:
             for index in indices:
                 channel = self._holders[index].channel

@@ -25,10 +25,12 @@ class MoveOnce:
         self._answer: Future[Moved | SentError] = Future()
 
     def move(self, attempt: int, work: Callable[[], Moved], timeout_s: float) -> Moved:
-        """Return what `work` does, or did for this attempt. Waits `timeout_s` for it while another runs it.
+        """Return the result of `work` for this attempt.
 
-        Raises what `work` raises, DeadlineError if it does not end, and StateError if a later attempt has
-        begun, or after `close`.
+        If another caller runs `work`, wait `timeout_s` for the result.
+
+        Raises the error of `work`, DeadlineError if `work` does not end, and StateError if a later attempt
+        has begun, or after `close`.
         """
         with self._lock:
             if self._is_over or attempt < self._attempt:
@@ -56,7 +58,7 @@ class MoveOnce:
         try:
             moved = work()
         except BaseException as error:
-            # Without its traceback, which would keep the memory of an engine mapped.
+            # Without the traceback, which would keep an engine's memory mapped.
             ours = error if isinstance(error, WeightSyncError) else None
             answer.set_result(SentError.of(ours or PeerError(self._name, f"{type(error).__name__}: {error}")))
             raise

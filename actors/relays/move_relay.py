@@ -24,7 +24,7 @@ class MoveRelay:
     channel: ControlChannel | None = None
 
     def __init__(self, channels: ControlChannels, holders: Mapping[int, RemoteHolder]) -> None:
-        """`holders`: those of the host, by index."""
+        """`holders`: the holders of the host, by index."""
         self.holders: Sequence[int] = tuple(holders)
         self._channels, self._first = channels, holders[self.holders[0]]
         self._actors = {index: holder.handle for index, holder in holders.items()}
@@ -32,15 +32,15 @@ class MoveRelay:
         self.key: Hashable = ("move", *self._actors.items())
 
     def answers(self, method: str) -> bool:
-        """Whether the holder's process can relay calls."""
+        """Return True if the holder's process can relay calls."""
         return method == "answer_calls" and self._first.answers("relay_moves")
 
     async def answer_calls(self, offer: ControlOffer) -> None:
-        """Have the holder relay what comes by the channel, until it is lost. Raises as `answer`."""
+        """Have the holder relay calls of the channel, until the channel is lost. Raises as `answer`."""
         await self._first.relay_moves(offer, self._actors)
 
     def renew(self) -> None:
-        """Open another channel. The holder then opens others to its neighbours."""
+        """Open a new channel. The holder then opens new channels to its neighbours."""
         self._channels.forget(self.key)
         self._channels.open(self)
 
@@ -60,7 +60,7 @@ class MoveRelay:
         return _said(await called) if called else dict.fromkeys(tasks)
 
     async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]:
-        """Return what is new of holders that move."""
+        """Return new results of holders that move."""
         called = self.channel.call("moved", ()) if self.channel else None
         if called is None:
             raise PeerError(self.name, "there is no connection to it")

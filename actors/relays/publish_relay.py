@@ -21,17 +21,17 @@ _Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
 
 
 class PublishRelay:
-    """The trainers of one host, as the driver asks them together, and its channel to the holder that does it.
+    """The trainers of one host, which the driver asks together by a channel to a holder.
 
     Attributes:
-        ranks: those of the trainers.
-        key: tells it from other relays.
+        ranks: the ranks of the trainers.
+        key: tells this relay from other relays.
     """
 
     channel: ControlChannel | None = None
 
     def __init__(self, holder: RemoteHolder, trainers: Mapping[int, RemoteTrainer]) -> None:
-        """`trainers`: those of the holder's host, by rank."""
+        """`trainers`: the trainers of the holder's host, by rank."""
         self.name = f"trainers through {holder.name}"
         self.ranks: Sequence[int] = tuple(trainers)
         self._holder, self._trainers = holder, trainers
@@ -39,11 +39,11 @@ class PublishRelay:
         self.key: Hashable = (holder.key, *self._actors.items())
 
     def answers(self, method: str) -> bool:
-        """Whether the holder's process can relay calls."""
+        """Return True if the holder's process can relay calls."""
         return method == "answer_calls" and self._holder.answers("relay")
 
     async def answer_calls(self, offer: ControlOffer) -> None:
-        """Have the holder relay what comes by the channel, until it is lost. Raises as `answer`."""
+        """Have the holder relay calls of the channel, until the channel is lost. Raises as `answer`."""
         await self._holder.relay(offer, self._actors)
 
     async def publish(

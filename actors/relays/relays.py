@@ -11,27 +11,27 @@ from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.driver.fleet import Fleet
 
 MAX_DIRECT_HOSTS = 8
-"""Where trainers are on more hosts than that, a holder of each host asks its trainers, and so with holders.
+"""If trainers are on more hosts, a holder on each host asks the trainers there, and likewise holders.
 
 A Ray call costs the driver 1.4 ms, so 8 hosts of 8 ranks cost it 90 ms, and 125 hosts 1.4 s. A message to a
 holder, with the answers of 8 ranks, costs at most 1.8 ms: 0.23 s for 125 hosts. Holders are called over
 control channels either way: 0.16 ms each, or 0.5 ms for a message to 8. benchmarks/README.md has the figures.
-On few hosts it is not worth what it takes: Ray keeps the calls of one process in order, so trainers that the
-driver's process asks itself publish after what that process had submitted to them before.
+On few hosts relays are not worth the price: Ray keeps the calls of one process in order. So if the driver's
+process asks trainers itself, they publish after the calls that this process submitted before.
 """
 
 
 class Relays:
-    """The relays in use, each with a control channel."""
+    """The relays in use, with their control channels."""
 
     def __init__(self, channels: ControlChannels, fleet: Fleet) -> None:
         self._channels, self._fleet = channels, fleet
         self._used: Sequence[PublishRelay | MoveRelay] = ()
 
     def use(self, publishing: Sequence[PublishRelay], moving: Sequence[MoveRelay]) -> None:
-        """Have trainers and holders be asked through these, and no longer through others.
+        """Ask trainers and holders through these relays from now on.
 
-        Those of `moving` are asked once the fleet has connected.
+        Holders are asked through `moving` once the fleet has connected.
         """
         used: list[PublishRelay | MoveRelay] = [*publishing, *moving]
         for gone in {each.key for each in self._used} - {each.key for each in used}:
@@ -46,7 +46,7 @@ class Relays:
 def publish_relays(
     trainers: Sequence[RemoteTrainer], nodes: Sequence[str], holders: Sequence[RemoteHolder]
 ) -> list[PublishRelay]:
-    """Return the relays of trainers, each with its host and its holder. None if the hosts are few."""
+    """Return the relays of trainers, with hosts and holders. None if there are few hosts."""
     return [
         PublishRelay(holders[ranks[0]], {rank: trainers[rank] for rank in ranks})
         for ranks in relayed_ranks(nodes)
@@ -56,9 +56,9 @@ def publish_relays(
 def move_relays(
     channels: ControlChannels, holders: Sequence[RemoteHolder], nodes: Sequence[str]
 ) -> list[MoveRelay]:
-    """Return the relays of holders, each with its host. None if the hosts are few.
+    """Return the relays of holders, with hosts. None if there are few hosts.
 
-    A holder that is alone on its host has none: a message to it is a message to a relay.
+    A holder that is alone on a host has no relay: a relay would take one message, too.
     """
     return [
         MoveRelay(channels, {index: holders[index] for index in indices})
