@@ -12,7 +12,7 @@ _WRAPPERS = re.compile(
 def unwrapped(name: str) -> str:
     """Return a tensor's name without wrappers: ``module.layers.0._orig_mod.bias`` is ``layers.0.bias``.
 
-    Wrappers are those of DDP, `torch.compile`, activation checkpoints, FSDP1 and PEFT.
+    DDP, `torch.compile`, activation checkpoints, FSDP1 and PEFT add wrappers.
     """
     # Most names, of ten thousands, have none, and the pattern is slow.
     may_have = "module." in name or "_orig_mod." in name or "base_model." in name

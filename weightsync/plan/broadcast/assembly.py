@@ -13,11 +13,11 @@ _ALIGN = 256
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Places for tensors of a plan, each from the bucket of its first piece to that of its last.
+    """Places for tensors of a plan, used from the bucket of the first piece to the bucket of the last piece.
 
     Attributes:
-        offset: the first byte of each tensor of the plan, a multiple of 256; 0 for those that are not placed.
-        complete: for each bucket, the tensors that it completes. Empty tensors are in none.
+        offset: the first byte of each tensor of the plan, a multiple of 256; 0 for tensors without a place.
+        complete: for each bucket, the tensors that it completes. Empty tensors are left out.
         nbytes: the bytes that all places take together, a multiple of 256.
     """
 
@@ -27,7 +27,7 @@ class Assembly:
 
 
 def assemble(plan: Plan, tensors: Collection[int]) -> Assembly:
-    """Place each of `tensors` where no other is while it is incomplete, or while its last bucket is taken."""
+    """Place `tensors` without overlap while a tensor is incomplete or its last bucket is being read."""
     last: dict[int, int] = {}
     for bucket in plan.buckets():
         last.update((piece.tensor, bucket.index) for piece in bucket.pieces)

@@ -86,7 +86,7 @@ def make_plan(
 def check_sides(source: Layout, engines: Mapping[str, Layout]) -> Match:
     """Pair the tensors of both sides, and prove that segments cover each engine's live parameters.
 
-    Raises the errors of `make_plan`, but for those of segments of `source`.
+    Raises the errors of `make_plan`, except errors of segments of `source`.
     """
     ordered = sorted(engines.items())
     matched = match(source, ordered)
@@ -118,7 +118,7 @@ def _frozen_last(pieces: Pieces, is_frozen: Bool, capacity: int) -> tuple[Pieces
 
 
 def check_members(num_trainers: int, engines: Mapping[str, Layout], members: Members) -> None:
-    """Check that members are those of `num_trainers` ranks and `engines`. Raises ConfigError."""
+    """Check that members match `num_trainers` ranks and `engines`. Raises ConfigError."""
     if len(members.trainers) != num_trainers:
         raise ConfigError(
             "members.trainers", members.trainers, f"the layout has {count_text(num_trainers, 'rank')}"
@@ -148,7 +148,7 @@ def _check_size(tensors: Sequence[TensorMeta]) -> None:
 
 
 def check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
-    """Check that buckets have room for what a root sends. Raises ConfigError."""
+    """Check that buckets are large enough for a root's pieces. Raises ConfigError."""
     if bucket_bytes < RUN_ALIGN:
         largest = int(itemsize.max(initial=1))
         raise ConfigError(

@@ -83,8 +83,8 @@ def _split_tensor(pieces: Pieces, rows: Int64, itemsize: int, capacity: int) -> 
 def cut(unit: Int64, nbytes: Int64, capacity: int) -> Int64:
     """Return the bucket of each piece, int64[n]. Arguments are as in `Pieces`.
 
-    Units fill buckets in order, as many as fit. Each piece is counted as if it were a run. That is never less
-    than its space in the bucket, and more by at most 240 bytes.
+    Units fill buckets in order, as many as fit. Each piece is counted like a run. This count is never less
+    than the piece's space in the bucket, and more by at most 240 bytes.
     """
     unit = np.cumsum(np.diff(unit, prepend=unit[:1]) != 0)
     filled = np.cumsum(np.bincount(unit, align(nbytes, RUN_ALIGN)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Figures of what a plan costs."""
+"""The costs of a plan, in figures."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Explanation:
 
     Attributes:
         sent: bytes per root; a pipelined broadcast sends each byte once.
-        received: bytes per receiver, without those of its own trainers.
-        imbalance: max / mean of the bytes that the trainers send; 1.0 is even.
+        received: bytes per receiver, without the receiver's own trainers' bytes.
+        imbalance: max / mean of the trainers' sent bytes; 1.0 is even.
         stage_seconds: expected time per stage if stages do not overlap; broadcasts run one after another,
             host copies run on all holders in parallel.
         floor_seconds: lower bound of any schedule: the busiest holder's bytes over its link.
@@ -73,8 +73,8 @@ class Explanation:
 
         Args:
             members: which holder serves which rank.
-            sent, send_buffer: int64[num_trainers], the bytes that each trainer rank sends, and those of its
-                send buffer.
+            sent, send_buffer: int64[num_trainers], each trainer rank's sent bytes, and the send buffer's
+                bytes.
             staging_nbytes: bytes of a receiver's buckets.
             cluster: bandwidths; without them there are no times.
         """
@@ -104,7 +104,7 @@ class Explanation:
 
     @property
     def edges(self) -> dict[tuple[int, int], int]:
-        """Bytes by (root, receiver). A broadcast's bytes count on each of its edges."""
+        """Bytes by (root, receiver). A broadcast's bytes count on all edges of the broadcast."""
         return {(s, r): n for s, n in self.sent.items() if n for r in self.received if r != s}
 
     def __str__(self) -> str:

@@ -13,10 +13,10 @@ from weightsync.plan.layout.layout_table import LayoutTable, SegmentTable, unpac
 
 
 def held_boxes(plan: Plan, layouts: Sequence[LayoutTable]) -> Positions:
-    """Return a number for what each rank holds of each tensor: int64[num_ranks, num_tensors].
+    """Number the ranks' boxes of each tensor: int64[num_ranks, num_tensors].
 
-    Ranks that hold the same boxes of a tensor have the same number there; -1 is for none. A tensor is found
-    under the names of `by_tensor`.
+    Ranks that hold the same boxes of a tensor have the same number there; -1 means no boxes. A tensor is
+    found under the names of `by_tensor`.
     """
     taken = {*(meta.name for meta in plan.tensors), *dict(plan.tied)}
     parts = [_filled(layout.held()) for layout in layouts]
@@ -40,7 +40,7 @@ def _filled(segments: SegmentTable) -> SegmentTable:
 
 
 def _boxes(parts: Sequence[SegmentTable]) -> list[Column]:
-    """Return columns of the boxes of all segments: dimensions, then offset and extent in each, or -1."""
+    """Return columns of all segments' boxes: the number of dimensions, then offsets and extents, or -1."""
     ndim, offset, extent = (
         np.concatenate([getattr(part, name).astype(np.int64) for part in parts])
         for name in ("ndim", "offset", "extent")

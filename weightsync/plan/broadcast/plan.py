@@ -23,7 +23,7 @@ from weightsync.plan.layout.segment import Box, RankLayout, Segment, TensorMeta
 class Piece:
     """One box of `Plan.tensors[tensor]`, row-major and contiguous in its bucket.
 
-    `offset` is its first byte in the bucket, `send_buffer_offset` its first byte in `trainer`'s send buffer.
+    `offset` is the piece's first byte in the bucket, `send_buffer_offset` in `trainer`'s send buffer.
     """
 
     tensor: int
@@ -62,8 +62,8 @@ class Bucket:
 class Plan:
     """Which bytes go where: all tensors for all engines, as buckets to broadcast. Made by `make_plan`.
 
-    It holds S steps (broadcasts) and P pieces as columns, both in the order in which they travel. D is the
-    largest number of dimensions. If all engines read directly there are none: `make_direct_plan`.
+    It holds S steps (broadcasts) and P pieces as columns, both in the order of sending. D is the largest
+    number of dimensions. If all engines read directly there are none: `make_direct_plan`.
 
     Attributes:
         epoch: number of the membership.
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def num_changing_buckets(self) -> int:
-        """Number of buckets that come before those of frozen tensors."""
+        """Number of buckets before the buckets of frozen tensors."""
         firsts = self.piece_tensor[self.step_piece[self.bucket_step[:-1]]]
         return self.num_buckets - int(np.isin(firsts, self.frozen).sum())
 
@@ -131,7 +131,7 @@ class Plan:
         return sum(meta.nbytes for meta in self.tensors)
 
     def bucket(self, index: int) -> Bucket:
-        """Return bucket number `index`, in time proportional to its pieces."""
+        """Return bucket number `index`, in time proportional to the bucket's pieces."""
         steps = self.bucket_steps(index)
         pieces = tuple(piece for step in steps for piece in self._pieces(step))
         return Bucket(index, self._bucket_nbytes(index), pieces, steps)
@@ -141,7 +141,7 @@ class Plan:
         return (self.bucket(index) for index in range(self.num_buckets))
 
     def trainer_pieces(self, trainer: int) -> tuple[Piece, ...]:
-        """Return the pieces that rank `trainer` sends, in the order of its send buffer."""
+        """Return the pieces that rank `trainer` sends, in the order of the send buffer."""
         buckets = np.repeat(np.arange(self.num_buckets), np.diff(self.bucket_step))
         steps = np.flatnonzero(self.step_trainer == trainer).tolist()
         return tuple(piece for i in steps for piece in self._pieces(self._step(i, int(buckets[i]))))
@@ -151,7 +151,7 @@ class Plan:
         return int(align(self.step_nbytes[self.step_trainer == trainer], RUN_ALIGN).sum())
 
     def shares(self, trainer: int) -> dict[int, tuple[int, int]]:
-        """Return where rank `trainer`'s share of each bucket lies in its send buffer: first byte, and end."""
+        """Return the place of each bucket's share in rank `trainer`'s send buffer: first byte, and end."""
         shares: dict[int, tuple[int, int]] = {}
         for index in np.flatnonzero(self.step_trainer == trainer).tolist():
             bucket = int(np.searchsorted(self.bucket_step, index, side="right")) - 1
@@ -171,14 +171,14 @@ class Plan:
 
     @property
     def target_nbytes(self) -> int:
-        """Bytes of a buffer that a refill reads into: a bucket's, or what a bucket would have at most."""
+        """Bytes of a buffer that a refill reads into: a bucket's bytes, or the most of any bucket."""
         most = min(self.bucket_bytes, self.total_nbytes + RUN_ALIGN) // RUN_ALIGN * RUN_ALIGN
         return self.max_bucket_nbytes or most
 
     def digest(self, content: str = "") -> str:
         """Return the SHA-256, in hexadecimal, of everything that the members must agree on.
 
-        `content`: what `content()` returns, if it is known.
+        `content`: the result of `content()`, if it is known.
         """
         header = {
             "epoch": self.epoch,
@@ -268,8 +268,8 @@ class Plan:
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
     """Return the layout's segments for each tensor of the plan.
 
-    A segment that is held under a tied name counts for the tensor that travels. So does one of a draft's
-    tensor that a trainer holds in its model.
+    A segment under a tied name counts for the tensor that is sent. So does a segment of a draft's tensor in a
+    trainer's model.
     """
     canonical = dict(layout.tied)
     taken = {*(meta.name for meta in plan.tensors), *dict(plan.tied)}
@@ -285,11 +285,11 @@ def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
 
 
 def share_in_place(plan: Plan, trainer: int, layout: RankLayout) -> list[tuple[int, Box, Segment]]:
-    """Return what rank `trainer` digests in its own memory, of `layout`.
+    """Return the boxes of `layout` that rank `trainer` digests in its own memory.
 
     Each row has the number of a tensor, a box of it, and the segment that holds the box. The shares of all
-    ranks are every element once: with pieces the rank's own, without pieces all that it holds, but for what
-    is another rank's turn (`Plan.replicas`).
+    ranks contain every element once. With pieces, a share is the rank's own pieces. Without pieces, a share
+    is all boxes of the rank, except boxes that are another rank's turn (`Plan.replicas`).
     """
     segments = by_tensor(plan, layout)
     if not plan.num_pieces:

@@ -1,4 +1,4 @@
-"""Portions of buckets: what an engine rank needs of them, and where trainers' shares have it."""
+"""Portions of buckets that an engine rank needs, and their places in trainers' shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAP_NBYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """`nbytes` bytes of a bucket from `offset` on. They are at `source` of what trainer rank `part` sends."""
+    """`nbytes` bytes of a bucket from `offset` on, at `source` in the share of trainer rank `part`."""
 
     part: int
     source: int
@@ -29,10 +29,10 @@ def all_portions(plan: Plan, bucket: int) -> list[Portion]:
 
 
 def needed_portions(plan: Plan, bucket: int, segments: Sequence[Sequence[Segment]]) -> list[Portion]:
-    """Return what a rank needs of a bucket, in the bucket's order.
+    """Return the portions of a bucket that a rank needs, in the bucket's order.
 
-    `segments` are the rank's by tensor, as of `by_tensor`. Of each piece, all bytes from the first that the
-    rank needs to the last are one portion. Portions of one trainer rank that are close are joined.
+    `segments` are the rank's segments by tensor, as of `by_tensor`. Of each piece, all bytes from the first
+    that the rank needs to the last are one portion. Portions of one trainer rank that are close are joined.
     """
     found: list[Portion] = []
     for portion in _portions(plan, bucket, segments):
@@ -63,5 +63,5 @@ def _range(piece: Piece, segments: Sequence[Segment], itemsize: int) -> tuple[in
 
 
 def _are_close(last: Portion, after: Portion) -> bool:
-    # What one trainer rank sends of a bucket is one run of bytes, in both places.
+    # A trainer rank's share of a bucket is one run of bytes, in both places.
     return last.part == after.part and after.offset - (last.offset + last.nbytes) <= GAP_NBYTES

@@ -12,21 +12,21 @@ _ALIKE = ("src", "rows", "row_nbytes", "src_pitch", "dst_pitch", "src_buffer", "
 
 
 class AlikeMessages:
-    """The messages of bundles of one receiver, with the reads that they are of in kinds.
+    """The messages of bundles of one receiver, for reads in kinds.
 
-    Trainers that hold as much of each tensor, like those of FSDP, send it the same messages but for where it
-    writes them.
+    Trainers with equal parts of each tensor, as with FSDP, send the receiver the same messages, except for
+    the places where the receiver writes them.
     """
 
     def __init__(self, kinds: Kinds, places: Places | None) -> None:
-        """`kinds` and `places` are those of `expanded`."""
+        """`kinds` and `places` are the arguments of `expanded`."""
         self._kinds, self._places = kinds, places
         self._known: dict[tuple[int | bytes, ...], tuple[Reads, Messages, Int64]] = {}
 
     def of(self, reads: Reads, low: int, high: int, capacity: int) -> Messages:
         """Return the messages of a bundle's reads from one trainer.
 
-        Arguments are those of `expanded` and `bundle_messages`.
+        Takes the arguments of `expanded` and `bundle_messages`.
         """
         key = (low, high, capacity, *(getattr(reads, name).tobytes() for name in _ALIKE))
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""What members of the cross-host exchange know, and the messages that each of them plans from it."""
+"""The shared knowledge of the cross-host exchange, and the messages that members plan from it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ReceivingHost:
     """A host that gets data from others.
 
     Attributes:
-        kind: number of its kind. Hosts of one kind need the same.
-        first: number of its first bundle.
+        kind: number of the host's kind. Hosts of one kind need the same data.
+        first: number of the host's first bundle.
         ranks: the ranks of the communicator on it, by place.
-        near: the ranks that send from it. Their bundles do not cross to it.
+        near: the ranks that send from this host. Their bundles do not cross to the host.
     """
 
     kind: int
@@ -37,8 +37,8 @@ class BundleTable:
     """The bundles of one kind of host that concern one member, in columns.
 
     Attributes:
-        number: int64[n], the number of each among those of the host.
-        sender: int64[n], the rank that packs it; -1 if it crosses to no host.
+        number: int64[n], the number of each bundle on the host.
+        sender: int64[n], the rank that packs the bundle; -1 if the bundle crosses to no host.
         capacity: int64[n], the most bytes of one of its messages.
         orders: the places that need it, as in `HostBundles`.
         bounds: int64[n + 1], the first of each one's `reads`.

@@ -58,8 +58,8 @@ class ShufflePlan:
         num_senders: number of ranks of the source.
         receivers: the transport's rank of each rank of the target.
         max_message_bytes: the most bytes that one rank packs, or receives, in a round.
-        lanes: messages between two different ranks, one lane per pair and payload.
-        local: pairs of a rank that sends and receives, and its copies to itself.
+        lanes: messages between two different ranks, with one lane per pair and payload.
+        local: pairs of a rank that sends and receives, and the rank's copies to itself.
     """
 
     num_senders: int
@@ -79,13 +79,13 @@ class ShufflePlan:
     ) -> ShufflePlan:
         """Plan every byte of the target from one source rank that holds it.
 
-        If several source ranks hold the same bytes, the receiver itself is preferred; among others the bytes
-        are balanced.
+        If several source ranks hold the same bytes, the receiver itself is preferred; among other ranks the
+        bytes are balanced.
 
         Args:
             source: layout of the sending ranks.
-            target: layout of the receiving ranks. If it declares live buffers, this proves that each of their
-                bytes is written once.
+            target: layout of the receiving ranks. If it declares live buffers, this proves that every byte of
+                them is written once.
             max_message_bytes: the most bytes of one round on each side; staging memory is twice this.
             receivers: the transport's rank of each target rank. By default they follow the senders; give
                 ``range(len(target))`` if the same ranks send and receive.
@@ -162,11 +162,11 @@ class ShufflePlan:
         return replace(self, lanes=(*self.sends(rank), *self.receives(rank)), local=local)
 
     def digests(self, rank: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Return digests of the messages from `rank` to each other rank, and of those to it from each.
+        """Return digests of the messages from `rank` to other ranks, and from other ranks to `rank`.
 
-        Two ranks plan the same messages if the first's digest for the second, in its first result, is that
-        of the second for the first, in its second result. Each is half of a SHA-256. They leave out where the
-        receiver writes, which the sender does not know.
+        Two ranks plan the same messages if the first rank's digest for the second, in the first result,
+        equals the second rank's digest for the first, in the second result. A digest is half of a SHA-256. It
+        leaves out where the receiver writes, which the sender does not know.
         """
         header = json.dumps([self.num_senders, self.max_message_bytes]).encode()
         sent = _digests(header, ((lane.receiver, lane) for lane in self.sends(rank)))
@@ -227,17 +227,17 @@ def capacities(
     max_message_bytes: int,
     less: Int64 | None = None,
 ) -> Int64:
-    """Return the most bytes of a message of each bundle.
+    """Return the largest message size of each bundle, in bytes.
 
-    A bundle's share of a round is its share of its busiest end's bytes. So lanes of one bottleneck end
+    A bundle's share of a round is its share of the busiest end's bytes. So lanes of one bottleneck end
     together, and a round's bytes fit on both sides.
 
     Args:
         nbytes: int64[B], bytes of each bundle, with each read padded to `PIECE_ALIGN`.
-        bundle: int64[M], ascending; each bundle's ends follow each other. It has one at least.
+        bundle: int64[M], ascending; a bundle's ends follow each other. A bundle has at least one end.
         end: int64[M], numbers of ends: a rank that packs, or one that receives.
-        times: int64[M], how many bundles like this one the end has.
-        less: by end, bytes of its bundles that are never sent together with the others.
+        times: int64[M], how many bundles like this bundle the end has.
+        less: by end, bytes of the end's bundles that are never sent together with the other bundles.
 
     Raises:
         ConfigError: `max_message_bytes` has no room for 256 bytes of each bundle of one end.
@@ -252,7 +252,7 @@ def capacities(
         total -= less[: len(total)]
     starts = np.flatnonzero(np.diff(bundle, prepend=-1))
     busiest = np.maximum(np.maximum.reduceat(total[end], starts) if len(starts) else total[:0], 1)
-    # Bytes of a bundle times those of a round are more than 63 bits for bundles of tens of GB.
+    # The bytes of a bundle times the bytes of a round need more than 63 bits for bundles of tens of GB.
     shift = max(0, int(nbytes.max(initial=0)).bit_length() + shared.bit_length() - 62)
     part, whole = nbytes >> shift, -(-busiest >> shift)
     found: Int64 = (least + shared * part // whole) // RUN_ALIGN * RUN_ALIGN
@@ -268,7 +268,7 @@ def bundle_messages(reads: Reads, capacity: int) -> Messages:
 
 
 def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
-    """Cut bundles into lanes. Bundles that hold the same `Reads` object share its messages."""
+    """Cut bundles into lanes. Bundles with the same `Reads` object share messages."""
     firsts = [next(iter(parts.values())) for _, parts in bundles]
     sizes = [int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for part in firsts]
     numbers: dict[tuple[str, int], int] = {}
@@ -302,9 +302,9 @@ def _ends(bundle: Bundle) -> list[tuple[str, int]]:
 
 
 def _digests(header: bytes, lanes: Iterable[tuple[int, Lane]]) -> dict[int, bytes]:
-    """Return by peer the first 16 bytes of a SHA-256 of `header` and its `lanes`, in their order."""
+    """Return by peer the first 16 bytes of a SHA-256 of `header` and the peer's `lanes`, in order."""
     states: dict[int, hashlib._Hash] = {}
-    known: dict[int, bytes] = {}  # of messages that differ in trainer and place alone, and of names
+    known: dict[int, bytes] = {}  # of messages that only differ in trainer and place, and of names
     for peer, lane in lanes:
         moved, names = lane.messages, lane.messages.reads.src_names
         state = states.setdefault(peer, hashlib.sha256(header))
@@ -337,7 +337,7 @@ def _names(reads: Reads) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Messages:
-    """M messages to one receiver, each from one trainer, ordered by round, then by trainer.
+    """M messages to one receiver, ordered by round, then by trainer.
 
     A round's messages are consecutive in the receive buffer; the next round may overwrite them.
 
@@ -345,8 +345,8 @@ class Messages:
         round, trainer, offset, nbytes: int64[M]; offset is in the receive buffer, a multiple of 256.
         bounds: int64[M + 1], the first of each message's `reads`.
         reads: the copies that are packed and unpacked, in the messages' order.
-        wire: int64[N], where each of the reads starts in its message, without gaps between its rows.
-        origin: int64[N], the number of the read that each is, or is a part of, among those that were given.
+        wire: int64[N], where each read starts in its message, without gaps between rows.
+        origin: int64[N], the number of the given read that each read is, or is a part of.
     """
 
     round: Int64
@@ -372,9 +372,9 @@ class Messages:
         return range(*np.searchsorted(self.round, [round, round + 1]).tolist())
 
     def moved(self, trainer: int, shift: Int64) -> Messages:
-        """Return these messages as from another trainer, and written elsewhere.
+        """Return these messages for another trainer and other places.
 
-        `shift` has the bytes between the places of each of the reads: int64[N].
+        `shift` has the bytes from the old place of each read to the new place: int64[N].
         """
         reads = replace(
             self.reads,
@@ -384,9 +384,9 @@ class Messages:
         return replace(self, trainer=np.broadcast_to(np.int64(trainer), len(self.trainer)), reads=reads)
 
     def pack(self, message: int, start: Int64, wire: int) -> Copies:
-        """Return the trainer's copies that fill `message`, at address `wire` of its memory.
+        """Return the trainer's copies that fill `message`, at address `wire` of the trainer's memory.
 
-        `start` has the address of each of ``reads.src_names``.
+        `start` has the addresses of ``reads.src_names``.
         """
         reads, these = self.reads, slice(*self.bounds[message : message + 2].tolist())
         return Copies(
@@ -399,9 +399,9 @@ class Messages:
         )
 
     def unpack(self, round: int, wire: int, start: Int64) -> Copies:
-        """Return the receiver's copies out of a round in its buffer at address `wire`.
+        """Return the receiver's copies out of a round in the receive buffer at address `wire`.
 
-        `start` has the address of each of ``reads.dst_names``.
+        `start` has the addresses of ``reads.dst_names``.
         """
         numbers = self.of(round)
         bounds = self.bounds[numbers.start : numbers.stop + 1]

@@ -27,12 +27,12 @@ _ALONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kinds:
-    """The trainers' buffers that an engine reads, in kinds. Those of a kind are cut, and read, alike.
+    """The trainers' buffers that an engine reads, in kinds. Buffers of a kind are cut and read alike.
 
     Attributes:
-        buffer: [U], their numbers among the source's buffers, ascending.
-        kind: [U], the kind of each.
-        first: [K], the position in `buffer` of the first of each kind.
+        buffer: [U], the buffers' numbers in the source, ascending.
+        kind: [U], the kind of each buffer.
+        first: [K], the position in `buffer` of the first buffer of each kind.
     """
 
     buffer: Int64
@@ -40,7 +40,7 @@ class Kinds:
     first: Int64
 
     def rows(self, reads: Reads, low: int, high: int) -> tuple[Int64, Int64]:
-        """Return, for each read of the buffers at `low` to `high`, the one that it is like, and its buffer.
+        """Return for each read of the buffers at `low` to `high` the read that is alike, and the buffer.
 
         Buffers are given by position. `reads` are from the first buffer of each kind and of one trainer,
         ordered by buffer.
@@ -75,7 +75,7 @@ class Kinds:
         return list(found)
 
     def _nth(self) -> Int64:
-        """Return each buffer's number among those of its kind."""
+        """Return the index of each buffer within its kind."""
         order, count = np.argsort(self.kind, kind="stable"), np.bincount(self.kind)
         nth = np.empty(len(order), np.int64)
         nth[order] = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
@@ -84,11 +84,11 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where one engine rank has what it reads from each of `Kinds.buffer`.
+    """The places in one engine rank for the reads from each of `Kinds.buffer`.
 
     Attributes:
-        dst_buffer: [U], its buffer; -1 where that is as in the first of the kind.
-        shift: [U], bytes from where the first of the kind is written in its buffer.
+        dst_buffer: [U], the engine rank's buffer; -1 if it is the same as for the first buffer of the kind.
+        shift: [U], bytes from the place of the kind's first buffer in its target.
     """
 
     dst_buffer: Int64
@@ -107,7 +107,7 @@ def expanded(
 
 
 def _at(reads: Reads, row: Int64, kinds: Kinds, places: Places | None, unit: Int64) -> Reads:
-    """Return reads number `row`, each from buffer `unit` of its kind."""
+    """Return reads number `row`, from buffer number `unit` of the kind."""
     table = reads.table(row)
     dst_buffer = reads.dst_buffer[row].astype(np.int64)
     if places:
@@ -151,9 +151,9 @@ class AlikeReads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """What `AlikeReads` of ranks at one place in engines of equal layout have in common, as it travels.
+    """The common part of `AlikeReads` of ranks at one place in equal engines, in wire form.
 
-    Names are those of `Reads`.
+    `Reads` describes the names.
     """
 
     kinds: Kinds
@@ -169,11 +169,11 @@ class Alike:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalReads:
-    """What an engine rank reads on its host, as it travels.
+    """The reads of an engine rank on its host, in wire form.
 
     Attributes:
-        parts: all of it or, in kinds, that from the first buffers of each, without names.
-        first: the trainer that is read first, if reads are in kinds.
+        parts: all reads or, in kinds, the reads from the first buffers of each kind, without names.
+        first: the first trainer to read, if reads are in kinds.
     """
 
     parts: Sequence[Reads]
@@ -205,17 +205,17 @@ def joined(parts: Sequence[Reads]) -> Reads:
 class AlikeReshard:
     """Pairs the trainers' layout with an engine's as `Reshard`, in kinds of tensors.
 
-    Which of several replicas is read differs within a kind, so that all of them are busy: kinds of tensors
-    with replicas are partitioned into as many.
+    Within a kind, tensors with replicas are read from different replicas, so that all replicas are busy: such
+    kinds are partitioned into as many kinds as replicas.
 
     Attributes:
-        kinds: of the trainers' buffers that are read.
-        has_replicas: whether several trainer ranks hold the same box. What is read then depends on how far
-            they are.
+        kinds: the kinds of the trainers' buffers that are read.
+        has_replicas: whether several trainer ranks hold the same box. The reads then depend on how far these
+            ranks are.
     """
 
     def __init__(self, kinds: Kinds, sides: _Sides, reshard: Reshard, shared: Reshard) -> None:
-        """`reshard` pairs the first tensors of each of `kinds`, `shared` those of them that have replicas."""
+        """`reshard` pairs the first tensors of `kinds`, `shared` the first tensors that have replicas."""
         self._reshard, self._shared = reshard, shared
         self._whole, self._whole_places = kinds, sides.places(kinds)
         self.has_replicas = reshard.most_replicas > 1
@@ -271,7 +271,7 @@ class AlikeReshard:
         return AlikeReads(reads.take(order), self.kinds, self._places[rank])
 
     def _moved(self, reads: Reads, firsts: Int64, rank: int) -> Reads:
-        """Return `reads`, of the first buffer of each kind, as those of the buffers at `firsts`."""
+        """Return `reads` of the first buffers of the kinds as reads of the buffers at `firsts`."""
         kinds, places = self._whole, self._whole_places[rank]
         unit = firsts[kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer)]]
         rows = np.flatnonzero(unit >= 0)
@@ -283,9 +283,10 @@ class _Sides:
     """Both sides' segments, by tensor of the source.
 
     Attributes:
-        dst_buffer, base: [num_ranks, T], an engine rank's buffer of each tensor, and its first byte there.
-        relative: [n], bytes from there to each of the engine's segments.
-        alone: [T], tensors that no other is like.
+        dst_buffer, base: [num_ranks, T], an engine rank's buffer of each tensor, and the tensor's first byte
+            there.
+        relative: [n], bytes from that byte to each segment of the engine.
+        alone: [T], tensors without a tensor alike.
         itemsize: [T].
     """
 
@@ -325,7 +326,7 @@ class _Sides:
         num_tensors = len(self.alone)
         codes = [source.codes([source.byte_offset]), engine.codes([self.relative])]
         code = row_codes([*codes, source.count, engine.count, self.itemsize]).astype(np.int64)
-        # A tensor that is alone stands for its kind in this comparison, and in no other.
+        # A tensor without a tensor alike is a kind in this comparison, and in no other.
         first = firsts(np.where(self.alone, 0, code))
         fits = (source.count == source.count[first]) & (engine.count == engine.count[first])
         first = np.where(fits & ~self.alone & ~self.alone[first], first, np.arange(num_tensors))
@@ -336,7 +337,8 @@ class _Sides:
         tensor = np.full(int(buffer.max(initial=-1)) + 1, _ALONE)
         tensor[source.buffer] = source.tensor
         tensor = tensor[buffer]
-        # Buffers of tensors that are alone are numbered after all tensors: each is a kind.
+        # Buffers of tensors without a tensor alike are numbered after all tensors: every such buffer is a
+        # kind.
         label = np.where(self.alone[tensor], num_tensors + np.arange(len(buffer)), first[tensor])
         _, first, kind = np.unique(label, return_index=True, return_inverse=True)
         return Kinds(buffer, kind.astype(np.int64), first.astype(np.int64))

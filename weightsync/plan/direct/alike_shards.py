@@ -1,4 +1,4 @@
-"""Groups the boxes of one tensor of each kind: those of a kind are held alike by all trainer ranks."""
+"""Groups the boxes of one tensor of each kind. All trainer ranks hold the tensors of a kind alike."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_ITEMSIZE = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeShards:
-    """The T tensors that travel, in K kinds.
+    """The T tensors that are sent, in K kinds.
 
     Attributes:
-        kind: int64[T], the kind of each.
+        kind: int64[T], the kind of each tensor.
         first: int64[K], the tensor that stands for each kind.
         listed: the source's layout of these tensors.
         shards: the boxes of these tensors. Box by box, `shards.tensor` is the kind.
@@ -33,7 +33,7 @@ class AlikeShards:
 
     @classmethod
     def of(cls, source: StatedLayout, matched: Match) -> AlikeShards:
-        """Group the tensors of `matched`, and prove that boxes tile each of them. Raises as `Shards.of`."""
+        """Group the tensors of `matched`, and prove that boxes tile all tensors. Raises as `Shards.of`."""
         itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
         code = first_alike(source.stated)[matched.source] * _MOST_ITEMSIZE + itemsize
         _, first, kind = np.unique(code, return_index=True, return_inverse=True)

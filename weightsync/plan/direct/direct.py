@@ -41,7 +41,7 @@ class Reads(Copies):
         dst_buffer: Int64 | Int32,
         table: Int64,
     ) -> Reads:
-        """Make reads from a table like that of `table()`."""
+        """Make reads from a table like the result of `table()`."""
         return cls(
             *table.T,
             trainer=trainer.astype(np.int32),
@@ -73,7 +73,7 @@ class Reads(Copies):
         return self.cut(rows, self.table(rows))
 
     def cut(self, part: Int64, table: Int64) -> Reads:
-        """Return reads with the copies of `table`. Its row i is a part of read `part[i]`."""
+        """Return reads with the copies of `table`. Row i is a part of read `part[i]`."""
         return Reads.from_table(
             self.trainer[part],
             self.src_names,
@@ -88,7 +88,7 @@ class Reads(Copies):
 
         Args:
             src_address: start of each (trainer rank, buffer), as mapped in the process that copies.
-            dst_address: start of each of the engine rank's buffers.
+            dst_address: start of each buffer of the engine rank.
         """
         key = self.trainer.astype(np.int64) * len(self.src_names) + self.src_buffer
         numbers, index = np.unique(key, return_inverse=True)
@@ -146,7 +146,7 @@ class _Overlaps:
     """P overlaps of the sources' boxes and an engine rank's segments.
 
     Attributes:
-        box, row: int64[P], both numbers; that of the segment in the engine's layout.
+        box, row: int64[P], the numbers of the box and of the segment in the engine's layout.
         low, extent: int64[P, D], in elements.
         itemsize, nbytes: int64[P].
     """
@@ -160,9 +160,9 @@ class _Overlaps:
 
 
 class Reshard:
-    """Pairs the trainers' layout with one engine's, and plans each rank's reads.
+    """Pairs the trainers' layout with one engine's layout, and plans each rank's reads.
 
-    It proves that sources tile every tensor, and that each rank's reads cover each of its segments. The
+    It proves that sources tile every tensor, and that each rank's reads cover all segments of the rank. The
     caller has to prove that segments write each byte of the live parameters once, with `check_live`.
     """
 
@@ -195,8 +195,9 @@ class Reshard:
         held = self._shards.first
         self._low = _wide(source.offset[held], num_dims, 0)
         self._high = self._low + _wide(source.extent[held], num_dims, 1)
-        # Tensors follow each other on one line, each as long as its first dimension. Boxes are ordered by
-        # their start on it. The running maximum of their ends ascends, too, so both can be searched.
+        # Tensors follow each other on one line, where a tensor is as long as its first dimension. Boxes are
+        # ordered by their start on the line. The running maximum of their ends ascends, too, so both can be
+        # searched.
         lengths = source.shape[matched.source, 0]
         self._base = np.cumsum(lengths) - lengths
         self._begins = self._base[self._shards.tensor] + self._low[:, 0]
@@ -225,13 +226,13 @@ class Reshard:
         return int(np.bincount(overlap).max())
 
     def reads(self, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
-        """Return the reads of engine rank `rank`: each byte of its segments once.
+        """Return the reads of engine rank `rank`: every byte of the rank's segments once.
 
         Args:
             near: distance of each trainer rank: 0 the same device, 1 the same host, 2 another host. The
-                nearest of several replicas is read; bytes are balanced among equally near ones.
+                nearest of several replicas is read; bytes are balanced among equally near replicas.
             start: the trainer rank that is read first. By default the engine's ranks are spread over the
-                trainers; with several engines, spread the ranks of all.
+                trainers; with several engines, spread the ranks of all engines.
         """
         source, engine = self._source, self._engine
         start = rank * source.num_ranks // engine.num_ranks if start is None else start
@@ -282,7 +283,7 @@ class Reshard:
         return np.split(rows, ends[:-1][np.diff(done[ends - 1] // _AT_ONCE) > 0])
 
     def _boxes(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Return each segment's first box and the end, and its offset and extent, [n, D]."""
+        """Return each segment's first box and the end, and the segment's offset and extent, [n, D]."""
         engine, num_dims = self._engine, self._low.shape[1]
         low = _wide(engine.offset[rows], num_dims, 0)
         extent = _wide(engine.extent[rows], num_dims, 1)
@@ -311,7 +312,8 @@ class Reshard:
     def _copies(self, overlaps: _Overlaps, held: Int64) -> tuple[Int64, Int64]:
         """Return copies of `overlaps` from the rows `held` of the source's layout, and their lanes.
 
-        A lane is a number for a trainer, its buffer and the engine's. Copies are ordered by it.
+        A lane is a number for a trainer, the trainer's buffer and the engine's buffer. Copies are ordered by
+        lane.
         """
         source, engine, row, low = self._source, self._engine, overlaps.row, overlaps.low
         src_strides = _wide(source.strides[held], low.shape[1], 0)
@@ -340,7 +342,7 @@ class Reshard:
         return picked
 
     def _nearest(self, box: Int64, near: Int64) -> tuple[Int64, Int64, Int64]:
-        """Return the nearest replicas of each of `box`: its number, the source's row, the trainer."""
+        """Return the nearest replicas of each box: the box's number, the source's row, the trainer."""
         shards, size = self._shards, self._shards.size[box]
         number, nth = repeated(size)
         rows = shards.rows[shards.start[box[number]] + nth]
@@ -365,9 +367,9 @@ def in_turns(reads: Reads, first: int) -> Reads:
 def _read_order(trainer: Int64, nbytes: Int64, first: int, num_trainers: int) -> Int64:
     """Return the order of the copies; `trainer` ascends.
 
-    Copies run in rounds. In each round every trainer gives the same fraction of its bytes, so all are busy
-    until the end. A receiver starts each round with trainer `first`, the one after that on its own device if
-    there is one, so that receivers read from different trainers at any time.
+    Copies run in rounds. In each round every trainer sends the same fraction of its bytes, so all trainers
+    are busy until the end. A receiver starts each round with trainer `first`, which is the trainer after the
+    one on its own device, if any. So receivers read from different trainers at any time.
     """
     total = np.bincount(trainer, nbytes, num_trainers).astype(np.int64)
     before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[trainer]

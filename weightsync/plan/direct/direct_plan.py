@@ -26,8 +26,8 @@ def make_direct_plan(
 ) -> Plan:
     """Plan for engines that all read directly: without buckets, and without pieces.
 
-    Each trainer rank digests what it holds; those that hold the same box take turns. Arguments and errors
-    are those of `weightsync.plan.make_plan`.
+    Each trainer rank digests its own boxes; ranks that hold the same box take turns. Arguments and errors are
+    the same as of `weightsync.plan.make_plan`.
     """
     check_members(source.num_ranks, engines, members)
     matched = check_sides(source.stated, engines)
@@ -53,9 +53,9 @@ def make_direct_plan(
 
 
 def _replicas(source: TrainersLayout, matched: Match) -> Replicas | None:
-    """Return which rank digests what several hold. Proves that boxes tile every tensor.
+    """Return which rank digests boxes of several ranks. Proves that boxes tile every tensor.
 
-    Of tensors that are cut alike one stands for all. Raises PlanError as `Shards.of`.
+    One tensor stands for all tensors that are cut alike. Raises PlanError as `Shards.of`.
     """
     alike = AlikeShards.of(source, matched)
     return Replicas.of(alike.kind, np.arange(len(alike.first)), alike.listed, alike.shards)

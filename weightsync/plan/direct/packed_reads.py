@@ -1,4 +1,4 @@
-"""Reads in the few bytes in which they travel."""
+"""Compact wire encoding of `Reads`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PackedReads:
         return cls(sum(len(rows) for _, rows in parts), packed, () if to_send else first.dst_names)
 
     def reads(self, src_names: tuple[str, ...]) -> Reads:
-        """Return the reads. What was left out is 0."""
+        """Return the reads. Columns that were left out are 0."""
         wide = {name: np.broadcast_to(column, self.num_reads) for name, column in self.columns.items()}
         return Reads(
             *(wide[field.name].astype(np.int64) for field in fields(Copies)),

@@ -1,4 +1,4 @@
-"""What a rank with quantised weights reads of the tensors that they are made of: no more than it needs."""
+"""The least reads of a rank with quantised weights, from full-precision tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def cuts_block(first: Int64, end: Int64, whole: Int64, block: Int64) -> Bool:
     """Return which boxes keep a part of a block: the last of a matrix may be smaller.
 
     Args:
-        first, end: [..., 2], each box's first row and column, and the ends.
-        whole, block: [..., 2], rows and columns of its matrix, and of a block.
+        first, end: [..., 2], the boxes' first row and column, and the ends.
+        whole, block: [..., 2], rows and columns of the boxes' matrix, and of a block.
     """
     cut: Bool = ((first % block != 0) | ((end % block != 0) & (end != whole))).any(axis=-1)
     return cut
@@ -31,18 +31,18 @@ def cuts_block(first: Int64, end: Int64, whole: Int64, block: Int64) -> Bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredRead:
-    """A box of a tensor that a rank reads, and where it stores what becomes of it.
+    """A box of a tensor that a rank reads, and the place of the stored result.
 
     Attributes:
         tensor: the number of the tensor.
-        box: what is read of it.
-        name: of what is stored: the tensor's name, or that of an expert in it.
-        stored: `box` in what has that name.
-        place: where the rank keeps it: what is read or, with a format, values.
-        form: how it is quantised; None if it is stored as it comes.
-        scales: where the rank keeps scales.
+        box: the part of the tensor that is read.
+        name: the name of the stored result: the tensor's name, or the name of an expert in the tensor.
+        stored: `box` within the tensor or expert of that name.
+        place: where the rank stores the read bytes or, with a format, the values.
+        form: the format of the result; None if the bytes are stored unchanged.
+        scales: where the rank stores scales.
 
-    Reads of a rule in `TOGETHER` are of one block each. Those with equal `shares` are quantised together.
+    Every read of a rule in `TOGETHER` is one block. Reads with equal `shares` are quantised together.
     """
 
     tensor: int
@@ -61,7 +61,7 @@ class StoredRead:
         return None
 
     def segment(self, number: int, meta: TensorMeta) -> Segment:
-        """Return where the box is read to: its place, or a buffer of its own to be quantised from."""
+        """Return the target of the read: the place, or an own buffer to quantise from."""
         if self.form:
             return Segment(meta.name, self.box, gathered(number), 0, self.box.strides(meta.itemsize))
         outer = self.box.strides(meta.itemsize)[: self.box.ndim - self.stored.ndim]
@@ -88,16 +88,16 @@ def stored_reads(
     dtypes: Mapping[str, str],
     formats: Mapping[str, Format],
 ) -> tuple[StoredRead, ...]:
-    """Return what a rank reads of `tensors`. Blocks that share a scale are read whole.
+    """Return a rank's reads of `tensors`. Blocks that share a scale are read whole.
 
     Args:
-        stored: the tensors of its quantised checkpoint, and their places in live parameters.
-        dtypes: of these parameters, by name.
-        formats: of what has to be quantised, by the name of its weight.
+        stored: the tensors of the rank's quantised checkpoint, and their places in live parameters.
+        dtypes: the dtypes of these parameters, by name.
+        formats: the formats of weights to quantise, by the weight's name.
 
     Raises:
-        PlanError: names a tensor that has to come whole: the rank keeps a part of a block, or not all
-            matrices that share a scale, or what is stored of it is not one piece of memory of its own.
+        PlanError: names a tensor that has to be read whole: the rank keeps a part of a block, or not all
+            matrices that share a scale, or the stored result is not one separate piece of memory.
     """
     shapes = {meta.name: meta.shape for meta in tensors}
     places = _Places(stored, dtypes)
@@ -116,7 +116,7 @@ def stored_reads(
 
 
 def _require_sharing(reads: Sequence[StoredRead]) -> None:
-    """Raise PlanError if a scale is not that of just the matrices which their formats say share one."""
+    """Raise PlanError if a scale belongs to other matrices than the formats say."""
     sharing = defaultdict[tuple[str, int], dict[str, Format]](dict)
     for each in reads:
         if each.shares and each.form:
@@ -128,7 +128,7 @@ def _require_sharing(reads: Sequence[StoredRead]) -> None:
 
 
 class _Places:
-    """The places of what is stored, by name.
+    """The places of stored tensors, by name.
 
     Attributes:
         asked: the names that were asked for.
@@ -150,7 +150,7 @@ class _Places:
                 yield StoredRead(tensor, _moved(place.box, part), name, place.box, place)
 
     def quantised(self, tensor: int, part: Box, name: str, form: Format) -> Iterator[StoredRead]:
-        """Yield the reads of a matrix at `part` of a tensor, each of whole rows of blocks."""
+        """Yield the reads of a matrix at `part` of a tensor, as whole rows of blocks."""
         scales_name = name.removesuffix("weight") + form.scale_suffix
         self.asked |= {name, scales_name}
         held = self._held[name], self._held[scales_name]
@@ -182,13 +182,16 @@ class _Places:
 
 
 def _is_dense(place: Segment, itemsize: int) -> bool:
-    """Whether a place is row after row, without gaps. Where there is one element, its stride says nothing."""
+    """Return True if the rows of a place follow each other without gaps.
+
+    The stride of a single element is ignored.
+    """
     wanted = zip(place.box.extent, place.strides, place.box.strides(itemsize), strict=True)
     return all(size == 1 or stride == dense for size, stride, dense in wanted)
 
 
 def _moved(box: Box, part: Box) -> Box:
-    """Return a box of what lies at `part` of a tensor as one of the tensor."""
+    """Return a box of the part at `part` of a tensor as a box of the tensor."""
     outer = part.ndim - box.ndim
     offset = (own + at for own, at in zip(box.offset, part.offset[outer:], strict=True))
     return Box((*part.offset[:outer], *offset), (*part.extent[:outer], *box.extent))

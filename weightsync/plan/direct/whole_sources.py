@@ -1,4 +1,4 @@
-"""Finds what can be read where it lies, since its bytes are together in one trainer's buffer."""
+"""Finds tensors that can be read in place, since one trainer's buffer has all their bytes together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole_sources(reads: Reads) -> dict[str, WholeSource]:
     """Return the sources of targets that one dense copy would fill, by the target's name.
 
     Args:
-        reads: all reads of each target. They fill it from its first byte on, without gaps.
+        reads: all reads of each target. They fill the target from the first byte on, without gaps.
     """
     if not len(reads):
         return {}
@@ -52,6 +52,6 @@ def whole_sources(reads: Reads) -> dict[str, WholeSource]:
 
 
 def _is_one(column: Int64, first: Int64) -> Bool:
-    """Return which groups, of the rows from each of `first` on, have a single value."""
+    """Return the groups with a single value. A group is the rows from each of `first` on."""
     found: Bool = np.minimum.reduceat(column, first) == np.maximum.reduceat(column, first)
     return found

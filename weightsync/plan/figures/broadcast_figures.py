@@ -1,4 +1,4 @@
-"""Works out a broadcast plan's figures in kinds of alike tensors, without its pieces."""
+"""Works out a broadcast plan's figures in kinds of alike tensors, without pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def explain_broadcast(
 
     Takes time and memory for the tensors, and for each trainer rank in each bucket, but not for the pieces: a
     thousand ranks of a model with ten thousands of tensors have as many as the product. No tensor may be
-    frozen. Other arguments and errors are those of `make_plan`.
+    frozen. Other arguments and errors are the same as of `make_plan`.
     """
     check_members(source.num_ranks, engines, members)
     assert not source.stated.frozen, "frozen tensors have buckets of their own"
@@ -65,12 +65,12 @@ class _AlikePieces:
     """The pieces of one tensor of each kind, and the buckets of all tensors.
 
     Attributes:
-        alike: the kinds, and the boxes of one tensor of each.
+        alike: the kinds, and the boxes of one tensor per kind.
         nbytes: int64[boxes], the bytes of each box.
-        box, size: int64[P], a piece's box and its bytes in a bucket. Pieces of a box follow each other.
-        unit: int64[P], a piece's unit, by number among those of its tensor; see `Pieces`.
+        box, size: int64[P], a piece's box and bytes in a bucket. Pieces of a box follow each other.
+        unit: int64[P], the index of a piece's unit within the tensor; see `Pieces`.
         bucket: int64[U], the bucket of each unit of all tensors.
-        first_unit: int64[T], the first of each tensor's.
+        first_unit: int64[T], the first unit of each tensor.
     """
 
     alike: AlikeShards
@@ -147,7 +147,7 @@ class _AlikePieces:
             yield np.array(ranks, np.int64), np.array(boxes, np.int64)
 
     def _of_all_tensors(self, boxes: Int64) -> tuple[Int64, Int64]:
-        """Return the tensors with `boxes`, in travel order, and the box: an entry for each of their boxes."""
+        """Return tensor and box in sending order, with an entry per tensor and box of `boxes`."""
         count = np.bincount(self.alike.shards.tensor[boxes], minlength=len(self.alike.first))
         tensor, nth = repeated(count[self.alike.kind])
         return tensor, boxes[(np.cumsum(count) - count)[self.alike.kind[tensor]] + nth]

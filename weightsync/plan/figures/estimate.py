@@ -1,4 +1,4 @@
-"""Estimates the least time of direct reads: each link's bytes over its rate."""
+"""Estimates the least time of direct reads: each link's bytes over the link's rate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class LinkRates:
 
     Attributes:
         name: the cluster's name, for printing.
-        hbm: of one GPU's memory, for read and written bytes together.
-        nvlink: into one GPU from the others of its host; the same out of it.
-        nic: into a host, per GPU; the same out of it. Every GPU of a host may use all its NICs.
+        hbm: bandwidth of one GPU's memory, for read and written bytes together.
+        nvlink: bandwidth into one GPU from other GPUs of the host, and likewise out of the GPU.
+        nic: bandwidth into a host, per GPU, and likewise out of the host. Every GPU may use all NICs of the
+            host.
     """
 
     name: str
@@ -33,12 +34,12 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """One engine rank on GPU number `gpu`, and its bytes from each trainer rank.
+    """One engine rank on GPU number `gpu`, and the rank's bytes from each trainer rank.
 
     Attributes:
-        passed_on: bytes from other hosts that other GPUs of its host pass on to it, by GPU.
-        times: how many equal ranks it stands for, each on its own host if it reads from other hosts. Their
-            load on their own links does not add up, their load on the trainers' links does.
+        passed_on: bytes from other hosts that other GPUs of the host pass on to this rank, by GPU.
+        times: how many equal ranks it stands for, on different hosts if they read from other hosts. The load
+            on the ranks' own links does not add up, the load on the trainers' links does.
     """
 
     name: str
@@ -58,8 +59,8 @@ class Receiver:
     ) -> list[Receiver]:
         """Make receivers for ranks of one host, given by name, GPU and reads.
 
-        Bytes of other hosts that several of them need cross once, see `HostBundles`. `bundles` are those of
-        all their reads, if they are known.
+        If several ranks need the same bytes of other hosts, these bytes cross once, see `HostBundles`.
+        `bundles` are the bundles of all reads, if they are known.
         """
         host = planned[0][1] // gpus_per_host
         near = {number for number, gpu in enumerate(trainers) if gpu // gpus_per_host == host}
@@ -93,7 +94,7 @@ class RankFloor:
 
     Attributes:
         nbytes: bytes from the same GPU, from the rest of the host, and from other hosts.
-        seconds: time of its slowest link if no other rank reads; None without rates.
+        seconds: time of the rank's slowest link if no other rank reads; None without rates.
         times: how many ranks read the same.
     """
 

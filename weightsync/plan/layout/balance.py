@@ -46,9 +46,9 @@ class Stretch:
 def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretch]]:
     """Partition `stretches` into `num_shares` shares of about equal bytes.
 
-    Each share has rows of every large box, so that each bucket comes from all shares. Shares depend on
-    tensors and boxes alone, not on files: checkpoints of one model get the same shares. Boxes without
-    elements are left out.
+    Each share has rows of every large box, so that each bucket comes from all shares. Shares only depend on
+    tensors and boxes, not on files: checkpoints of one model get the same shares. Boxes without elements are
+    left out.
     """
     shares: list[list[Stretch]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
@@ -66,9 +66,9 @@ def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretc
 def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int) -> Int64:
     """Choose one row per group of replicas, so that ranks send about equal bytes.
 
-    Group g is rows `start[g]` to `start[g] + size[g]`, each row on another `rank`, ascending. `nbytes` is per
-    group and positive. Returns int64[num_groups]. Groups held by the same ranks are assigned together: by
-    falling size, each to the least loaded rank. Deterministic.
+    Group g is rows `start[g]` to `start[g] + size[g]`, on different ranks, with `rank` ascending. `nbytes` is
+    per group and positive. Returns int64[num_groups]. Groups held by the same ranks are assigned together: by
+    falling size, always to the least loaded rank. Deterministic.
     """
     chosen: Int64 = start.copy()
     alone = size == 1

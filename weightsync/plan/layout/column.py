@@ -61,7 +61,7 @@ def row_codes(columns: Sequence[Column]) -> npt.NDArray[np.uint64]:
 
 
 def number_rows(columns: Sequence[Column]) -> Positions:
-    """Return a number for each row, in the rows' order: equal for equal rows alone, from 0 without gaps."""
+    """Number the rows from 0 without gaps, with equal numbers only for equal rows."""
     numbers = np.zeros(len(columns[0]), np.int64)
     for each in columns:
         _, inverse = np.unique(each, return_inverse=True)

@@ -1,4 +1,4 @@
-"""What becomes of tensors between the trainers' memory and an engine's."""
+"""Conversions of tensors between the trainers' memory and an engine's memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def casts(before: Mapping[str, str], after: Iterable[TensorMeta]) -> Casts:
 
 
 def conversion_text(at_source: Casts, at_engine: Casts, converts: str, is_loaded: bool) -> str:
-    """Say all that becomes of an engine's tensors: `IDENTITY` if they are copied as they are.
+    """Describe all conversions of an engine's tensors: `IDENTITY` if they are copied unchanged.
 
     Args:
-        at_source, at_engine: what is cast before it travels, and after.
-        converts: what the engine quantises, see `RankLayout`.
+        at_source, at_engine: the casts before sending, and after.
+        converts: the engine's conversions, see `RankLayout`.
         is_loaded: whether the engine's own loader gets the tensors.
     """
     parts = [

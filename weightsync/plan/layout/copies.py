@@ -26,7 +26,7 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """n copies of `rows` rows of `row_nbytes` each; columns int64[n].
+    """n copies of `rows` rows of `row_nbytes` bytes; columns int64[n].
 
     Attributes:
         src, dst: byte address of the first row.
@@ -54,7 +54,7 @@ class Copies:
 
 
 def concatenated(parts: Sequence[Copies]) -> Copies:
-    """Return the copies of one part after those of the other. There is one part at least."""
+    """Return the copies of all parts, in order. There must be at least one part."""
     return Copies(
         *(np.concatenate([getattr(each, field.name) for each in parts]) for field in fields(Copies))
     )
@@ -63,7 +63,7 @@ def concatenated(parts: Sequence[Copies]) -> Copies:
 def box_copies(boxes: Sequence[BoxCopy]) -> tuple[Int64, Int64]:
     """Turn N-dimensional boxes, also of different N, into few 2-D copies.
 
-    Returns the copies, int64[m, 6] with the columns of `Copies`, and the box that each is part of, int64[m],
+    Returns the copies, int64[m, 6] with the columns of `Copies`, and the box of each copy, int64[m],
     ascending. A 0-d box is one element, an empty box needs no copies.
     """
     extents, itemsize, src, src_strides, dst, dst_strides = zip(*boxes, strict=True) if boxes else [()] * 6
@@ -89,10 +89,10 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
 def cut(
     table: Int64, max_nbytes: int, sides: Sequence[tuple[int, int]] = ((0, 4), (1, 5))
 ) -> tuple[Int64, Int64]:
-    """Do as `tiles` for a table of copies, without joining rows that are contiguous on both sides.
+    """Cut a table of copies like `tiles`, without joining rows that are contiguous on both sides.
 
-    `sides` are the columns of an address and of its pitch. All else after the first 4 columns stays with the
-    parts of its row.
+    `sides` are the columns of an address and of the address's pitch. All other columns after the first 4 are
+    copied to the parts of a row.
     """
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
@@ -120,7 +120,7 @@ def cut(
 
 
 def _steps(number: Int64, parts: Int64, across: Int64, down: Int64) -> tuple[Int64, Int64]:
-    """Return how far right and how far down each part is. Those of one column follow each other."""
+    """Return how far right and how far down each part is. Parts of one column follow each other."""
     is_wide, is_high = np.repeat(across > 1, parts), np.repeat(down > 1, parts)
     column, row = np.where(is_wide, number, 0), np.where(is_high, number, 0)
     if len(both := np.flatnonzero(is_wide & is_high)):
@@ -162,9 +162,11 @@ _NO_STRIDE = np.iinfo(np.int64).max
 def strided_copies(
     extent: Int64, itemsize: Int64, src: Int64, dst: Int64, src_strides: Int64, dst_strides: Int64
 ) -> tuple[Int64, Int64]:
-    """Do as `box_copies` for columns of n boxes, none of them empty. Rows are contiguous on both sides.
+    """Make copies like `box_copies` for columns of n boxes that are not empty.
 
-    A box's copies follow each other as in the target, from its outermost dimension on. So those that are
+    Rows must be contiguous on both sides.
+
+    A box's copies follow each other as in the target, from the outermost dimension on. So copies that are
     columns or rows of one transposed matrix are consecutive.
 
     Args:
@@ -276,7 +278,7 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
 
 
 def _adjacent(lane: Int64, table: Int64) -> Bool:
-    """Whether each copy's rows continue the rows of the copy before it."""
+    """Return True if each copy's rows continue the rows of the copy before it."""
     before, after = table[:-1], table[1:]
     on = np.zeros(len(table), np.bool_)
     on[1:] = (
@@ -298,9 +300,9 @@ def _widened(table: Int64, first: Int64) -> Int64:
 
 
 def _below(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
-    """Find copies whose rows continue the copy before at its pitch.
+    """Find copies whose rows continue the copy before at that copy's pitch.
 
-    Returns the first row of `table` of each joined copy, int64[m], and its pitches, int64[m, 2].
+    Returns the first row of `table` of each joined copy, int64[m], and the pitches, int64[m, 2].
     """
     before, after = table[:-1], table[1:]
     last_row = before[:, :2] + (before[:, 2:3] - 1) * before[:, 4:]

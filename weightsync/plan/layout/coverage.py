@@ -25,7 +25,7 @@ def first_element(offset: Int64, shape: Int64) -> Int64:
 
 
 def covers_all(layout: Layout) -> bool:
-    """Whether the boxes of all ranks, replicas counted once, have as many elements as their tensors."""
+    """Return True if the boxes of all ranks, without replicas, have as many elements as their tensors."""
     boxes = np.unique(np.column_stack([layout.tensor, layout.offset, layout.extent]), axis=0)
     numel = np.prod(boxes[:, -layout.extent.shape[1] :], axis=1)
     held = np.zeros(len(layout.tensors), np.int64)
@@ -41,12 +41,12 @@ def check_tiling(
     extent: Int64,
     rank: Int64,
 ) -> None:
-    """Prove that the boxes of each tensor hold each of its elements exactly once.
+    """Prove that the boxes of each tensor hold every element of the tensor exactly once.
 
     Args:
         tensors: T tensors, with `shape` int64[T, D] (padded with 1).
         tensor: int64[n], ascending; per tensor the boxes are ordered by their first element.
-        offset, extent: int64[n, D]; no box is empty, none reaches out of its tensor.
+        offset, extent: int64[n, D]; no box is empty, and no box reaches out of its tensor.
         rank: int64[n], a trainer rank that holds the box.
 
     Raises:
@@ -92,9 +92,9 @@ def _broken_chains(
 def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) -> Int64:
     """Find tensors whose boxes do not add up to the whole. May repeat a tensor.
 
-    Exact for any arrangement: a function on the grid is determined by its mixed differences, and those of a
-    box's indicator are +1 or -1 at its 2^D corners. So boxes add up to "once everywhere" if and only if their
-    signed corners cancel against those of the whole tensor.
+    This is exact for any arrangement. A function on the grid is determined by its mixed differences, and the
+    mixed differences of a box's indicator are +1 or -1 at the 2^D corners of the box. So boxes add up to
+    "once everywhere" if and only if their signed corners cancel against the corners of the whole tensor.
     """
     whole = np.unique(tensor)
     owner = np.concatenate([tensor, whole])
@@ -208,7 +208,7 @@ def _segment_runs(engine: str, layout: Layout) -> _Runs:
 
 
 def _check_dtypes(engine: str, layout: Layout, rows: Int64, buffer: Int64) -> None:
-    """Check that each parameter has its tensors' dtype or is raw bytes. Bytes are not cast."""
+    """Check that each parameter has the dtype of its tensors or is raw bytes. Bytes are not cast."""
     ours, live = layout.dtype[layout.tensor[rows]], layout.live.dtype[buffer]
     bad = (ours != live) & (live != DTYPES["uint8"])
     if bad.any():
@@ -272,7 +272,7 @@ def _join(runs: _Runs) -> _Runs:
 
 
 def _expand(runs: _Runs) -> _Runs:
-    """Turn every repetition into its own run."""
+    """Turn every repetition into a run."""
     for dim in range(runs.counts.shape[1]):
         rows, nth = repeated(runs.counts[:, dim])
         runs = take(runs, rows)

@@ -1,4 +1,4 @@
-"""What the ranks of one side declare, joined."""
+"""The joined declarations of the ranks of one side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightsync.plan.layout.stages import check_stages
 
 Numbers: TypeAlias = npt.NDArray[np.int32]
 Declarations: TypeAlias = Mapping[int, RankLayout]
-"""Layouts without segments, buffers and padding, by the first rank that declares each."""
+"""Layouts without segments, buffers and padding, by the first rank that declares them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class Declared:
         tied: (alias, canonical) pairs.
         frozen: names of tensors that do not change.
         names: all names that any rank uses.
-        numbers: for each rank, the number in `names` of each of its own names.
+        numbers: for each rank, the numbers in `names` of the rank's own names.
         buffers: (rank, live parameter) of all ranks.
         padding: (rank, buffer, byte offset, nbytes) of all ranks.
     """
@@ -43,7 +43,7 @@ class Declared:
 
     @classmethod
     def of(cls, tables: Sequence[LayoutTable]) -> Declared:
-        """Join what the ranks of one side declare.
+        """Join the declarations of the ranks of one side.
 
         Raises:
             ConfigError: a setting fits no name of any rank.

@@ -1,4 +1,4 @@
-"""What an engine rank says of the draft that it speculates with, and how a draft's tensors are called."""
+"""An engine rank's description of its draft, and the names of a draft's tensors."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 DRAFT = "draft/"
-"""What names of a draft's tensors begin with, at trainers and engines. Its checkpoint's names follow."""
+"""The prefix of a draft's tensors, at trainers and engines. The names in the draft's checkpoint follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft's own tensors in one rank. Those that it shares with the target belong to the target.
+    """A draft's own tensors in one rank. Tensors that it shares with the target belong to the target.
 
-    A trained draft's tensors are in the rank's layout, so that only `method` and `model` are given here.
+    A trained draft's tensors are in the rank's layout, so only `method` and `model` are given here.
 
     Attributes:
         method: the engine's name of the way to speculate, such as ``eagle3``.
-        model: where the draft's checkpoint is.
-        num_tensors, nbytes: its parameters and persistent buffers, and packed weights that can be read.
+        model: the place of the draft's checkpoint.
+        num_tensors, nbytes: the draft's parameters and persistent buffers, and packed weights that can be
+            read.
         num_hidden: modules whose weights kernels hold in memory that nobody can read.
         kind: equal for ranks that hold the same tensors in the same way.
         digest: equal for such ranks if all bytes are.
-        trained: whether updates write it.
+        trained: whether updates write the draft.
     """
 
     method: str
@@ -36,10 +37,10 @@ class Draft:
 
 
 def in_model(name: str, taken: Collection[str]) -> str:
-    """Return what a model calls tensor `name` of a draft if it holds it itself, as it may hold MTP layers.
+    """Return a model's name for tensor `name` of a draft in the model, as MTP layers may be.
 
-    That is `name` itself if the model has another tensor of that name, which is in `taken`: what engines
-    call the tensors that they take.
+    The model's name has no prefix. If that name is in `taken`, the names of the engines' tensors, another
+    tensor of the model has it, and `name` is returned.
     """
     own = name.removeprefix(DRAFT)
     return name if own in taken else own

@@ -1,9 +1,9 @@
 """Names single experts as parts of the stacks of transformers' models.
 
 ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` become rows of ``experts.gate_up_proj``
-[E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj`` [E, H, I]. These names and shapes
-are those of transformers from version 5 on, which engines use. Files that call the matrices w1, w3 and w2, as
-Mixtral's do, have the stacks ``experts.w1_w3`` and ``experts.w2``. Experts without a gate have a stack
+[E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj`` [E, H, I]. Transformers has these
+names and shapes from version 5 on, and engines use them. Files with the names w1, w3 and w2, such as
+Mixtral's files, have the stacks ``experts.w1_w3`` and ``experts.w2``. Experts without a gate have a stack
 ``experts.up_proj`` [E, I, H].
 """
 

@@ -49,7 +49,7 @@ _ORDERS = (None, False, "static", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How a checkpoint stores one quantised matrix [rows, columns]: rounded values, and scales.
+    """The stored form of one quantised matrix [rows, columns]: rounded values, and scales.
 
     Attributes:
         rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
@@ -58,13 +58,14 @@ class Format:
             ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor);
             ``awq`` or ``gptq``, which store the transposed matrix.
         values: int4, int8, float8_e4m3fn or float4_e2m1fn.
-        block: rows and columns that share a scale. 0 stands for all of them.
-        packed: whether int32 words hold several values each, the first in the lowest bits. FP4 values are
+        block: rows and columns that share a scale. 0 stands for all rows or columns.
+        packed: whether an int32 word holds several values, the first in the lowest bits. FP4 values are
             packed in pairs, in uint8.
-        symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
+        symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed blocks do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
         together: the names of layers beside each other that share scales, such as ``gate_proj`` and
-            ``up_proj`` of an expert. Each has a format, with as many blocks. Empty: each has its own scales.
+            ``up_proj`` of an expert. All these layers have formats with as many blocks. Empty: the layer has
+            its own scales.
     """
 
     rule: str
@@ -133,7 +134,7 @@ class Format:
         return tuple(TensorMeta(base + suffix, *parts[suffix]) for suffix in self.suffixes)
 
     def _transposed(self, weight: TensorMeta) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtypes and shapes of what AWQ or GPTQ stores: AWQ packs along rows, GPTQ along columns."""
+        """Return dtypes and shapes of AWQ's or GPTQ's tensors: AWQ packs along rows, GPTQ along columns."""
         rows, columns = weight.shape
         groups, words = self.grid(weight.shape)[1], self._num_words(rows)
         values = (columns, words) if self.rule == "awq" else (self._num_words(columns), rows)
@@ -182,7 +183,7 @@ class Format:
 
 
 def unproven(weight: str, form: Format) -> str:
-    """Return why no engine is offered `weight` in its format; "" if engines take it."""
+    """Return why no engine is offered `weight` in its format; "" if engines accept it."""
     if form.rule in MICROSCALING:
         return "no engine has been shown to take this format"
     is_expert = ".experts." in weight

@@ -40,9 +40,9 @@ class Buffers:
     """m live parameters, and k padding regions in them, which are not written.
 
     Attributes:
-        metas: rank, and name, dtype and local shape.
-        key: int64[m], ascending: rank * num_names + the name's number; order: int64[m], its
-            position in `metas`.
+        metas: the rank, name, dtype and local shape of each parameter.
+        key: int64[m], ascending: rank * num_names + the name's number; order: int64[m], the key's position in
+            `metas`.
         nbytes: int64[m]; dtype: int32[m], by `DTYPES`.
         pad_buffer, pad_offset, pad_nbytes: int64[k]; pad_buffer is a position in `metas`.
     """
@@ -110,13 +110,13 @@ class Buffers:
 
 
 def columns(table: DataclassInstance) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a dataclass by name, in the order of its fields."""
+    """Return the arrays of a dataclass by name, in the order of the fields."""
     held = {field.name: getattr(table, field.name) for field in fields(table)}
     return {name: column for name, column in held.items() if isinstance(column, np.ndarray)}
 
 
 def take(table: T, rows: Int64) -> T:
-    """Return `rows` of a dataclass whose arrays have a row for each of its entries."""
+    """Return `rows` of a dataclass whose arrays have a row per entry."""
     return replace(table, **{name: column[rows] for name, column in columns(table).items()})
 
 
@@ -172,8 +172,8 @@ class Layout:
 
         Raises:
             ConfigError: a setting fits no name of any rank.
-            PlanError: the ranks disagree on a tensor, two stages hold one, or a segment does not fit its
-                tensor or in memory.
+            PlanError: the ranks disagree on a tensor, two stages hold one, or a segment does not fit the
+                segment's tensor or in memory.
         """
         return join_tables([LayoutTable.of(layout) for layout in ranks])
 
@@ -198,9 +198,9 @@ class Layout:
     ) -> Layout:
         """Make a layout from arrays, for layouts that are too large to list segment by segment.
 
-        `offset`, `extent` and `strides` are padded as in `Layout`. By default each segment is
-        contiguous and fills a buffer named after its tensor. `buffers` is (rank, live parameter),
-        `padding` is (rank, buffer, byte offset, nbytes).
+        `offset`, `extent` and `strides` are padded as in `Layout`. By default every segment is contiguous and
+        fills a buffer named after the tensor. `buffers` is (rank, live parameter), `padding` is (rank,
+        buffer, byte offset, nbytes).
 
         Raises:
             PlanError: a box reaches out of its tensor or its buffer beyond 4 PiB, or the buffers
@@ -294,9 +294,9 @@ def join_tables(
 
     Args:
         ranks: one for each rank, in order.
-        declared, numbered: what they declare, if that is known.
-        kept: bool[T], which tensors have their segments listed; by default all. Tensors and buffers keep
-            their numbers.
+        declared, numbered: the ranks' declarations, if they are known.
+        kept: bool[T], the tensors whose segments are listed; by default all. Numbers of tensors and buffers
+            do not change.
     """
     declared = declared or Declared.of(ranks)
     numbered = numbered or Numbered.of(declared, ranks)
@@ -307,7 +307,7 @@ def join_tables(
 def list_segments(
     declared: Declared, numbered: Numbered, numbers: Sequence[Numbers], segments: Sequence[SegmentTable]
 ) -> Layout:
-    """Return `segments` of all ranks as a layout. `numbers` are those of each, as in `Declared`."""
+    """Return `segments` of all ranks as a layout. `numbers` are the ranks' numbers, as in `Declared`."""
     metas = tuple(declared.tensors.values())
     num_dims = max([1, *(len(meta.shape) for meta in metas)])
     ndim = _joined([each.ndim for each in segments])

@@ -84,10 +84,10 @@ class SegmentTable:
     """n segments.
 
     Attributes:
-        tensor, buffer: [n], the number of each name.
+        tensor, buffer: [n], the numbers of the names.
         byte_offset: [n].
         ndim: [n], the number of dimensions.
-        offset, extent, strides: [sum of ndim], those of one segment after those of the other.
+        offset, extent, strides: [sum of ndim], one segment after the other.
     """
 
     tensor: Column
@@ -143,12 +143,11 @@ class SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What differs between ranks whose layouts are otherwise equal.
+    """The differences between ranks whose layouts are otherwise equal.
 
     Attributes:
-        key: 16 bytes, equal for these ranks alone; empty where that is known.
-        device, draft: those of the layout.
-        mesh: the rank's coordinates, if its segments follow from them.
+        key: 16 bytes, equal only for these ranks; empty if that is known.
+        device, draft: as in the layout. mesh: the rank's coordinates, if its segments follow from them.
     """
 
     key: bytes
@@ -159,18 +158,18 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
-    """A `RankLayout` in columns. Pickling it makes no object for each tensor.
+    """A `RankLayout` in columns. Pickling it makes no objects per tensor.
 
     Attributes:
-        names: all names that it uses, each once, as of `pack_names`. Columns have their numbers.
-        tensors, buffers: those of the layout.
-        listed, stated: its segments, listed, or stated for all ranks of a mesh. One of them is None.
+        names: all used names without repeats, as of `pack_names`. Columns have the names' numbers.
+        tensors, buffers: the layout's tensors and buffers.
+        listed, stated: the segments, listed, or stated for all ranks of a mesh. One of the two is None.
         mesh: the rank's coordinates if they are stated.
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
-        device, stage, converts, draft: those of the layout.
-        stored_names, stored: the names of the layout's stored tensors, as of `pack_names`, and these.
+        device, stage, converts, draft: as in the layout.
+        stored_names, stored: the names of the layout's stored tensors, as of `pack_names`, and the tensors.
     """
 
     names: bytes
@@ -191,10 +190,10 @@ class LayoutTable:
 
     @classmethod
     def of(cls, layout: RankLayout | LayoutTable) -> LayoutTable:
-        """Make columns of a layout. Returns those that it has already.
+        """Make columns of a layout. Returns a `LayoutTable` unchanged.
 
         Raises:
-            PlanError: the offset, extent and strides of a segment have different lengths, or one of its
+            PlanError: the offset, extent and strides of a segment have different lengths, or one of these
                 numbers is too large.
         """
         if isinstance(layout, LayoutTable):
@@ -238,7 +237,7 @@ class LayoutTable:
         return segments if isinstance(segments, SegmentTable) else SegmentTable(**segments.at(self.mesh))
 
     def outline(self) -> Outline:
-        """Return what `of_rank` makes this table of, from one that is otherwise equal."""
+        """Return the outline from which `of_rank` makes this table, given an otherwise equal table."""
         state = hashlib.sha256()
         for field in fields(self):
             if field.name not in ("device", "draft", "mesh"):
@@ -254,11 +253,11 @@ class LayoutTable:
         return self.own(state.digest()[:16])
 
     def own(self, key: bytes = b"") -> Outline:
-        """Return what this layout has beside that of ranks with equal ones."""
+        """Return the rank's own parts of this layout, as an outline with `key`."""
         return Outline(key, self.device, self.mesh, self.draft)
 
     def of_all(self) -> tuple[object, ...]:
-        """Return what this layout has in common with those that `of_rank` made of it, as objects."""
+        """Return the parts that this layout shares with the results of `of_rank`, as objects."""
         own = {field.name for field in fields(Outline)}
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in own)
 
@@ -284,19 +283,19 @@ class LayoutTable:
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return (alias, canonical) pairs. `names` are those of `unpack_names`."""
+        """Return (alias, canonical) pairs. `names` come from `unpack_names`."""
         return tuple((names[alias], names[canonical]) for alias, canonical in self.tied.tolist())
 
     def padded(self, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-        """Return (buffer, byte offset, nbytes) of each padding. `names` are those of `unpack_names`."""
+        """Return (buffer, byte offset, nbytes) of each padding. `names` come from `unpack_names`."""
         return tuple((names[name], start, nbytes) for name, start, nbytes in self.padding.tolist())
 
     def frozen_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return names of the frozen tensors. `names` are those of `unpack_names`."""
+        """Return names of the frozen tensors. `names` come from `unpack_names`."""
         return tuple(names[name] for name in self.frozen.tolist())
 
     def takes_stored(self, names: Collection[str]) -> bool:
-        """Whether `names` of tensors that come are those of the stored ones, see `RankLayout`."""
+        """Return True if `names` of arriving tensors are the stored tensors' names, see `RankLayout`."""
         if not len(self.stored):
             return False
         full = set(unpack_names(self.names))
@@ -311,7 +310,7 @@ class LayoutTable:
         return LayoutTable.of(self.rank_layout().as_stored())
 
     def alike(self, other: LayoutTable) -> bool:
-        """Whether both layouts are equal, devices, conversions, stored tensors and drafts aside."""
+        """Return True if both layouts are equal, devices, conversions, stored tensors and drafts aside."""
         parts = ("tensors", "tied", "buffers", "padding", "frozen")
         return (
             self.stage == other.stage
@@ -356,7 +355,7 @@ def _stated(layout: RankLayout, segments: SegmentTable) -> MeshSegments | None:
 def check_lengths(segment: Segment, tensors: Iterable[TensorMeta], ndim: int | None = None) -> None:
     """Check that the offset, extent and strides of a segment have `ndim` numbers; by default equally many.
 
-    `tensors` has its tensor, if that is known. Raises PlanError.
+    `tensors` has the segment's tensor, if it is known. Raises PlanError.
     """
     lengths = {len(segment.box.offset), len(segment.box.extent), len(segment.strides)}
     if len(lengths) == 1 and ndim in (None, *lengths):
@@ -381,7 +380,7 @@ def _names(layout: RankLayout) -> Iterator[str]:
 
 
 def _padding(row: tuple[str, int, int], numbers: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return a row of padding. What int64 does not hold is cut off: it still lies outside of any buffer."""
+    """Return a row of padding. Numbers are cut to int64, which is still outside of any buffer."""
     name, start, nbytes = row
     limit = np.iinfo(np.int64)
     return numbers[name], min(max(start, limit.min), limit.max), min(max(nbytes, limit.min), limit.max)

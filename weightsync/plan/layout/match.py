@@ -97,7 +97,7 @@ def _travelling(first: str, meta: TensorMeta, others: Sequence[_Other], ours: Te
 
 
 def _in_model(index: Mapping[str, int], taken: Collection[str]) -> dict[str, int]:
-    """Return a draft's tensors that the source holds in its model, by their names in the plan."""
+    """Return a draft's tensors in the source's model, by their names in the plan."""
     found = ((name, in_model(name, taken)) for name in taken if name.startswith(DRAFT))
     return {name: index[own] for name, own in found if own != name and own in index}
 
@@ -201,9 +201,9 @@ def _check_ties(
 
 
 def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> bool:
-    """Check that engines take the same tensors. Each is sent once, to all of them.
+    """Check that engines take the same tensors. Each tensor is sent once to all engines.
 
-    Returns whether they also hold them in the same dtypes.
+    Returns True if the engines also have the tensors in the same dtypes.
     """
     if engine.names == first.names and engine.tensors == first.tensors:
         return True
@@ -228,7 +228,7 @@ def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> bo
 
 
 def _hint(name: str, other: Layout) -> str:
-    """Say what may be done about a tensor that another engine does not have."""
+    """Suggest a remedy for a tensor that another engine does not have."""
     if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in other.names):
         return "have all engines of a WeightSync speculate with a trained draft, or none"
     return suggest(name, other.names)
@@ -238,12 +238,12 @@ def _hint(name: str, other: Layout) -> str:
 class Shards:
     """g boxes that are proven to tile every tensor.
 
-    They are ordered by tensor that travels, then by first element.
+    They are ordered by sent tensor, then by first element.
 
     Attributes:
-        tensor: int64[g], the tensor that travels, for each box.
+        tensor: int64[g], the sent tensor of each box.
         rows: int64[m], rows of the source's layout: the replicas of box 0 by rank, those of box 1, ...
-        start, size: int64[g], where in `rows` the replicas of a box start, and how many there are.
+        start, size: int64[g], the start of a box's replicas in `rows`, and their number.
     """
 
     tensor: Int64

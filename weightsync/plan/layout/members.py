@@ -9,12 +9,12 @@ from weightsync.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The holders of a plan, and the ranks that each of them serves.
+    """The holders of a plan, and the ranks that they serve.
 
     Attributes:
         num_holders: number of holders.
         trainers: holder of each trainer rank.
-        engines: each engine's name, and the holder of each of its ranks.
+        engines: each engine's name, and the holders of the engine's ranks.
 
     Raises:
         ConfigError: no trainer or engine rank, a holder out of range, or a name given twice.

@@ -13,11 +13,13 @@ from weightsync.plan.layout.segment import ITEMSIZE, Cut, MeshPlace, Segment, Te
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshSegments:
-    """n segments of any rank of a mesh. Each is contiguous and fills its buffer from the first byte.
+    """n segments of any rank of a mesh.
+
+    A segment is contiguous and fills its buffer from the first byte.
 
     Attributes:
-        tensor, buffer: [n], the number of each name.
-        itemsize, ndim: [n], of each tensor.
+        tensor, buffer: [n], the numbers of the names.
+        itemsize, ndim: [n], by tensor.
         shape: [sum of ndim], one tensor's after the other's.
         cut: [n], an index into `cuts`.
         cuts, sizes: as in `MeshPlace`.
@@ -41,9 +43,9 @@ class MeshSegments:
         tensor: Column,
         buffer: Column,
     ) -> MeshSegments | None:
-        """State the segments of a rank at `place`. None if one of them is of an unknown tensor or buffer.
+        """State the segments of a rank at `place`. None if a segment has an unknown tensor or buffer.
 
-        What follows from the result may differ from `segments`: compare it.
+        The segments that follow from the result may differ from `segments`: compare them.
         """
         metas = {meta.name: meta for meta in tensors}
         if not all(each.tensor in metas and each.buffer in place.cuts for each in segments):

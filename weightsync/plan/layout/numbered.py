@@ -20,7 +20,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distinct:
-    """Segments that one or more ranks state, the first of these, and its `Declared.numbers`."""
+    """Segments that one or more ranks state, the first such rank, and its `Declared.numbers`."""
 
     rank: int
     numbers: Numbers
@@ -29,13 +29,13 @@ class Distinct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbered:
-    """Tensors and buffers by the number of their name in `Declared.names`.
+    """Tensors and buffers by the number of the name in `Declared.names`.
 
     Attributes:
-        tensor: int64[names], the tensor of that name, by its number in `Declared.tensors`; else -1.
+        tensor: int64[names], the number in `Declared.tensors` of the tensor of that name; else -1.
         buffer: int64[names], the buffer of that name, an index into `buffer_names`.
         buffer_names: names of the buffers, in order of first appearance.
-        distinct: the segments of all ranks, each object once.
+        distinct: the segments of all ranks, without repeated objects.
     """
 
     tensor: Positions
@@ -45,9 +45,9 @@ class Numbered:
 
     @classmethod
     def of(cls, declared: Declared, ranks: Sequence[LayoutTable]) -> Numbered:
-        """Number what `ranks`, the layouts of one side, declare.
+        """Number the declarations of `ranks`, the layouts of one side.
 
-        Raises PlanError if a segment has no tensor, or not as many dimensions as that.
+        Raises PlanError if a segment has no tensor, or not as many dimensions as the tensor.
         """
         index = {name: number for number, name in enumerate(declared.tensors)}
         tensor = np.array([index.get(name, -1) for name in declared.names], np.int64)

@@ -1,4 +1,4 @@
-"""Says what to write where the names of trainers are not those of engines."""
+"""Suggests names if the trainers' names differ from the engines' names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TRIED = 32
 
 
 def renamed(missing: TensorMeta, source: Layout, taken: Collection[str]) -> str:
-    """Return what gives trainers' tensors the names that engines take, `missing` among them; "" if unknown.
+    """Return a renaming that gives trainers' tensors the engines' names, also `missing`; "" if unknown.
 
     `taken` has the names of all tensors of the engines.
     """
@@ -51,7 +51,7 @@ def _names(missing: TensorMeta, source: Layout, taken: Collection[str]) -> str:
 
 
 def _prefixes(missing: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield prefixes of others in whose place a prefix of `missing` gives its name, the shortest first."""
+    """Yield prefixes of `missing` and of other names to exchange, the shortest first."""
     parts = missing.split(".")
     for start in range(len(parts)):
         end = ".".join(parts[start:])

@@ -23,15 +23,15 @@ boxes takes little beside moving them all.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """n boxes that ranks hold, of one tensor of those that all ranks cut alike.
+    """n boxes of ranks, for one of the tensors that all ranks cut alike.
 
-    If nothing else chooses the rank that digests a box, those that hold it take turns: with m of them, each
-    digests every m-th tensor of a kind. Kinds start with different ranks.
+    If nothing else chooses the rank that digests a box, the ranks that hold the box take turns: each of m
+    ranks digests every m-th tensor of a kind. Kinds start with different ranks.
 
     Attributes:
-        kind: int[T], by tensor of the plan: a number for those that are cut alike.
-        of_kind, trainer, place, count: int[n], the kind of a box's tensor, the rank that holds it, its place
-            among those that hold it, and their number.
+        kind: int[T], by tensor of the plan: equal numbers for tensors that are cut alike.
+        of_kind, trainer, place, count: int[n], the kind of a box's tensor, the rank that holds the box, the
+            rank's place among all ranks that hold the box, and the number of these ranks.
         offset: int[n, D], the first element of each box.
     """
 
@@ -80,7 +80,7 @@ class Replicas:
         return shared
 
     def _rounds(self) -> Int64:
-        """Return the round of each tensor. Those of a kind are spread over all rounds."""
+        """Return the round of each tensor. Tensors of a kind are spread over all rounds."""
         rounds = np.zeros(len(self.kind), np.int64)
         shared = np.flatnonzero(self._is_shared())
         order = shared[np.argsort(self.kind[shared], kind="stable")]
@@ -88,7 +88,7 @@ class Replicas:
         return rounds
 
     def claims(self, trainer: int) -> Claims:
-        """Return what rank `trainer` and others hold."""
+        """Return the boxes that rank `trainer` and other ranks hold."""
         kind, is_first = self.kind.astype(np.int64), self.place == 0
         box = np.cumsum(is_first) - 1
         num_boxes = np.bincount(self.of_kind[is_first], minlength=int(kind.max()) + 1)
@@ -108,7 +108,7 @@ class Replicas:
         )
 
     def turns(self, trainer: int) -> Turns:
-        """Return what says which boxes rank `trainer` digests."""
+        """Return the turns, which say which boxes rank `trainer` digests."""
         rows = np.flatnonzero(self.trainer == trainer)
         columns = (self.of_kind[rows], self.place[rows], self.count[rows])
         offsets = map(tuple, self.offset[rows].tolist())
@@ -117,7 +117,7 @@ class Replicas:
         return Turns(self.kind.tolist(), self._turn().tolist(), self.offset.shape[1], place)
 
     def _turn(self) -> Int64:
-        """Return each tensor's number among those of its kind, and the number of the kind added to it."""
+        """Return the index of each tensor within its kind, plus the number of the kind."""
         kind = self.kind.astype(np.int64)
         order, count = np.argsort(kind, kind="stable"), np.bincount(kind)
         turn = np.empty_like(kind)
@@ -127,14 +127,14 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
-    """n boxes that a rank holds and others hold, too, by tensor, then by first element.
+    """n boxes that a rank and other ranks hold, by tensor, then by first element.
 
     Attributes:
-        tensor: int64[n], of the plan.
+        tensor: int64[n], the number of the plan's tensor.
         box: int64[n], a number for each box of the plan's tensors.
-        offset: int64[n, D], the first element of each.
-        place, count: int64[n], the rank's place among those that hold the box, and their number.
-        round: int64[n], when all of them digest it.
+        offset: int64[n, D], the first element of each box.
+        place, count: int64[n], the rank's place among the ranks that hold the box, and their number.
+        round: int64[n], the round in which all these ranks digest the box.
     """
 
     tensor: Int64
@@ -155,7 +155,10 @@ class Turns:
     place: dict[tuple[int, tuple[int, ...]], tuple[int, int]]
 
     def has(self, tensor: int, box: Box) -> bool:
-        """Whether the rank digests its `box` of tensor number `tensor`. No other one may be given."""
+        """Return True if the rank digests its `box` of tensor number `tensor`.
+
+        `box` must be a box of the rank.
+        """
         offset = (*box.offset, *[0] * (self.num_dims - len(box.offset)))
         # A box without elements is not known.
         place, count = self.place.get((self.kind[tensor], offset), (0, 1))

@@ -33,7 +33,7 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def run_segments(meta: TensorMeta, start: int, stop: int, buffer: str) -> tuple[Segment, ...]:
-    """Return the segments of a run of a tensor's elements that fills `buffer` from its first byte."""
+    """Return the segments of a run of a tensor's elements that fills `buffer` from the first byte."""
     strides = Box.whole(meta.shape).strides(meta.itemsize)
     return tuple(
         Segment(

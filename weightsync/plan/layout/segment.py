@@ -1,4 +1,4 @@
-"""The layout of one rank: its boxes of tensors, and their places in memory."""
+"""The layout of one rank: boxes of tensors, and their places in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Box:
     """A rectangular part of a tensor.
 
     Attributes:
-        offset: index of its first element, per dimension.
+        offset: index of the first element, per dimension.
         extent: number of elements, per dimension. A box of 0 dimensions holds one element.
     """
 
@@ -57,7 +57,7 @@ class Box:
         return tuple(itemsize * math.prod(self.extent[axis + 1 :]) for axis in range(self.ndim))
 
     def distance(self, part: Box, strides: Sequence[int]) -> int:
-        """Return the bytes from the first element of the box to that of `part`."""
+        """Return the bytes from the first element of the box to the first element of `part`."""
         steps = zip(part.offset, self.offset, strides, strict=True)
         return sum((at - origin) * stride for at, origin, stride in steps)
 
@@ -117,7 +117,7 @@ ITEMSIZE = MappingProxyType(
         "uint8": 1,
     }
 )
-"""Bytes per element, by torch's name without its prefix."""
+"""Bytes per element, by torch's name without the prefix."""
 
 DTYPES = MappingProxyType({name: code for code, name in enumerate(ITEMSIZE)})
 """A number for each dtype, for columns."""
@@ -129,12 +129,12 @@ MOST_NBYTES = 1 << 52
 """Limit for a tensor and for a model: sums stay exact in int64, and in float64 where NumPy uses it."""
 
 TOO_FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count bytes, boxes count elements"
-"""What errors say of numbers beyond `MOST_NBYTES`."""
+"""The text of errors for numbers beyond `MOST_NBYTES`."""
 
 
 @lru_cache
 def _problem(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return what is wrong with a tensor, or "". A model has many tensors, of few shapes."""
+    """Return the fault of a tensor, or "". A model has many tensors, of few shapes."""
     if dtype not in ITEMSIZE:
         return f"unknown dtype {dtype!r}; {nearest(dtype, ITEMSIZE)}"
     if any(dim < 0 for dim in shape):
@@ -201,7 +201,7 @@ def _num_shared(one: str, other: str) -> int:
 
 MAPPED = "mapped"
 PUSHED = "pushed"
-"""What a holder sends if its trainer rank pushes weights from host memory. No layout has this device."""
+"""The source of a holder whose trainer rank pushes weights from host memory. No layout has this device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Segment:
 
     @classmethod
     def whole(cls, meta: TensorMeta, strides: tuple[int, ...] | None = None) -> Segment:
-        """Return a whole tensor that is its own buffer, contiguous without `strides`."""
+        """Return a whole tensor as one buffer, contiguous without `strides`."""
         box = Box.whole(meta.shape)
         return cls(meta.name, box, meta.name, 0, box.strides(meta.itemsize) if strides is None else strides)
 
@@ -239,11 +239,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
-    """A setting that fits none of a rank's names.
+    """A setting that matches no name of a rank.
 
     Attributes:
-        setting, value: the setting and what it has, such as ``exclude`` and ``value_head.*``.
-        near: the rank's names that are most like it.
+        setting, value: the setting and its value, such as ``exclude`` and ``value_head.*``.
+        near: the rank's names that are most like the value.
     """
 
     setting: str
@@ -272,14 +272,14 @@ Cut = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """A rank's place in a mesh, from which its boxes follow.
+    """A rank's place in a mesh, from which the rank's boxes follow.
 
-    A cut gives the ranks of an axis, in order, as many rows each as the first: the last have fewer or none.
+    A cut gives all ranks of an axis as many rows as the first rank; the last ranks have fewer or none.
 
     Attributes:
         sizes: the number of ranks along each axis. Meshes of one rank follow one another.
-        coordinates: the rank's, per axis.
-        cuts: by buffer. Ranks of one mesh have the same.
+        coordinates: the rank's coordinates, per axis.
+        cuts: the cuts by buffer. Ranks of one mesh have equal cuts.
     """
 
     sizes: tuple[int, ...]
@@ -288,7 +288,7 @@ class MeshPlace:
 
 
 AS_STORED = "none is converted"
-"""What `RankLayout.converts` says of a rank that takes the tensors of its own checkpoint."""
+"""The value of `RankLayout.converts` for a rank that takes the tensors of its own checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,20 +296,21 @@ class RankLayout:
     """Everything that one rank declares.
 
     Attributes:
-        tensors: the tensors it knows, by the checkpoint's names; ranks may know different ones.
-        segments: the boxes it holds.
+        tensors: the tensors that the rank knows, by the checkpoint's names; ranks may know different tensors.
+        segments: the boxes that the rank holds.
         tied: (alias, canonical) pairs. An alias is the same memory, so it has no segments.
         buffers: the live parameters that the segments write, with their local shapes. If there
             are none, this rank's live coverage is not checked (an engine that repacks).
         padding: (buffer, byte_offset, nbytes) that no tensor covers and that is not written.
         device: where the buffers are: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
             memory that the holder maps, and that is not published.
-        stage: which part of the model it knows, if it is not all.
+        stage: the part of the model that the rank knows, if not all.
         frozen: names of tensors that do not change after the first update.
-        converts: what the rank makes of the tensors, if it does not keep their values; for reports.
-        stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. It takes either.
+        converts: the rank's conversion of the tensors, if their values change; for reports.
+        stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. The rank takes
+            either.
         draft: the draft model that an engine's rank speculates with.
-        mesh: a place that the segments may follow from. A layout that does travels in few bytes.
+        mesh: a place from which the segments may follow. A layout that follows is sent in few bytes.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -342,12 +343,12 @@ class RankLayout:
         )
 
     def takes_stored(self, names: Collection[str]) -> bool:
-        """Whether `names` of tensors that come are those of `stored`. Only these have scales."""
+        """Return True if `names` of arriving tensors are the names of `stored`. Only these have scales."""
         full = {meta.name for meta in self.tensors}
         return any(meta.name in names for meta in self.stored if meta.name not in full)
 
     def for_tensors(self, names: Collection[str]) -> RankLayout:
-        """Return the layout with which the rank takes tensors of these names: its own, or `as_stored`."""
+        """Return the layout for tensors of these names: this layout, or `as_stored`."""
         return self.as_stored() if self.takes_stored(names) else self
 
     def as_stored(self) -> RankLayout:

@@ -1,4 +1,4 @@
-"""Checks of ranks that each know a part of the model alone, such as the stages of a pipeline."""
+"""Checks of ranks that only know a part of the model, such as the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightsync.plan.layout.segment import RankLayout, Stage
 
 
 def check_stages(ranks: Mapping[int, RankLayout]) -> None:
-    """Check what all ranks of one side say of their stages. Ranks that say nothing are not asked.
+    """Check the stages of all ranks of one side. Ranks without a stage are skipped.
 
     `ranks` may leave out ranks that say the same as an earlier one.
 

@@ -17,8 +17,8 @@ class TensorRows:
 
     Attributes:
         tensor, rank, buffer, byte_offset: [n].
-        shape: columns [n], what else says where a segment is.
-        start, count: [T], the first of each tensor's, and how many it has.
+        shape: columns [n] of all else that says where a segment is.
+        start, count: [T], each tensor's first segment, and the number of segments.
     """
 
     tensor: Int64
@@ -31,7 +31,7 @@ class TensorRows:
 
     @classmethod
     def of(cls, layout: Layout, taken: Int64, num_tensors: int) -> TensorRows:
-        """Return the segments of tensors that are taken. `taken` has the source's number of each, or -1."""
+        """Return the segments of taken tensors. `taken` has the source's number of each tensor, or -1."""
         rows = np.flatnonzero((layout.extent > 0).all(axis=1) & (taken[layout.tensor] >= 0))
         rows = rows[np.argsort(taken[layout.tensor[rows]], kind="stable")]
         tensor = taken[layout.tensor[rows]]
@@ -55,7 +55,7 @@ class TensorRows:
         return sums
 
     def nth(self) -> Int64:
-        """Return each row's number among those of its tensor."""
+        """Return the index of each row within its tensor."""
         nth: Int64 = np.arange(len(self.tensor)) - self.start[self.tensor]
         return nth
 
@@ -69,7 +69,7 @@ class TensorRows:
 
 
 def first_alike(layout: Layout) -> Int64:
-    """Return the first tensor of the same shape and with equal segments for each: int64[T]."""
+    """Return for each tensor the first tensor of equal shape with equal segments: int64[T]."""
     num_tensors = len(layout.tensors)
     rows = TensorRows.of(layout, np.arange(num_tensors), num_tensors)
     codes = [rows.codes([rows.byte_offset]), rows.count, *layout.shape.T]
@@ -82,7 +82,7 @@ def first_alike(layout: Layout) -> Int64:
 
 
 def firsts(code: Int64) -> Int64:
-    """Return the position of the first entry of equal value, for each."""
+    """Return for each entry the position of the first equal entry."""
     _, first, kind = np.unique(code, return_index=True, return_inverse=True)
     found: Int64 = first[kind]
     return found

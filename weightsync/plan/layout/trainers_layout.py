@@ -33,14 +33,14 @@ class StatedLayout(Protocol):
 class TrainersLayout:
     """The layouts of all trainer ranks, joined as far as needed.
 
-    A thousand FSDP ranks that hold a part of each of ten thousands of tensors have as many segments as the
-    product. They state them in few rows, and these say which tensors are cut alike.
+    A thousand FSDP ranks with parts of tens of thousands of tensors have as many segments as the product. The
+    ranks state these segments in few rows, which also say which tensors are cut alike.
 
     Attributes:
         num_ranks: number of ranks.
-        stated: all tensors, with the segments as ranks state them: those that several ranks state alike once,
-            and for all ranks of a mesh the whole tensor, with how it is cut in place of the first stride. Two
-            tensors with equal rows here are cut alike on all ranks.
+        stated: all tensors, with the segments as ranks state them. Segments that several ranks state alike
+            are included once. For all ranks of a mesh, the whole tensor is included, with its cut in place of
+            the first stride. Two tensors with equal rows here are cut alike on all ranks.
     """
 
     def __init__(self, ranks: Sequence[LayoutTable]) -> None:

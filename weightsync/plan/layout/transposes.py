@@ -16,8 +16,8 @@ class Transposes:
     """M matrices that copies transpose.
 
     Attributes:
-        table: int64[M, 6], the columns of `Copies`: where a matrix is read, row by row. Element c of its row
-            r is written to ``dst + c * dst_pitch + r * itemsize``.
+        table: int64[M, 6], the columns of `Copies`: where a matrix is read, row by row. Element c of row r is
+            written to ``dst + c * dst_pitch + r * itemsize``.
         itemsize: int64[M], bytes per element.
         first: int64[M], ascending: the number of the first copy that is part of the matrix.
         others: ascending numbers of the copies that are part of no matrix.
@@ -88,7 +88,7 @@ def _columns_and_rows(copies: Copies) -> Int64:
 
 
 def _links(number: Int64, table: Int64, written: Bool, bounds: Sequence[int]) -> tuple[Bool, Int64]:
-    """Whether each copy and the next one may be of one matrix, and the step between them, [n - 1] each.
+    """Find copies that may share a matrix with the next copy, and the step to it: two arrays [n - 1].
 
     One of the two steps is an element, on the side where the copies' own elements are apart. The other one
     is returned: the pitch of that matrix.
