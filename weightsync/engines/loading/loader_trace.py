@@ -53,13 +53,13 @@ def segment_of(
         axis = _axis(shape, steps, step)
         while True:
             if axis is None or extent[axis] != 1:
-                raise UnprovableError(f"{buffer}: what it takes of {meta.name} is no box")
+                raise UnprovableError(f"{buffer}: the loader reads a non-rectangular part of {meta.name}")
             strides[axis] = target_step * meta.itemsize
             if offset[axis] + count <= shape[axis]:
                 extent[axis] = count
                 break
             if offset[axis] or count % shape[axis]:
-                raise UnprovableError(f"{buffer}: what it takes of {meta.name} is no box")
+                raise UnprovableError(f"{buffer}: the loader reads a non-rectangular part of {meta.name}")
             # The run continues in the next row: full rows of this axis, and steps of the outer axis.
             extent[axis] = shape[axis]
             count //= shape[axis]

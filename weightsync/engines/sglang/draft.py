@@ -25,7 +25,7 @@ from weightsync.plan import TensorMeta
 
 _WITHOUT_WEIGHTS = "NGRAM"
 _NEXTN = "NEXTN"
-"""The algorithm of a draft that is a layer in the target's checkpoint (MTP). SGLang treats it as EAGLE."""
+"""The algorithm of a draft that is a layer in the target's checkpoint (MTP). To SGLang, it is EAGLE."""
 _KNOWN = ("EAGLE", "EAGLE3", _NEXTN, _WITHOUT_WEIGHTS)
 _LAYER_CLASSES = ("NextN", "MTP")
 """How SGLang's names of models end that are such a layer."""
