@@ -222,12 +222,12 @@ _YAML: _Remedies = {
 
 
 def is_size(hint: object) -> bool:
-    """Whether an annotation is a :data:`Size`, with or without limits."""
+    """Return True if an annotation is a :data:`Size`, with or without limits."""
     return "bytes" in getattr(hint, "__metadata__", ())
 
 
 def are_ports(hint: object) -> bool:
-    """Whether an annotation is :data:`Ports`."""
+    """Return True if an annotation is :data:`Ports`."""
     return "ports" in getattr(hint, "__metadata__", ())
 
 

@@ -89,7 +89,7 @@ class Fault:
     times: Positive = 1
 
     def hits(self, bucket: int, num_buckets: int) -> bool:
-        """Whether the fault happens in `bucket` of `num_buckets`."""
+        """Return True if the fault happens in `bucket` of `num_buckets`."""
         if self.bucket is None:
             return True
         named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1}
@@ -187,7 +187,10 @@ def split_by_rank(
 
 
 def has_faults() -> bool:
-    """Whether this process has faults, so that callers can skip preparing arguments of :func:`inject`."""
+    """Return True if this process has faults.
+
+    If not, callers need not prepare arguments of :func:`inject`.
+    """
     return _faults is not None
 
 

@@ -15,7 +15,7 @@ DIRECT = "direct"
 
 
 def is_direct(route: str) -> bool:
-    """Whether a route, as in `SyncReport.routes`, is `DIRECT`."""
+    """Return True if a route, as in `SyncReport.routes`, is `DIRECT`."""
     return route.startswith(DIRECT)
 
 

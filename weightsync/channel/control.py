@@ -152,7 +152,7 @@ def pack(value: object) -> msgspec.Raw:
 
 
 def fits(value: object) -> bool:
-    """Whether a frame holds `value` as an answer."""
+    """Return True if a frame holds `value` as an answer."""
     return len(pack(value)) < MAX_FRAME_NBYTES - _ENVELOPE_NBYTES
 
 

@@ -137,7 +137,7 @@ class HolderFeed:
         self._send(Written(attempt, *digests, by_holder.are_parts))
 
     def is_writable(self) -> bool:
-        """Whether the engine rank has said that what is quantised may be written into its export."""
+        """Return True if the engine rank has said that what is quantised may be written into its export."""
         while not self._writable and self._socket.poll(0):
             if came := self._take():
                 self._early.append(came)
@@ -145,7 +145,7 @@ class HolderFeed:
 
     @property
     def dropped(self) -> bool:
-        """Whether the engine rank was given up."""
+        """Return True if the engine rank was given up."""
         return self._dropped.is_set()
 
     def wait_done(self, attempt: int, bucket: int, timeout_s: float) -> None:

@@ -214,7 +214,7 @@ class PushEnd:
             raise PeerLostError("its holder", f"{ticket.endpoint}: {error}") from error
 
     def has_ask(self) -> bool:
-        """Whether `receive` would not wait."""
+        """Return True if `receive` would not wait."""
         return _first([self._socket], 0) is not None
 
     def receive(self) -> Push | None:

@@ -20,7 +20,7 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether `tensor` is a DTensor.
+    """Return True if `tensor` is a DTensor.
 
     Does not import DTensor's module, which takes 0.7 s: if it is not imported, there are none.
     """
@@ -66,7 +66,7 @@ class AddressGuard:
         self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
 
     def as_before(self, module: nn.Module) -> bool:
-        """Whether `module` is the same, with the same tensor names, layouts and addresses.
+        """Return True if `module` is the same, with the same tensor names, layouts and addresses.
 
         Also False while FSDP has gathered tensors, which taking a ``state_dict`` undoes. Always False if a
         hook adds its own tensors to the ``state_dict``, or a module defines ``__eq__``.

@@ -43,7 +43,7 @@ class PageLocks:
         self._spans = sorted({*pinned, *self._own})
 
     def cover(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a contiguous tensor is locked."""
+        """Return True if all of a contiguous tensor is locked."""
         start = tensor.data_ptr()
         at = bisect_right(self._spans, (start, sys.maxsize)) - 1
         return at >= 0 and start + tensor.nbytes <= self._spans[at][1]

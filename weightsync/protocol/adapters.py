@@ -16,7 +16,7 @@ _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a tensor of an adapter is one expert's, by its name in a checkpoint."""
+    """Return True if a tensor of an adapter is one expert's, by its name in a checkpoint."""
     return bool(_OF_EXPERT.search(name))
 
 

@@ -114,7 +114,7 @@ class Stream:
         return message
 
     def is_lost(self) -> bool:
-        """Whether the other end, which sends nothing, has hung up."""
+        """Return True if the other end, which sends nothing, has hung up."""
         self._socket.setblocking(False)
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)

@@ -33,7 +33,10 @@ _GPTQ_ZEROS = {4: 0x77777777, 8: 0x7F7F7F7F}
 
 
 def can_quantize_groups(weight: torch.Tensor, form: Format) -> bool:
-    """Whether the kernels take a matrix: contiguous, on a GPU, with words that do not cross its groups."""
+    """Return True if the kernels accept a matrix.
+
+    It must be contiguous, on a GPU, and no word may cross two groups.
+    """
     is_known = form.packed and form.block[0] == 1 and (form.rule, form.values, form.symmetric) in _RULES
     is_held = weight.is_cuda and weight.dtype in DTYPES and weight.is_contiguous() and weight.numel() > 0
     if not (is_known and is_held):

@@ -37,7 +37,7 @@ class SlotPieces:
 
 
 def _is_run(meta: TensorMeta, pieces: Sequence[Piece]) -> bool:
-    """Whether pieces of a tensor in one bucket are all of it, where each row follows the one before."""
+    """Return True if pieces of a tensor in one bucket are the whole tensor, row after row."""
     whole = Box.whole(meta.shape)
     strides, start = whole.strides(meta.itemsize), min(piece.offset for piece in pieces)
     return sum(piece.nbytes for piece in pieces) == meta.nbytes and all(

@@ -28,18 +28,21 @@ _MOST_NUMEL = (1 << 16) - 1  # Divider in kernels.cu
 
 
 def has_float8(weight: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU with float8."""
+    """Return True if a tensor is on a GPU with float8."""
     return weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _FIRST_WITH_FP8
 
 
 def can_quantize(weight: torch.Tensor, form: Format) -> bool:
-    """Whether `quantize_into` takes a matrix: on a GPU with float8, to 8 bits, with a scale for blocks."""
+    """Return True if `quantize_into` accepts a matrix.
+
+    It must be on a GPU with float8, and be quantised to 8 bits with a scale per block.
+    """
     fits = form.block[0] > 0 and math.prod(_block(weight, form)) <= _MOST_NUMEL
     return fits and form.rule not in TOGETHER and has_kernel(weight, form)
 
 
 def has_kernel(weight: torch.Tensor, form: Format) -> bool:
-    """Whether a `QuantizedMatrix` can be made of a matrix, if its blocks fit."""
+    """Return True if a `QuantizedMatrix` can be made of a matrix, if its blocks fit."""
     is_held = has_float8(weight) and weight.is_contiguous() and weight.numel() > 0
     return is_held and weight.dtype in DTYPES and _kernel(weight.dtype, form) != ""
 

@@ -165,7 +165,7 @@ class QuantizingTables:
         return _Parts(names, form)
 
     def _can_pass(self, piece: Piece) -> bool:
-        """Whether a piece can be stored without the others of its tensor, as it comes or quantised."""
+        """Return True if a piece can be stored without the others of its tensor, as it comes or quantised."""
         meta, (names, form) = self._plan.tensors[piece.tensor], self._parts[piece.tensor]
         if form is None or names != (meta.name,):
             return form is None and names == (meta.name,)
@@ -268,7 +268,7 @@ class QuantizingTables:
             step.write(part, place)
 
     def _fits_in_rows(self, tensor: int) -> bool:
-        """Whether what a matrix is quantised to has one place, in whole rows, where a kernel can write it."""
+        """Return True if a kernel can write a quantised matrix: it has one place, in whole rows."""
         meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
         if form is None or names != (meta.name,):
             return False
@@ -339,7 +339,7 @@ def _scales_of(name: str, form: Format) -> str:
 
 
 def _is_rows_of_blocks(box: Box, meta: TensorMeta, form: Format) -> bool:
-    """Whether a box of a matrix is whole rows, between which no block is cut."""
+    """Return True if a box of a matrix is whole rows, between which no block is cut."""
     first, block = box.offset[0], form.block[0]
     end = first + box.extent[0]
     is_cut = not block or first % block or (end % block and end < meta.shape[0])

@@ -28,7 +28,7 @@ _LEAST_COLUMNS = 512
 
 
 def can_share_scale(weight: torch.Tensor, form: Format) -> bool:
-    """Whether a `SharedScaleTable` takes a matrix: on a GPU with float8, of one block."""
+    """Return True if a `SharedScaleTable` takes a matrix: on a GPU with float8, of one block."""
     return form.rule in TOGETHER and math.prod(form.grid(weight.shape)) == 1 and has_kernel(weight, form)
 
 

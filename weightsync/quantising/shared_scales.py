@@ -16,7 +16,10 @@ _NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 4  # kQuantizers in kernels.cu, and e
 
 
 def can_share_scales(weights: Sequence[torch.Tensor], forms: Sequence[Format]) -> bool:
-    """Whether the kernels take these matrices: contiguous, on a GPU with float8, by a rule of `TOGETHER`."""
+    """Return True if the kernels accept these matrices.
+
+    They must be contiguous, on a GPU with float8, and quantised by a rule of `TOGETHER`.
+    """
     fit = (each.is_contiguous() and each.dtype in DTYPES and each.numel() > 0 for each in weights)
     return all(map(has_float8, weights)) and all(fit) and all(form.rule in TOGETHER for form in forms)
 

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def can_map(offer: Offer) -> bool:
-    """Whether this process may map the offered memory. Needs the same host, and access through /proc.
+    """Return True if this process may map the offered memory. Needs the same host, and access through /proc.
 
     Only the memory proves the host: its name is random, while boot ids, namespaces, process ids and hostnames
     of cloned machines and containers may be alike. False also if the process that offered it is gone.

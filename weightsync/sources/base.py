@@ -93,7 +93,10 @@ class PushesWeights(Protocol):
     """
 
     def can_push(self) -> bool:
-        """Whether `attach_push` may be called. The driver asks after `layout`, if that has no device."""
+        """Return True if `attach_push` may be called.
+
+        The driver asks after `layout`, if the layout has no device.
+        """
 
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
         """Connect to the holder of trainer rank `trainer`. Called in place of `attach`."""

@@ -53,7 +53,7 @@ class InPlace:
             self._batches = self._batch(casts)
 
     def has_memory(self) -> bool:
-        """Whether the memory that was given is still allocated. The model may use other memory by now.
+        """Return True if the memory that was given is still allocated. The model may use other memory by now.
 
         It lives as long as the tensors that this object holds, unless their storage was resized. Even then it
         stays allocated, in torch's cache, until torch gives memory back to the GPU. To ask torch whether it

@@ -19,7 +19,7 @@ class OwnTensors:
         self.strays = guard.strays
 
     def as_before(self, model: Any) -> bool:  # noqa: ANN401 - a framework's
-        """Whether `model` holds the same tensors at the same addresses."""
+        """Return True if `model` holds the same tensors at the same addresses."""
         return self._guard.as_before(model)
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -108,7 +108,7 @@ class PieceCopies:
 
     @property
     def has_device_copies(self) -> bool:
-        """Whether some of the pieces are on a GPU."""
+        """Return True if some of the pieces are on a GPU."""
         return bool(self._device_copies)
 
     def place(self, copy: PieceCopy) -> torch.Tensor:
@@ -220,7 +220,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
+    """Return True if a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
     if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
         return False
     return cut.data_ptr() % cut.element_size() == 0

@@ -53,7 +53,7 @@ class Guard(Protocol):
     strays: frozenset[str]
 
     def as_before(self, model: Any) -> bool:  # noqa: ANN401 - a framework's
-        """Whether `model` holds the same tensors at the same addresses. False if that is not certain."""
+        """Return True if `model` certainly holds the same tensors at the same addresses."""
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of tensors whose address, shape, strides or dtype changed."""
@@ -205,7 +205,10 @@ class TensorSource(ABC):
         return Attached(plan.digest(), None)
 
     def can_push(self) -> bool:
-        """Whether this rank can push its weights: all are on the host, and there is a GPU to push them to."""
+        """Return True if this rank can push its weights.
+
+        All weights must be on the host, and there must be a GPU to push them to.
+        """
         if self._offloads or not torch.cuda.is_available():
             return False
         return all(tensor.device.type == "cpu" for tensor in self._live().values())

@@ -23,7 +23,7 @@ _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter that ZeRO-3 has partitioned."""
+    """Return True if `tensor` is a parameter that ZeRO-3 has partitioned."""
     return hasattr(tensor, PART)
 
 

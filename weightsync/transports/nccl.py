@@ -40,7 +40,7 @@ class NcclTransport(WatchedTransport):
     """
 
     use_all_gather = True
-    """Whether equal parts, one from each rank, that are contiguous in memory go as one all-gather."""
+    """Send equal contiguous parts, one per rank, as one all-gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _NcclPending:
         self._watch.done(self._number)
 
     def is_over(self) -> bool:
-        """Whether the device has finished. False after a device error, which `wait` reports."""
+        """Return True if the device has finished. False after a device error, which `wait` reports."""
         try:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -191,7 +191,7 @@ def _compare_versions() -> None:
 
 
 def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
-    """Whether the ranks broadcast equal parts of contiguous memory, in their order."""
+    """Return True if the ranks broadcast equal parts of contiguous memory, in their order."""
     if num_ranks == 1 or len(ops) != num_ranks:
         return False
     base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()

@@ -118,7 +118,7 @@ class RollCall:
         return found
 
     def called(self) -> bool:
-        """Whether a rank has called the roll."""
+        """Return True if a rank has called the roll."""
         return self._read("call", _Call) is not None
 
     def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:

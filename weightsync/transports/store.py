@@ -141,7 +141,7 @@ class NetworkStore(Store):
         return self._ask("get", key) or b""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of `keys` have values."""
+        """Return True if all of `keys` have values."""
         return self._ask("check", *keys) is not None
 
     def add(self, key: str, amount: int) -> int:

@@ -46,7 +46,7 @@ class DigestPart:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the box is one range of the tensor's bytes, and so in memory."""
+        """Return True if the box is one range of the tensor's bytes, and so in memory."""
         if self.box.extent[1:] != self.shape[1:]:
             return False
         nbytes = self.itemsize

@@ -72,7 +72,7 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
 
 
 def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -> bool:
-    """Whether all runs of words begin and end with a lane of their row, and are aligned to lanes."""
+    """Return True if all runs of words begin and end with a lane of their row, and are aligned to lanes."""
     per_lane = LANE_NBYTES // word
     return run % per_lane == 0 and address % LANE_NBYTES == 0 and not (starts % per_lane).any()
 

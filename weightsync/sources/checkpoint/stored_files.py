@@ -64,7 +64,7 @@ class StoredFile:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it can be mapped in place of being read: it is on the file system of ``/dev/shm``."""
+        """Return True if the file can be mapped instead of read: it is on the file system of ``/dev/shm``."""
         return os.path.isdir(_MEMORY) and self.device == os.stat(_MEMORY).st_dev
 
     @contextmanager

@@ -54,7 +54,7 @@ class _Trained:
 
     @property
     def is_b(self) -> bool:
-        """Whether it is B, which the module's scaling multiplies."""
+        """Return True if it is B, which the module's scaling multiplies."""
         return self.suffix == LORA_B
 
     def metas(self) -> Iterator[TensorMeta]:
@@ -141,7 +141,7 @@ class LoraSource(TensorSource):
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether all of the adapter is on a GPU."""
+        """Return True if all of the adapter is on a GPU."""
         return all(its.local().is_cuda for its in self._look_up().values())
 
     def _look_up(self) -> Mapping[str, _Trained]:
@@ -246,7 +246,7 @@ class _Copies:
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
-        """Whether what is copied is still allocated. The model may use other memory by now."""
+        """Return True if what is copied is still allocated. The model may use other memory by now."""
         return self._find() == self._addresses
 
     @torch.no_grad()

@@ -153,7 +153,7 @@ class MergedWeights:
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter that nobody trains."""
+    """Return True if `tensor` is a parameter that nobody trains."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 

@@ -78,7 +78,7 @@ class SavedModule:
     prefix: str
 
     def has(self, name: str) -> bool:
-        """Whether a module or tensor of this name is in it, in whichever copy."""
+        """Return True if a module or tensor of this name is in it, in whichever copy."""
         return name.startswith(f"{self.path}.")
 
     def served_as(self, name: str) -> str | None:

@@ -50,7 +50,7 @@ class Cut(Enum):
 
     @property
     def is_latent(self) -> bool:
-        """Whether the layer's kind decides if it is cut at all."""
+        """Return True if the layer's kind decides if it is cut at all."""
         return self in (Cut.Q_LATENT, Cut.KV_LATENT)
 
     @property

@@ -76,7 +76,7 @@ def _after_all_streams(module: nn.Module) -> Iterator[None]:
 
 
 def _is_gathered_by_hooks(module: nn.Module) -> bool:
-    """Whether the model inside of `module` is also in a wrapper of Megatron's that gathers on use."""
+    """Return True if the model inside of `module` is also in a wrapper of Megatron's that gathers on use."""
     (inner,) = as_modules(module)
     hooks = inner._forward_pre_hooks.values()
     return any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in hooks)

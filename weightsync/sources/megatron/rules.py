@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is a routed expert's, which is cut over the expert-tensor-parallel group."""
+        """Return True if it is a routed expert's, which is cut over the expert-tensor-parallel group."""
         return "{expert}" in self.names[0]
 
     def pattern(self) -> str:
