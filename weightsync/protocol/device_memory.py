@@ -118,7 +118,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, eq=False)
 class Export:
-    """Device memory of a rank that its holder may access. What has an object for each tensor is made on use.
+    """Device memory of a rank that its holder may access. Per-tensor objects are created lazily.
 
     Attributes:
         table: the rank's layout.
