@@ -1,4 +1,4 @@
-"""What the driver tells a trainer and an engine of a LoRA adapter."""
+"""The driver's description of a LoRA adapter for trainers and engines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def is_of_expert(name: str) -> bool:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One LoRA adapter, without its bytes.
+    """One LoRA adapter, without the bytes.
 
     Attributes:
-        name: what engines and requests call it.
-        packed: its tensors. Every call that concerns an adapter has its spec, and pickles these bytes alone.
-        shares_a: whether ``gate_proj`` and ``up_proj`` of each expert have the same A.
+        name: the adapter's name in engines and requests.
+        packed: the adapter's tensors. Every call for an adapter carries the spec, and only pickles these
+            bytes.
+        shares_a: whether ``gate_proj`` and ``up_proj`` of an expert have the same A.
     """
 
     name: str
@@ -42,10 +43,11 @@ class AdapterSpec:
 
     @cached_property
     def tensors(self) -> tuple[TensorMeta, ...]:
-        """A and B of each module of the base model that it adapts, in a checkpoint's names.
+        """A and B of each adapted module of the base model, in a checkpoint's names.
 
         ``<module>.lora_A.weight`` has the shape (rank, inputs), ``<module>.lora_B.weight`` (outputs, rank).
-        Experts have one module each, such as ``….mlp.experts.0.gate_proj``, also if the trainer stacks them.
+        Every expert has its own modules, such as ``….mlp.experts.0.gate_proj``, also if the trainer stacks
+        experts.
         """
         rows = json.loads(zlib.decompress(self.packed))
         return tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in rows)
@@ -60,5 +62,5 @@ class AdapterSpec:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its modules."""
+        """The largest rank of the adapter's modules."""
         return max(meta.shape[0] for meta in self.tensors if meta.name.endswith(LORA_A))

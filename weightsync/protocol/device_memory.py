@@ -27,9 +27,9 @@ class DeviceMemory:
     Attributes:
         names: the buffers' names, as of `pack_names`.
         owners: device and process of allocations, each pair once.
-        owner, ipc_nbytes: [m], an index into `owners`, and the bytes of the IPC handle.
+        owner, ipc_nbytes: [m], an index into `owners`, and the size of the IPC handle.
         ipc: the IPC handles, one after the other.
-        allocation: [n], its number.
+        allocation: [n], the number of the buffer's allocation.
         offset, nbytes: [n], see `DeviceHandle`.
     """
 
@@ -51,7 +51,7 @@ class DeviceMemory:
         places: Sequence[tuple[bytes, int]],
         nbytes: Iterable[int],
     ) -> DeviceMemory:
-        """Make columns of buffers of one process on one GPU. `places`: the IPC handle and offset of each."""
+        """Make columns of buffers of one process on one GPU. `places`: their IPC handles and offsets."""
         numbers = {ipc: number for number, ipc in enumerate(dict.fromkeys(ipc for ipc, _ in places))}
         return cls(
             pack_names(names),
@@ -83,7 +83,7 @@ class DeviceMemory:
         )
 
     def allocations(self) -> list[tuple[str, int, bytes]]:
-        """Return the allocations: device, process and IPC handle of each."""
+        """Return the allocations: device, process and IPC handle."""
         ends = itertools.accumulate(sizes := self.ipc_nbytes.tolist())
         return [
             (*self.owners[owner], self.ipc[end - size : end])
@@ -91,7 +91,7 @@ class DeviceMemory:
         ]
 
     def known_by(self, names: dict[bytes, bytes]) -> DeviceMemory:
-        """Return the same with the object in `names` that equals its own. A new one is added."""
+        """Return this memory with the equal names object in `names`. New names are added to `names`."""
         return replace(self, names=names.setdefault(self.names, self.names))
 
     def first(self) -> DeviceHandle:
@@ -102,12 +102,12 @@ class DeviceMemory:
         return DeviceHandle(*self.allocations()[allocation], offset, nbytes)
 
     def places(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the name of each buffer, the number of its allocation, its offset there, and its bytes."""
+        """Yield name, allocation number, offset in the allocation, and bytes of each buffer."""
         columns = (each.tolist() for each in (self.allocation, self.offset, self.nbytes))
         return zip(unpack_names(self.names), *columns, strict=True)
 
     def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
-        """Return the handles by name, of `wanted` buffers alone if that is given."""
+        """Return the handles by name, only of `wanted` buffers if given."""
         allocations = self.allocations()
         return {
             name: DeviceHandle(*allocations[number], offset, nbytes)
@@ -122,7 +122,7 @@ class Export:
 
     Attributes:
         table: the rank's layout.
-        memory: its buffers.
+        memory: the rank's buffers.
     """
 
     table: LayoutTable
@@ -136,17 +136,17 @@ class Export:
 
     @property
     def buffers(self) -> Mapping[str, DeviceHandle]:
-        """The handles of its buffers."""
+        """The handles of the buffers."""
         return self.memory.handles()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
-    """An `Export` as it travels, without the layout.
+    """The wire form of an `Export`, without the layout.
 
     Attributes:
-        own: what the rank's layout has beside that of all ranks with equal ones.
-        memory: its buffers.
+        own: the rank's own part of the layout, see `LayoutTable.own`.
+        memory: the rank's buffers.
     """
 
     own: Outline
@@ -158,7 +158,7 @@ class RankMemory:
         return self.own.device
 
     def export(self, layout: LayoutTable | None) -> Export:
-        """Return the same with the layout. `layout` is that of a rank with an equal one."""
+        """Return the export with the layout, which follows from `layout` of a rank with an equal layout."""
         assert layout
         return Export(layout.of_rank(self.own), self.memory)
 
@@ -184,13 +184,13 @@ class StoredTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveExport:
-    """Live parameters of an engine rank that converts tensors, for its holder to copy and to write.
+    """Live parameters of an engine rank that converts tensors, which the holder copies and writes.
 
     Attributes:
-        kind: that of their `LiveDigest`.
+        kind: the kind of the parameters' `LiveDigest`.
         memory: the parameters.
-        places: where they hold what is stored, if the holder may quantise into them once they are shown to be
-            right. None if it is not known.
+        places: the places of stored tensors in the parameters. Once they are shown to be right, the holder
+            may quantise into them. None if they are not known.
     """
 
     kind: str
@@ -205,14 +205,14 @@ class LiveExport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveMemory:
-    """A `LiveExport` in columns, as an engine rank answers it.
+    """A `LiveExport` in columns, as an engine rank sends it.
 
     Attributes:
-        kind, places: those of the export.
-        memory: its parameters.
-        reads: for the driver, the boxes of the plan's tensors that the holder needs to quantise. None if it
-            needs whole tensors. The holder finds them by itself, see `StoredExport.reads`.
-        takes_parts: whether the holder may write what it makes of `reads`: `places` were shown to be right.
+        kind, places: as in the export.
+        memory: the export's parameters.
+        reads: for the driver, the boxes of the plan's tensors that the holder needs to quantise. None if the
+            holder needs whole tensors. The holder finds the boxes itself, see `StoredExport.reads`.
+        takes_parts: whether the holder may write the quantised `reads`: `places` were shown to be right.
     """
 
     kind: str
@@ -236,7 +236,7 @@ def read_handles(
 ) -> dict[tuple[int, str], DeviceHandle]:
     """Return the handles of all buffers that `parts` read, by trainer rank and name.
 
-    `memory` has the memory of each of these trainers.
+    `memory` has the memory of these trainers.
     """
     wanted: dict[int, set[str]] = {trainer: set() for trainer in sorted(memory)}
     for reads in parts:
@@ -252,7 +252,7 @@ def read_handles(
 
 
 def _by_value(values: Mapping[str, T]) -> tuple[tuple[T, bytes], ...]:
-    """Return each value once, with its names as of `pack_names`."""
+    """Return the values without repeats, with their names as of `pack_names`."""
     names: dict[T, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)

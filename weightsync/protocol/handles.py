@@ -52,7 +52,7 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
 
     @property
     def allocation(self) -> tuple[str, int, bytes]:
-        """What `ipc` stands for: device, process and the handle itself."""
+        """The allocation of `ipc`: device, process and the handle itself."""
         return self.device, self.pid, self.ipc
 
 
@@ -61,12 +61,12 @@ Handle: TypeAlias = BufferHandle | DeviceHandle
 
 @dataclass(frozen=True, slots=True)
 class PushTicket:
-    """How a trainer rank reaches the holder that it pushes weights to, see `weightsync.channel.push`.
+    """Data with which a trainer rank reaches the holder that it pushes to, see `weightsync.channel.push`.
 
     Attributes:
         endpoint: the path of the holder's socket.
         device: where the rank makes the buffers: ``cuda:<UUID>``, or empty for host memory.
-        num_buffers, nbytes: how many, and the bytes of each.
+        num_buffers, nbytes: the number of buffers, and the bytes of one buffer.
         secret: shown in the rank's hello.
     """
 
@@ -79,14 +79,14 @@ class PushTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Ways to read one buffer's bytes. Can be pickled; any process that has it can read them.
+    """Ways to read one buffer's bytes. An offer can be pickled; any process that has it can read them.
 
     Attributes:
         holder: name of the holder that offers them.
-        protocol: how they are served to other hosts.
-        memory: how a process of the same host maps them. A process that finds it is on that host. Without a
-            name, nobody can map it.
-        endpoint: what `protocol` connects to.
+        protocol: how the bytes are served to other hosts.
+        memory: how a process of the same host maps the bytes. A process that finds this memory is on that
+            host. Without a name, no process can map it.
+        endpoint: the address to which `protocol` connects.
         base: the address of byte 0 in the process that serves it (Mooncake).
         secret: shown when a reader connects (ZeroMQ).
     """
@@ -101,7 +101,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class HostExport:
-    """Host memory of a rank that its holder only reads: layout and handles, of few files."""
+    """Host memory of a rank that the holder only reads: layout and handles, of few files."""
 
     layout: LayoutTable
     buffers: Mapping[str, BufferHandle]
@@ -109,12 +109,12 @@ class HostExport:
 
 @dataclass(frozen=True, slots=True)
 class StoredExport:
-    """Where live parameters hold the tensors of a quantised checkpoint.
+    """The places of a quantised checkpoint's tensors in live parameters.
 
     Attributes:
         layout: the stored tensors, and their places in live parameters.
-        dtypes: of these parameters, by name.
-        formats: of what has to be quantised, by the name of its weight.
+        dtypes: the dtypes of these parameters, by name.
+        formats: the formats of weights to quantise, by the weight's name.
     """
 
     layout: RankLayout
@@ -122,5 +122,5 @@ class StoredExport:
     formats: Mapping[str, Format]
 
     def reads(self, tensors: Sequence[TensorMeta]) -> tuple[StoredRead, ...]:
-        """Return what the rank reads of `tensors`, as `stored_reads`. Raises PlanError."""
+        """Return the rank's reads of `tensors`, as `stored_reads`. Raises PlanError."""
         return stored_reads(tensors, self.layout, self.dtypes, self.formats)

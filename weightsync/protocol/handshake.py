@@ -41,7 +41,7 @@ _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 
 class Doorman:
-    """Checks the handshakes of a context's sockets, in its own thread."""
+    """Checks the handshakes of a context's sockets, in a thread."""
 
     def __init__(self, context: Context) -> None:
         self.secret = secrets.token_hex(32)
@@ -74,17 +74,17 @@ class Doorman:
 
 
 class Server(ABC):
-    """Answers requests on a port of its own in its own thread, and checks secrets in another one.
+    """Answers requests on its own port in one thread, and checks secrets in another thread.
 
     Attributes:
-        secret: what peers have to show.
-        endpoint: where it listens.
+        secret: the secret that peers have to show.
+        endpoint: the address of the server.
     """
 
     def __init__(self, host: str, ports: Ports | None, max_nbytes: int, problem: str) -> None:
         """
         Args:
-            ports: the range of its port; any free one without it.
+            ports: the range of the port; by default any free port.
             max_nbytes: limit for a request's frame and for each step of the handshake.
 
         Raises:
@@ -121,7 +121,7 @@ class Server(ABC):
 
 
 def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple[Socket, Socket]:
-    """Connect to a `Server`. Frames of its answers may have at most `max_nbytes`.
+    """Connect to a `Server`. Frames of answers may have at most `max_nbytes`.
 
     Returns the socket and a monitor. Any event on the monitor means that the connection is lost for good.
     """
@@ -138,7 +138,7 @@ def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple
 
 
 def hang_up(socket: Socket, monitor: Socket) -> None:
-    """Close what `dial` returned."""
+    """Close the sockets of `dial`."""
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close()
@@ -147,7 +147,7 @@ def hang_up(socket: Socket, monitor: Socket) -> None:
 def _keep_alive(socket: zmq.Socket[Any]) -> None:
     """Have `socket` notice within two minutes if an idle connection was dropped on its way.
 
-    Must be called before it connects or binds.
+    Must be called before the socket connects or binds.
     """
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)

@@ -41,9 +41,9 @@ class Listener:
         """
         Args:
             listening: as `weightsync.protocol.ports.listen` returns it. `close` closes it.
-            admit: returns what takes messages of a connection, by the secret that it showed, or None for a
-                wrong one.
-            max_nbytes: limit for each message once a secret was shown, which has at most `SECRET_NBYTES`.
+            admit: returns the receiver of a connection's messages, by the secret that the peer showed, or
+                None for a wrong secret.
+            max_nbytes: limit for each message after the secret, which has at most `SECRET_NBYTES`.
         """
         self.endpoint = endpoint_of(listening)
         self.admit, self.max_nbytes = admit, max_nbytes
@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
     """A connection that was accepted.
 
     Attributes:
-        when_lost: called once the connection is lost, if its secret was right.
+        when_lost: called once the connection is lost, if the secret was right.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def abort(self) -> None:
-        """Hang up, without what was not sent yet."""
+        """Hang up, without sending pending messages."""
         self._transport.abort()
 
     def _admitted(self, secret: bytes) -> bool:

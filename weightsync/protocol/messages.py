@@ -15,7 +15,7 @@ from weightsync.protocol.handles import BufferHandle, Handle, Offer, PushTicket
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
-"""The holders of one communicator, ascending. A holder's rank is its index."""
+"""The holders of one communicator, ascending. A holder's rank is its index in the tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Prepared:
 
     Attributes:
         plan_digest: the plan's digest, as this holder computed it.
-        send_buffer: where its trainer rank publishes, or how it is reached by one that pushes; None without
-            a trainer rank, and if its memory is read in place.
-        ticket: how its engine rank reaches it, if it serves one.
+        send_buffer: the buffer to which the trainer rank publishes, or the ticket of a rank that pushes; None
+            without a trainer rank, and if the rank's memory is read in place.
+        ticket: the ticket for the holder's engine rank, if there is one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
 
@@ -38,15 +38,15 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What a trainer rank answers to `attach`, and each engine rank: its memory, if its holder accesses it.
+    """A rank's answer to `attach`: the rank's memory, if the holder accesses it.
 
     The layout is left out: the driver has it.
 
     Attributes:
         plan_digest: the plan's digest, as the rank computed it.
         export: memory that holds the plan's tensors.
-        live: memory that holds what the rank made of them.
-        casts: the rank casts tensors that travel in other dtypes than its layout's.
+        live: memory that holds the rank's conversion of them.
+        casts: the rank casts tensors that are sent in other dtypes than the layout's.
     """
 
     plan_digest: str
@@ -63,7 +63,7 @@ class UpdateTask(msgspec.Struct, frozen=True):
     """The part of one holder in an update.
 
     Attributes:
-        copies_directly: the holder copies its engine rank's part from the trainers' memory.
+        copies_directly: the holder copies the engine rank's part from the trainers' memory.
         broadcasts_all: every bucket is broadcast, since not all engines read directly.
         cast: buckets that are also broadcast to engines which read directly, since a dtype differs.
         exchanges: the holder takes part in the cross-host exchange.
@@ -82,7 +82,7 @@ class Moved(msgspec.Struct, frozen=True):
 
     Attributes:
         span: when the move began, and its duration.
-        waited_s: seconds spent waiting only for its engine rank.
+        waited_s: seconds spent waiting only for the engine rank.
         slow: why the engine rank was given up, if it did not keep up.
     """
 
@@ -92,10 +92,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class FeedTicket(msgspec.Struct, frozen=True):
-    """Everything that an engine rank needs to reach its holder. Carries a secret: do not log it.
+    """Everything that an engine rank needs to reach the holder. Carries a secret: do not log it.
 
-    `slots` are the bucket buffers. `send_buffer` is set if the holder keeps one for trainer rank `trainer`:
-    pieces of that trainer are read from it, not from a slot.
+    `slots` are the bucket buffers. `send_buffer` is set if the holder has a send buffer for trainer rank
+    `trainer`: pieces of that trainer are read from it, not from a slot.
     """
 
     holder: str
@@ -112,10 +112,10 @@ class FeedTicket(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A holder's answer to `exchange`: it has planned its messages and allocated memory for them.
+    """A holder's answer to `exchange`, after planning messages and allocating memory for them.
 
     Attributes:
-        rendezvous: of the communicator, from its first rank; "" from others.
+        rendezvous: the communicator's rendezvous, from the first rank; "" from other ranks.
         sent, received: digests of the messages by the other rank, see `ShufflePlan.digests`.
     """
 
@@ -137,7 +137,7 @@ class SnapshotPart:
     """A snapshot of one part, its offer, and the fingerprint of the whole version.
 
     Attributes:
-        live: the digest of the part, if it is a copy of parameters that an engine's loader had made.
+        live: the digest of the part, if the part is a copy of parameters that an engine's loader made.
     """
 
     header: SnapshotHeader
@@ -148,14 +148,15 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTask:
-    """What one holder stages of a version.
+    """The staging work of one holder for a version.
 
     Attributes:
-        save: the part that its trainer rank published, if it stages that.
+        save: the part that the holder's trainer rank published, if the holder stages it.
         copies: parts to copy from other holders.
         expected: the fingerprint of the whole version.
-        digests: engines on its host take the parts, so they are digested.
-        to_device: what its engine rank needs of this version, staged on its host, goes to the rank's GPU.
+        digests: engines on the holder's host load the parts, so they are digested.
+        to_device: the engine rank's tensors of this version, staged on the host, are copied to the rank's
+            GPU.
     """
 
     save: SnapshotHeader | None
@@ -167,12 +168,12 @@ class StageTask:
 
 @dataclass(frozen=True, slots=True)
 class StagingMemory:
-    """What a holder has allocated to stage in.
+    """The memory that a holder has allocated for staging.
 
     Attributes:
-        offers: how the memory of each part is read, for both versions.
-        has_second_copy: whether its engine rank's GPU has memory for one more version.
-        shortage: why it does not, if memory is the reason.
+        offers: the offers of each part's memory, for both versions.
+        has_second_copy: whether the engine rank's GPU has memory for one more version.
+        shortage: why it has not, if memory is the reason.
     """
 
     offers: Mapping[int, Sequence[Offer]]
@@ -185,11 +186,11 @@ class StagedPart:
     """A part of the next version in a holder's spare memory.
 
     Attributes:
-        part: its number.
-        offer: how it is read.
-        fingerprint: that of the bytes as they lie there; None if they were not digested.
-        way: how it was copied from another holder, "" if it was saved here.
-        nbytes: its bytes.
+        part: the part's number.
+        offer: the offer of the part.
+        fingerprint: the fingerprint of the bytes there; None if they were not digested.
+        way: how the part was copied from another holder, "" if it was saved here.
+        nbytes: the part's bytes.
     """
 
     part: int
@@ -204,13 +205,13 @@ class Snapshot:
     """A committed version, and where each of its parts can be read.
 
     Attributes:
-        layout: `Plan.content` if a part is what one trainer rank published, `flat_layout` if it is the
-            `FlatSnapshot` of one engine rank.
-        parts: offers by part number: of holders that copied it, that replicated it, and that let their engine
-            rank's live memory be read.
+        layout: `Plan.content` if a part is one trainer rank's published weights, `flat_layout` if a part is
+            the `FlatSnapshot` of one engine rank.
+        parts: offers by part number, from holders that copied the part, that replicated it, and that let
+            their engine rank's live memory be read.
         is_flat: whether parts are flat snapshots.
         reserve: offers of parts on other hosts, read only if all of `parts` are lost.
-        on_device: the holder has also brought this version to its engine rank's GPU.
+        on_device: the holder has also copied this version to the engine rank's GPU.
     """
 
     version: int
@@ -231,10 +232,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """A refill's bytes by holder, the way each was read, and seconds.
+    """A refill's bytes by holder, the ways of reading, and seconds.
 
     Attributes:
-        left: holders that could not be read, so that others were.
+        left: holders that could not be read and were replaced by other holders.
     """
 
     bytes_from: Mapping[str, int]
@@ -247,7 +248,7 @@ Digests = npt.NDArray[np.uint64]
 """One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
 
 Fingerprint = npt.NDArray[np.uint64]
-"""What stands for a version's digests, see `weightsync.memory.kernels.fingerprints`: shape ``[3]``."""
+"""The sum of a version's digests, see `weightsync.memory.kernels.fingerprints`: shape ``[3]``."""
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
@@ -262,12 +263,12 @@ Samples = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a source says of the version that it published: its shares of the plan's tensors.
+    """A source's report of the published version: the source's shares of the plan's tensors.
 
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
         nonfinite: number of elements that are NaN or Inf, by tensor name, for tensors that have any.
-        written: names of tensors that somebody wrote while they were published.
+        written: names of tensors that changed while they were published.
     """
 
     digests: Digests
@@ -289,11 +290,11 @@ class Compared:
 
 
 class PublishTask(msgspec.Struct, frozen=True):
-    """What a trainer rank does in a `publish`.
+    """The work of a trainer rank in a `publish`.
 
     Attributes:
         count: whether to count elements that are NaN or Inf.
-        rounds: the rounds of `Plan.replicas` whose boxes are compared between ranks that hold the same.
+        rounds: the rounds of `Plan.replicas` whose boxes are compared between ranks that hold the same boxes.
     """
 
     count: bool
@@ -304,8 +305,8 @@ class PublishReport(msgspec.Struct, frozen=True):
     """A trainer rank's answer to `publish`.
 
     Attributes:
-        fingerprint: that of its digests.
-        frozen: the same of frozen tensors alone.
+        fingerprint: the fingerprint of the rank's digests.
+        frozen: the fingerprint of frozen tensors only.
         nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
         agreement: as in `Compared`; None if nothing was compared.
@@ -334,14 +335,14 @@ def _publish_report(
 
 @dataclass(frozen=True, slots=True)
 class HolderDigests:
-    """Digests that a holder took of what it wrote into an engine rank's memory.
+    """A holder's digests of the bytes that it wrote into an engine rank's memory.
 
     Attributes:
-        wholes: of the plan's tensors: uint64[num_tensors]. If the holder quantised, of these as they came,
-            else of the parts that the rank holds, as they are in its memory.
-        stored: of what a quantised checkpoint would store of them: uint64[num_stored]. Empty if the
-            holder did not quantise.
-        are_parts: it quantised, and read of each tensor what the rank needs alone: `wholes` are of that.
+        wholes: digests of the plan's tensors: uint64[num_tensors]. If the holder quantised, these are digests
+            of the received tensors, else of the rank's parts in memory.
+        stored: digests of the quantised tensors: uint64[num_stored]. Empty if the holder did not quantise.
+        are_parts: the holder quantised, and only read the parts that the rank needs: `wholes` are of these
+            parts.
     """
 
     wholes: Digests
@@ -356,11 +357,11 @@ class HolderDigests:
 
 @dataclass(frozen=True, slots=True)
 class LiveDigest:
-    """Digest of what an engine's own loader made of the tensors that it got.
+    """Digest of the parameters that an engine's own loader made of its tensors.
 
     Attributes:
         kind: equal for ranks with the same layout of parameters, on the same kind of device.
-        digest: equal for such ranks if all their bytes are.
+        digest: equal for such ranks if all their bytes are equal.
     """
 
     kind: str
@@ -369,17 +370,18 @@ class LiveDigest:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an engine rank says of the weights that it loaded.
+    """An engine rank's report of the loaded weights.
 
     Attributes:
-        digests: uint64[num_tensors]; digests of its boxes of the plan's tensors, as found in the engine.
+        digests: uint64[num_tensors]; digests of the rank's boxes of the plan's tensors, as found in the
+            engine.
         spans: when it began to load and to verify, and the durations.
-        live: of the live parameters, if the engine converts tensors.
-        are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
+        live: the digest of the live parameters, if the engine converts tensors.
+        are_live: whether `digests` are of live parameters, and not of the input of the engine's own loader.
         are_copied: the holder wrote the live parameters of an equal engine. `digests` are zeros, then.
-        are_compared: live parameters hold what the rank quantised of the tensors: their digests are equal.
-        are_parts: `digests` are of the parts of tensors that the rank's holder read.
-        takes_parts: the holder may read just these parts in the next update.
+        are_compared: live parameters have the same digests as the tensors that the rank quantised.
+        are_parts: `digests` are of the parts that the rank's holder read.
+        takes_parts: the holder may only read these parts in the next update.
     """
 
     digests: Digests
@@ -397,12 +399,12 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     Attributes:
         fingerprints: uint64[num_ranks, 3]; each row uses one replica of every part of a tensor.
-        spans: those of each rank.
-        live: those of each rank.
+        spans: the spans of each rank.
+        live: the live digest of each rank.
         are_live: whether all ranks' digests are of live parameters.
         are_copied: whether all ranks' live parameters are copies. `fingerprints` are of zeros, then.
-        are_compared: whether all ranks compared their live parameters with what they quantised.
-        takes_parts: whether all ranks' holders may read just the parts that they need in the next update.
+        are_compared: whether all ranks compared their live parameters with the quantised tensors.
+        takes_parts: whether all ranks' holders may only read the needed parts in the next update.
     """
 
     fingerprints: Fingerprint

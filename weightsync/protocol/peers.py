@@ -62,18 +62,19 @@ MOVE_LOOK_S = 0.5
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
 
-    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. `outline` describes the rank,
-    and `layout`, which is asked of one of the ranks with equal outlines, returns what it described.
+    Layouts and handles are sent in columns, see `LayoutTable` and `DeviceMemory`. `outline` describes the
+    rank. `layout`, which is asked of one of the ranks with equal outlines, returns the described layout.
 
-    `digests` returns the digests that it published last, uint64[num_tensors]. `replica_digests` returns those
-    of boxes that other ranks hold, too, as last compared: see `Compared`.
+    `digests` returns the last published digests, uint64[num_tensors]. `replica_digests` returns the last
+    compared digests of boxes that other ranks hold, too: see `Compared`.
 
-    `trial_handle` is that of `weightsync.sources.ExportsWeights`, None for others. For these sources,
-    `publish` calls `ready` first, and resolves `readable` if holders may read the weights from then on.
-    `can_push` is that of `weightsync.sources.PushesWeights`, False for others.
+    `trial_handle` is the method of `weightsync.sources.ExportsWeights`, and returns None for other sources.
+    For exporting sources, `publish` calls `ready` first, and resolves `readable` if holders may read the
+    weights from then on. `can_push` is the method of `weightsync.sources.PushesWeights`, and returns False
+    for other sources.
 
     `ask_readable` asks, before `publish` is called with the same `readable`, whether holders may read, and
-    resolves it if they may. It returns the answer to come, None for a rank that cannot be asked.
+    resolves it if they may. It returns the future answer, None for a rank that cannot be asked.
     """
 
     async def outline(self) -> Outline: ...
@@ -90,11 +91,11 @@ class TrainerPeer(Protocol):
 
 
 class RelayPeer(Protocol):
-    """Another process that asks the trainer ranks of a host, `ranks`, in the driver's place.
+    """Another process that asks the trainer ranks of a host, `ranks`, for the driver.
 
-    `publish` is that of each rank, with its `readable`. It returns each rank's report or error, within
-    `timeout_s` seconds: a DeadlineError for one that has not answered by then. It raises what keeps the other
-    process itself from answering, which says nothing of the ranks.
+    `publish` calls `publish` of each rank, with the rank's `readable`. It returns each rank's report or
+    error, within `timeout_s` seconds: a DeadlineError for a rank that has not answered by then. If the other
+    process itself cannot answer, it raises that error, which says nothing about the ranks.
     """
 
     name: str
@@ -106,12 +107,12 @@ class RelayPeer(Protocol):
 
 
 class MoveRelayPeer(Protocol):
-    """A holder that has the holders of its host move, `holders` by index, in the driver's place.
+    """A holder that asks the holders of its host, `holders` by index, to move for the driver.
 
-    `move` takes the `feeding` and the `task` of each. It and `moved` return what holders have said since they
-    were last asked: None for one that could not be called. Others still move. Both answer within
-    `MOVE_LOOK_S`, or earlier, once something is known. They raise what keeps the relay from answering, which
-    says nothing of the holders. `renew` makes the connection again, which calls before have no part in.
+    `move` takes `feeding` and `task` per holder. `move` and `moved` return the holders' new answers: None for
+    a holder that could not be called. Other holders still move. Both answer within `MOVE_LOOK_S`, or earlier,
+    once something is known. If the relay cannot answer, they raise that error, which says nothing about the
+    holders. `renew` makes a new connection without earlier calls.
     """
 
     name: str
@@ -182,10 +183,10 @@ class HolderPeer(Protocol):
 class EnginePeer(Protocol):
     """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods.
 
-    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. Outlines are of
-    these layouts. Both are of an engine that treats its components as `SyncConfig.components` says.
+    Layouts and handles are sent in columns, see `LayoutTable` and `DeviceMemory`. Outlines describe these
+    layouts. Both are for an engine that treats components as `SyncConfig.components` says.
 
-    `digests` returns those of its last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
+    `digests` returns the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
     """
 
     async def outline(self, components: Components) -> Sequence[Outline]: ...

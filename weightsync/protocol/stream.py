@@ -1,7 +1,7 @@
-"""Messages on a TCP connection, each after its length. The process that dials shows a secret first.
+"""Messages on a TCP connection, with their lengths. The process that dials first shows a secret.
 
 Neither the secret nor the traffic is encrypted. The thread that sends a message gives it to the kernel, which
-wakes the thread that waits for it. ZeroMQ has a thread of its own at either end, and to wake takes long on an
+wakes the thread that waits for it. ZeroMQ has an extra thread at either end, and waking it takes long on an
 idle host.
 """
 
@@ -21,7 +21,7 @@ _CHUNK_NBYTES = 1 << 18
 
 
 def framed(message: bytes) -> bytes:
-    """Return what carries `message` on a stream."""
+    """Return the bytes that carry `message` on a stream."""
     return _LENGTH.pack(len(message)) + message
 
 

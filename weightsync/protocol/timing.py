@@ -13,11 +13,12 @@ logger = logging.getLogger("weightsync.protocol.timing")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase of work in one process: its name, start and duration.
+    """One phase of work in one process: name, start and duration.
 
     Attributes:
         began: seconds since 1970, by `PhaseClock.now`. Spans of one host compare to the microsecond unless
-            its clock was set between them; spans of several hosts, as well as their clocks agree.
+            the host's clock was set between them; spans of several hosts compare as well as their clocks
+            agree.
         seconds: duration by a monotonic clock.
     """
 

@@ -57,7 +57,8 @@ def trace_reload(
         live: parameters whose bytes must all come from `stored`, by name.
         make_loader: begins a reload of `model`.
 
-    Raises: UnprovableError: the reload does more than copy, or does not write a byte of `live`; says where.
+    Raises:
+        UnprovableError: the reload does more than copy, or does not write a byte of `live`; says where.
     """
     recorder = _Recorder(model, live)
     loader = make_loader()

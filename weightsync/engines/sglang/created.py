@@ -56,7 +56,8 @@ def trace_created(
         later: the names of parameters that layers get after the load.
 
     Raises:
-        UnprovableError: the loader does more than copy, or does not write a byte; says where."""
+        UnprovableError: the loader does more than copy, or does not write a byte; says where.
+    """
     try:
         require_complete(model)
     except TransportError as error:

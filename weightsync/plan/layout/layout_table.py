@@ -147,7 +147,8 @@ class Outline:
 
     Attributes:
         key: 16 bytes, equal only for these ranks; empty if that is known.
-        device, draft: as in the layout. mesh: the rank's coordinates, if its segments follow from them.
+        device, draft: as in the layout.
+        mesh: the rank's coordinates, if its segments follow from them.
     """
 
     key: bytes
