@@ -49,15 +49,15 @@ def save(base: str, folder: Path) -> None:
 class Vllm:
     """A real vLLM with the base weights, which gets adapters by files."""
 
-    def __init__(self, folder: Path, max_loras: int) -> None:
-        options = {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": 8}
-        self._rig, self._folder, self._count = Rig("vllm", False, "host", folder, **options), folder, 0
-        self._rig.update(self._rig.models[0], 1)
-        self.close = self._rig.close
+    def __init__(self, folder: Path, max_loras: int, **more: object) -> None:
+        options = {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": 8, **more}
+        self.rig, self._folder, self._count = Rig("vllm", False, "host", folder, **options), folder, 0
+        self.rig.update(self.rig.models[0], 1)
+        self.close = self.rig.close
 
     def answers(self, prompts: Sequence[list[int]], adapters: Sequence[str]) -> list[list[int]]:
         """Run requests in one batch, each with the adapter of its name, or with none."""
-        return self._rig.engine.call(lambda llm: self._run(llm, prompts, adapters))
+        return self.rig.engine.call(lambda llm: self._run(llm, prompts, adapters))
 
     def _run(self, llm: Any, prompts: Sequence[list[int]], adapters: Sequence[str]) -> list[list[int]]:
         from vllm import SamplingParams
@@ -78,7 +78,7 @@ class Vllm:
 
     def forget_values(self) -> None:
         """Set the KV cache to zero."""
-        self._rig.engine.call(
+        self.rig.engine.call(
             lambda llm: [
                 cache.zero_() for cache in llm.model_executor.driver_worker.worker.model_runner.kv_caches
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from tests.contract.test_vllm_nan import NUMBERS, PROMPTS, Vllm, save
+from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync.errors import ConfigError
 from weightsync.plugins import register_vllm
+from weightsync.plugins.sender import Sender
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +75,61 @@ def test_a_worker_with_a_draft_refuses_to_join() -> None:
     engine = WeightSyncTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"speculative_config: .*eagle.*leave it out"):
         engine.init_transfer_engine(WeightSyncInitInfo("", 2))
+
+
+@with_vllm
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_vllm_removes_adapters_in_its_own_transfer_and_reads_their_files_again(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    register_vllm()
+    from vllm.config import WeightTransferConfig
+
+    vllm = Vllm(tmp_path, 2, weight_transfer_config=WeightTransferConfig(backend="weightsync"))
+    build_tiny_qwen3(tmp_path / "base")
+    save(str(tmp_path / "base"), tmp_path)
+    rig, (old, new) = vllm.rig, vllm.rig.models
+    sender = Sender("127.0.0.1", 2, "gloo", timeout_s=patient(60))
+
+    def rpc(method: str, *args: object) -> object:
+        return rig.engine.call(lambda llm: llm.collective_rpc(method, args=args))
+
+    def loaded() -> set[int]:
+        return rig.engine.call(lambda llm: llm.list_loras())
+
+    def transfer(model: PreTrainedModel) -> None:
+        rpc("start_weight_update")
+        received = rig.threads.submit(rpc, "update_weights", {})
+        sender.send(rig.held(model).items())
+        received.result(patient(60))
+        rpc("finish_weight_update")
+
+    def asked() -> list[list[int]]:
+        return vllm.answers(PROMPTS, ["sound"] * len(PROMPTS))
+
+    wanted = asked()
+    assert wanted != vllm.answers(PROMPTS, [""] * len(PROMPTS))
+    rig.update(new, 2)
+    assert loaded() == {NUMBERS["sound"]}, "WeightSync leaves adapters loaded"
+    assert asked() != wanted
+    joined = rig.threads.submit(rpc, "init_weight_transfer_engine", sender.init_info)
+    sender.open()
+    joined.result(patient(60))
+    transfer(old)
+    assert loaded() == set()
+    vllm.answers(PROMPTS, [""] * len(PROMPTS))
+    assert loaded() == set()
+    assert asked() == wanted
+    assert loaded() == {NUMBERS["sound"]}
+    transfer(new)
+    assert loaded() == set()
+    shutil.rmtree(tmp_path / "sound")
+    with pytest.raises(Exception, match=r"No adapter found for .*/sound"):
+        asked()
+    sender.close()
+    vllm.close()
 
 
 class _Source32:

@@ -1,7 +1,7 @@
 """The workers' side of vLLM's weight transfer backend ``weightsync``.
 
 vLLM's ``WeightTransferEngine`` documents the methods. Two versions of it are supported: in 0.24 the worker
-reloads and passes its loader to `receive_weights`; from 0.32 on the backend reloads.
+reloads and passes its loader to `receive_weights`; from 0.25 on the backend reloads.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._stream = TensorStream(self._transport, rank, init_info.world_size, device)
 
     def start_weight_update(self) -> None:
-        """Start a reload. Called from vLLM 0.32 on; 0.24 starts it itself."""
+        """Start a reload. Called from vLLM 0.25 on; 0.24 starts it itself."""
         self._reload = Reload(self.model, self.model_config, self.device).witness()
 
     def finish_weight_update(self) -> None:
-        """Finish the reload. Called from vLLM 0.32 on."""
+        """Finish the reload. Called from vLLM 0.25 on; from 0.28 on, vLLM then removes all LoRA adapters."""
         reload, self._reload = self._reload, None
         assert reload, "vLLM starts before it finishes"
         reload.finish()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive an update, and wait for the accelerator if there is one. Called from vLLM 0.32 on."""
+        """Receive an update, and wait for the accelerator if there is one. Called from vLLM 0.25 on."""
         self.receive_weights(self.parse_update_info(update_info))
         if self._model_device.type != "cpu":
             torch.accelerator.synchronize()
