@@ -49,15 +49,22 @@ def run(version: str) -> dict[str, str | int]:
     (suite,) = ElementTree.parse(folder / "report.xml").getroot()
     count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
-    commit = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     return {
         **{name: _found(folder, name).version for name in _LIBRARIES},
         "passed": count["tests"] - failed - count["skipped"],
         "failed": failed,
         "skipped": count["skipped"],
-        "commit": subprocess.check_output(commit, cwd=ROOT, text=True).strip(),
+        "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _commit() -> str:
+    """Return the commit, with "-dirty" if other files than the results of earlier versions differ from it."""
+    changed = ["git", "status", "--porcelain", "--", ".", ":!docs/versions.md", ":!benchmarks/results"]
+    commit = ["git", "describe", "--always", "--exclude", "*"]
+    said, what = (subprocess.check_output(each, cwd=ROOT, text=True).strip() for each in (commit, changed))
+    return f"{said}-dirty" if what else said
 
 
 def environment(version: str) -> Path:
