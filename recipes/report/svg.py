@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 10, 26  # on the left, labels as long as 1.5e-07
 _BAR, _GAP, _LABEL = 16, 10, 18
 _CHARACTER = 7.4
 """Approximate width of a character of a label in the page's font."""
