@@ -290,13 +290,24 @@ def start(arguments: EngineArgs) -> LLMEngine:
     # computes our digests, has loaded this module; users of the module keep their own references.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
-        return LLMEngine.from_engine_args(arguments)
+        engine = LLMEngine.from_engine_args(arguments)
+        _compile_logprobs(engine.model_config.get_vocab_size())
+        return engine
     except ValidationError as error:
         says = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise ConfigError("options", arguments.model, f"vLLM says of it: {says}") from error
     finally:
         if hidden is not None:
             sys.modules["llvmlite.binding.ffi"] = hidden
+
+
+def _compile_logprobs(vocab_size: int) -> None:
+    """On a CPU, compile vLLM's ranking of log-probabilities: the first request would wait for that."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+    for rows in (1, 2) if current_platform.is_cpu() else ():  # the second size leaves their number open
+        batched_count_greater_than(torch.zeros(rows, vocab_size), torch.zeros(rows, 1))
 
 
 def lora_request(name: str, number: int) -> LoRARequest:
