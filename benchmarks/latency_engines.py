@@ -51,7 +51,7 @@ class SglangLatency(EngineActor):
             await server.select("draft" if is_probe else "all")
             ok, message = await server.manager.update_weights_from_tensor(request, None)
             if not is_probe:
-                await server.select("")  # its session's end belongs to its update
+                await server.select("")  # an update is timed with the end of its session
             if not ok:
                 raise RuntimeError(message)
 

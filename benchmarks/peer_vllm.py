@@ -2,7 +2,7 @@
 
 `VllmUnderTest` takes ours. `OwnVllm` takes the others, vLLM's weight transfer and tensor by tensor: a
 plain ``vllm.LLM`` in one Ray actor and a trainer in another, as in vLLM's own examples
-(``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``). The trainer's side is that of vLLM 0.33.
+(``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``). The trainer's side comes from vLLM 0.33.
 """
 
 from __future__ import annotations
