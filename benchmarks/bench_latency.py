@@ -195,6 +195,8 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, Way]:
     ways: dict[str, Way] = {}
+    if rig.has_own_way and {"per-tensor", "bucketed"} & set(spec["way"]):
+        rig.load_code()
     if "per-tensor" in spec["way"] and rig.has_own_way:
         ways["per-tensor"] = lambda: rig.own(_WHOLE, flat=False)
         if rig.kind == "sglang":

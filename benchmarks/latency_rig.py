@@ -88,6 +88,10 @@ class Rig:
         args = [(layout, self.tensors, version) for layout in self.layouts]
         return sum(ray.get(self.engine.probe.remote("wrong", args)))
 
+    def load_code(self) -> None:
+        """Have trainers import what they need for the engine's own ways."""
+        ray.get([trainer.load_code.remote(self.kind) for trainer in self.trainers])
+
     def connect(self) -> None:
         """Connect, before the first of our own updates."""
         self.sync.register_trainers(self.trainers)
@@ -180,7 +184,6 @@ def start(
         first = num_ranks if apart or nodes else 0
         visible = "" if cpu else ",".join(str(first + rank) for rank in range(num_ranks))
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV, node=its)
-        ray.get([trainer.load_code.remote(kind) for trainer in trainers])
         layouts = [table.rank_layout() for table in ray.get(engine.sync_layout.remote())]
         with WeightSync(config) as sync:
             rig = Rig(kind, tensors, trainers, engine, layouts, sync)

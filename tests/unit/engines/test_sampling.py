@@ -14,6 +14,7 @@ from weightsync.engines.base import Completion, Rollout
 from weightsync.engines.serving.request_loop import Made
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.texts import token_ids
+from weightsync.engines.sglang.adapter import SglangEngine
 from weightsync.engines.sglang.api import Server, sampling_params, server_args
 from weightsync.engines.vllm.api import engine_args
 from weightsync.errors import ConfigError
@@ -69,6 +70,17 @@ def test_sglang_gets_our_settings_under_its_names_and_its_own_as_they_are(sglang
     ends = {"ignore_eos": False, "stop_token_ids": [3]}
     assert sglang_params(ignore_eos=False, stop_token_ids=[3]) == ours | ends
     assert sglang_params(logprobs=False) == ours | {"return_logprob": False}
+
+
+def test_sglang_that_draws_by_seeds_gets_another_one_for_each_completion(sglang: None) -> None:
+    engine = SglangEngine.__new__(SglangEngine)
+    engine._seeds = True  # it then draws requests without a seed by the same one
+    seeds = [engine._params(Sampling(), index).settings["sampling_seed"] for index in range(8)]
+    assert len(set(seeds)) == 8
+    seeds = [engine._params(Sampling(seed=5), index).settings["sampling_seed"] for index in range(3)]
+    assert seeds == [5, 6, 7]
+    engine._seeds = False
+    assert "sampling_seed" not in engine._params(Sampling(), 0).settings
 
 
 @pytest.mark.parametrize(

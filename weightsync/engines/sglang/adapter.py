@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,6 +154,8 @@ class SglangEngine(SlotServing):
         if self._seeds and (min_p := settings.passed.get("min_p")):
             remedy = "leave it out: with options.enable_deterministic_inference, SGLang's process would end"
             raise ConfigError("sampling.min_p", min_p, remedy)
+        if self._seeds and settings.seed is None:  # SGLang would draw every request by one and the same seed
+            settings = replace(settings, seed=secrets.randbits(31))
         stops = settings.stop_token_ids if settings.ignore_eos else ()  # else SGLang stops there itself
         return Params(sampling_params(settings, index), frozenset(stops))
 
