@@ -14,7 +14,6 @@ from weightsync.engines.base import Completion, Rollout
 from weightsync.engines.serving.request_loop import Made
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.texts import token_ids
-from weightsync.engines.sglang.adapter import SglangEngine
 from weightsync.engines.sglang.api import Server, sampling_params, server_args
 from weightsync.engines.vllm.api import engine_args
 from weightsync.errors import ConfigError
@@ -59,7 +58,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sglang_params(index: int = 0, **settings: object) -> dict[str, Any]:
-    return sampling_params(Sampling.of(settings), index)
+    return sampling_params(Sampling.of(settings), index, draws_by_seeds=False)
 
 
 def test_sglang_gets_our_settings_under_its_names_and_its_own_as_they_are(sglang: None) -> None:
@@ -73,14 +72,10 @@ def test_sglang_gets_our_settings_under_its_names_and_its_own_as_they_are(sglang
 
 
 def test_sglang_that_draws_by_seeds_gets_another_one_for_each_completion(sglang: None) -> None:
-    engine = SglangEngine.__new__(SglangEngine)
-    engine._seeds = True  # it then draws requests without a seed by the same one
-    seeds = [engine._params(Sampling(), index).settings["sampling_seed"] for index in range(8)]
-    assert len(set(seeds)) == 8
-    seeds = [engine._params(Sampling(seed=5), index).settings["sampling_seed"] for index in range(3)]
-    assert seeds == [5, 6, 7]
-    engine._seeds = False
-    assert "sampling_seed" not in engine._params(Sampling(), 0).settings
+    drawn = [sampling_params(Sampling(), index, True)["sampling_seed"] for index in range(8)]
+    assert len(set(drawn)) == 8
+    given = [sampling_params(Sampling(seed=5), index, True)["sampling_seed"] for index in range(3)]
+    assert given == [5, 6, 7]
 
 
 @pytest.mark.parametrize(

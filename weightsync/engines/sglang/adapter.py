@@ -6,13 +6,11 @@ import contextlib
 import ctypes
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -154,10 +152,8 @@ class SglangEngine(SlotServing):
         if self._seeds and (min_p := settings.passed.get("min_p")):
             remedy = "leave it out: with options.enable_deterministic_inference, SGLang's process would end"
             raise ConfigError("sampling.min_p", min_p, remedy)
-        if self._seeds and settings.seed is None:  # SGLang would draw every request by one and the same seed
-            settings = replace(settings, seed=secrets.randbits(31))
         stops = settings.stop_token_ids if settings.ignore_eos else ()  # else SGLang stops there itself
-        return Params(sampling_params(settings, index), frozenset(stops))
+        return Params(sampling_params(settings, index, self._seeds), frozenset(stops))
 
     def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
         """Find where SGLang's loader puts the adapter's elements, and have it keep a slot for each number."""

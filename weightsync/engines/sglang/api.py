@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import pickle
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -144,10 +145,11 @@ def unasked_port() -> int:
     )
 
 
-def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
+def sampling_params(settings: Sampling, index: int, draws_by_seeds: bool) -> dict[str, Any]:
     """Return SGLang's parameters for completion number `index` of a call.
 
-    With `ignore_eos`, stop tokens are left out: SGLang would ignore them, too.
+    With `ignore_eos`, stop tokens are left out: SGLang would ignore them, too. SGLang that `draws_by_seeds`
+    draws all requests without a seed by the same one, so each completion gets a random seed.
 
     Raises ConfigError for a setting or a value that SGLang does not know.
     """
@@ -166,6 +168,8 @@ def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
         params["stop_token_ids"] = list(settings.stop_token_ids)
     if settings.seed is not None:
         params["sampling_seed"] = settings.seed + index
+    elif draws_by_seeds:
+        params["sampling_seed"] = secrets.randbits(31)
     try:
         SamplingParams(**params).verify(_ANY_TOKEN)
     except (ValueError, TypeError) as error:
