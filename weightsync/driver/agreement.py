@@ -21,16 +21,10 @@ logger = logging.getLogger("weightsync.driver.verifying.trainers")
 class Agreement:
     """Which boxes the ranks that hold them compare next: all of them first, then one round in each update."""
 
-    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
-        self._config, self._fleet = config, fleet
-        self._plan: Plan | None = None
-        self._replicas: Replicas | None = None
+    def __init__(self, config: SyncConfig, fleet: Fleet, plan: Plan, replicas: Replicas) -> None:
+        self._config, self._fleet, self._plan = config, fleet, plan
+        self._replicas: Replicas | None = replicas
         self._round = -1
-
-    def begin(self, plan: Plan) -> None:
-        """Begin with the first update of a connection."""
-        self._plan, self._replicas = plan, plan.replicas
-        self.compare_all()
 
     def compare_all(self) -> None:
         """Have the next `publish` compare all boxes."""
@@ -74,7 +68,6 @@ class Agreement:
             logger.warning("[%s] its digests are not known: %s", name, error)
         found = {rank: outcome.answers[name] for rank, name in enumerate(calls) if name in outcome.answers}
         differing = dissenters(replicas, found, rounds)
-        assert self._plan
         names = [meta.name for meta in self._plan.tensors]
         return [(f"trainer {rank}", [names[t] for t in tensors]) for rank, tensors in differing.items()]
 

@@ -160,6 +160,11 @@ class Router:
         """Return True if engine `name` has joined and has no planned reads yet."""
         return name in self._joining
 
+    @property
+    def is_unsettled(self) -> bool:
+        """Return True if an engine has no planned reads yet, or the plan lacks buckets for an engine."""
+        return bool(self._joining) or not self.suffices
+
     async def plan_reads(self, name: str) -> None:
         """Have the holders of an engine that has joined prepare its reads. Does nothing for any other.
 

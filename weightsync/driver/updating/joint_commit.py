@@ -52,11 +52,6 @@ class JointMember:
     joint: JointCommit
     model: str
 
-    @classmethod
-    def alone(cls) -> JointMember:
-        """Return a model that waits for no other."""
-        return cls(JointCommit(("",)), "")
-
     async def before_pause(self) -> None:
         """Wait for the others, see `JointCommit.meet_before_pause`."""
         await self.joint.meet_before_pause(self.model)

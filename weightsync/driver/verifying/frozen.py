@@ -9,18 +9,21 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.errors import StateError
+from weightsync.plan import Plan
 from weightsync.protocol.messages import Fingerprint
 
 
 class FrozenTensors:
-    """Remembers the frozen tensors of the last version that committed.
+    """The frozen tensors of a connection.
 
     Attributes:
-        committed: their fingerprint; None before the first version, and without frozen tensors.
+        nbytes: the bytes of the frozen tensors.
+        committed: the fingerprint of the frozen tensors in the last version; None before the first version.
     """
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Comparison, plan: Plan) -> None:
         self._comparison = comparison
+        self.nbytes = sum(plan.tensors[i].nbytes for i in plan.frozen)
         self.committed: Fingerprint | None = None
 
     def are_held(self, connection: Connection, takers: Mapping[str, EngineMember], version: int) -> bool:

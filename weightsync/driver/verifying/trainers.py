@@ -15,6 +15,7 @@ from weightsync.driver.agreement import Agreement
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError, SourceChangedError, WeightSyncError
+from weightsync.plan import Plan
 from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, PublishTask, combine
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
@@ -98,15 +99,21 @@ class Publishing:
 
 
 class Trainers:
-    """The fleet's trainer ranks, asked in parallel.
-
-    Attributes:
-        agreement: the boxes that ranks with replicas are asked to compare.
-    """
+    """The fleet's trainer ranks, asked in parallel."""
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
-        self.agreement = Agreement(config, fleet)
+        self._agreement: Agreement | None = None
+
+    def begin_plan(self, plan: Plan) -> None:
+        """Have ranks compare the boxes that several of them hold, if there are any, from now on."""
+        replicas = plan.replicas
+        self._agreement = Agreement(self._config, self._fleet, plan, replicas) if replicas else None
+
+    @property
+    def compares_all(self) -> bool:
+        """Return True if the next `publish` compares all boxes, and there are some."""
+        return self._agreement is not None and self._agreement.compares_all
 
     def begin(self, version: int) -> Publishing:
         """Have all ranks publish `version`, once somebody waits for the result."""
@@ -119,7 +126,8 @@ class Trainers:
         Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError,
         ReplicasDifferError, or a rank's error: MovedError only if there is no other.
         """
-        self.agreement.compare_all()
+        if self._agreement:
+            self._agreement.compare_all()
         return await self.begin(version).publication()
 
     def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
@@ -132,14 +140,16 @@ class Trainers:
         return known if len(known) == len(asked) else ()
 
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
-        count, rounds = self._config.nonfinite != "ignore", self.agreement.rounds
+        agreement, count = self._agreement, self._config.nonfinite != "ignore"
+        rounds = agreement.rounds if agreement else ()
         outcome = await self._ask(PublishTask(count, rounds), readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         answers = Outcome(outcome.answers, others or outcome.failures).require()
         if written := [(name, each.written) for name, each in answers.items() if each.written]:
             raise SourceChangedError(version, written)
         nonfinite = self._counted(version, answers) if count else {}
-        await self.agreement.require(version, answers, rounds)
+        if agreement:
+            await agreement.require(version, answers, rounds)
         reports = answers.values()
         return Publication(
             answers,
