@@ -44,13 +44,15 @@ operators, since they do not load beside a CPU build of torch. Without torchvisi
 
 ## On a GPU
 
-`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16, with CUDA graphs. It passed on one H200 on
-2026-11-28, for each engine at one commit:
+`tests/gpu/test_families_on_gpu.py` compares the same in bfloat16, with CUDA graphs in SGLang and for
+DeepSeek-V3 in vLLM. These families passed on one H200 on 2026-11-28 and 29; others have not run to the end:
 
 | engine | families | commit |
 |---|---|---|
 | vLLM 0.33.0, torch 2.14.1 | GPT-OSS (loader), Qwen3-VL (loader) | b6395191 |
+| vLLM 0.33.0, torch 2.14.1 | DeepSeek-V3 with YaRN (loader), Mixtral (live weights) | c793cf1f |
 | vLLM 0.24.0 | DeepSeek-V3 with YaRN (loader), Qwen3-VL (loader), Mixtral (live weights) | ab555972 |
+| SGLang 0.5.23, torch 2.14.1 | DeepSeek-V3 (loader) | c793cf1f |
 | SGLang 0.5.17 | DeepSeek-V3 (loader), Mixtral (live weights) | ab555972 |
 
 vLLM 0.24 raises a `KeyError` for a GPT-OSS in bfloat16, also when it loads the files itself.

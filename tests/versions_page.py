@@ -41,8 +41,8 @@ GPU = """
 
 `bash scripts/setup --engine vllm` or `--engine sglang` installs the last version, with the pins of
 `requirements/vllm.txt` or `requirements/sglang.txt`. `bash scripts/test -m gpu` runs the tests. They ran on
-H200s: all of them with vLLM 0.24 and SGLang 0.5.17, a part with vLLM 0.33 and SGLang 0.5.23.
-[What has been tested](performance.md#what-has-been-tested) lists ranks and modes.
+H200s: with vLLM 0.24 and SGLang 0.5.17 all except some [families](models.md#on-a-gpu), with vLLM 0.33 and
+SGLang 0.5.23 a part. [What has been tested](performance.md#what-has-been-tested) lists ranks and modes.
 """
 
 
