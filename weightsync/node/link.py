@@ -1,0 +1,221 @@
+"""The driver's end of nodes: one socket, which nodes dial."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from weightsync.config import Ports
+from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
+from weightsync.node.calls import Method, methods_of
+from weightsync.node.codec import decode
+from weightsync.node.messages import (
+    MAX_NBYTES,
+    Answer,
+    Ask,
+    Bye,
+    Drop,
+    Hello,
+    Offer,
+    Raised,
+    Refused,
+    Tell,
+    Welcome,
+    from_node,
+)
+from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.ports import listen
+
+__all__ = ["Link", "Links"]
+
+logger = logging.getLogger("weightsync.node")
+
+AGAIN_S = 5.0
+"""How long a node may take to dial again. The node's process counts as ended after that."""
+
+
+class _Call:
+    """A call that waits for its answer."""
+
+    def __init__(self, method: Method, told: asyncio.Future[None] | None) -> None:
+        self.method, self.told = method, told
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+
+class Link:
+    """Calls to one node, many at a time. A peer of the driver: each method of the protocol can be awaited.
+
+    A call raises the method's WeightSyncError, PeerError for another error of the method and for a call that
+    was lost with its connection, and PeerLostError if the process has ended: it has hung up, and has not
+    dialled again for `AGAIN_S` seconds.
+
+    A call that is cancelled is dropped: the node does not begin it if it has not begun yet.
+    """
+
+    def __init__(self, name: str, protocol: type) -> None:
+        """`name`: the peer's in errors, such as ``holder 0``. `protocol`: such as `HolderPeer`."""
+        self.name = name
+        self._methods = methods_of(protocol)
+        self._calls: dict[int, _Call] = {}
+        self._ticket, self._process = 0, ""
+        self._connection: Connection | None = None
+        self._dialled = asyncio.Event()
+        self._lost_later: asyncio.TimerHandle | None = None
+        self._error: WeightSyncError | None = None
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_") or method not in self._methods:
+            raise AttributeError(method)
+        return partial(self._call, method)
+
+    def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
+        """See `TrainerPeer.ask_readable`: `publish` tells it."""
+        return None
+
+    async def dialled(self) -> None:
+        """Wait until the node has dialled. Raises PeerLostError if it has ended."""
+        await self._dialled.wait()
+        if self._error:
+            raise self._error
+
+    async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
+        method = self._methods[name]
+        told = args[-1] if method.tells else None
+        assert told is None or isinstance(told, asyncio.Future)
+        data = method.encoded(args[:-1] if method.tells else args)
+        await self.dialled()
+        self._ticket += 1
+        ticket, call = self._ticket, _Call(method, told)
+        self._calls[ticket] = call
+        self._send(Ask(ticket, name, data))
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._send(Drop(ticket))
+            raise
+        finally:
+            self._calls.pop(ticket, None)
+
+    def _send(self, message: Ask | Bye | Drop | Welcome) -> None:
+        if self._connection:
+            self._connection.send(msgspec.msgpack.encode(message))
+
+    def admit(self, connection: Connection) -> Receive:
+        """Take a connection of the node. The node has its place once it has said which process it is."""
+        return partial(self._receive, connection)
+
+    def _receive(self, connection: Connection, data: bytes) -> None:
+        message = from_node(data)
+        if isinstance(message, Hello):
+            self._greet(connection, message)
+        elif connection is not self._connection:
+            raise WireError(f"{self.name} sent an answer before its hello")
+        else:
+            self._came(message)
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        if why := self._refusal(hello.process):
+            logger.warning("[%s] a process that dials in its place is refused: %s", self.name, why)
+            connection.send(msgspec.msgpack.encode(Refused(why)))
+            return
+        if self._connection:  # its end is not known here yet
+            self._connection.when_lost = _nothing
+            self._connection.abort()
+        if self._lost_later:
+            self._lost_later.cancel()
+        self._process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
+        self._send(Welcome())
+        self._dialled.set()
+        for ticket in self._calls.keys() - hello.open:
+            self._end(
+                ticket, PeerError(self.name, "the connection was lost, and the call or its answer with it")
+            )
+
+    def _refusal(self, process: str) -> str:
+        if self._error:
+            return f"it is taken for dead: {self._error}"
+        return "another process has this place" if self._process not in ("", process) else ""
+
+    def _came(self, message: Answer | Raised | Tell) -> None:
+        call = self._calls.get(message.ticket)
+        if call is None or call.answer.done():
+            return  # it was given up
+        if isinstance(message, Tell):
+            if call.told and not call.told.done():
+                call.told.set_result(None)
+            return
+        try:
+            call.answer.set_result(self._value(call, message))
+        except WireError as error:
+            call.answer.set_exception(PeerError(self.name, str(error)))
+        except WeightSyncError as error:
+            call.answer.set_exception(error)
+
+    def _value(self, call: _Call, message: Answer | Raised) -> object:
+        if isinstance(message, Answer):
+            return decode(message.value, call.method.answer)
+        raise message.error.rebuild() if message.error else PeerError(self.name, message.text)
+
+    def _hung_up(self) -> None:
+        self._connection = None
+        if not self._error:
+            self._dialled.clear()
+            loop = asyncio.get_running_loop()
+            self._lost_later = loop.call_later(
+                AGAIN_S, self.end, PeerLostError(self.name, "it has hung up, and does not dial again")
+            )
+
+    def end(self, error: WeightSyncError) -> None:
+        """End the link: calls raise `error`, and the node is refused."""
+        if self._error:
+            return
+        self._error = error
+        if self._lost_later:
+            self._lost_later.cancel()
+        self._send(Bye())
+        self._dialled.set()
+        for ticket in [*self._calls]:
+            self._end(ticket, error)
+
+    def _end(self, ticket: int, error: WeightSyncError) -> None:
+        if not (answer := self._calls[ticket].answer).done():
+            answer.set_exception(error)
+
+
+class Links:
+    """The links of a driver. Used on one event loop."""
+
+    def __init__(self, host: str, ports: Ports | None = None) -> None:
+        """Listen at `host`, on a port of the range `ports`, by default on any free port.
+
+        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        """
+        listening = listen(host, ports, "the driver cannot listen for nodes")
+        self._listener = Listener(listening, self._admit, MAX_NBYTES)
+        self._by_secret: dict[bytes, Link] = {}
+
+    def offer(self, link: Link) -> Offer:
+        """Return how the node of `link` dials."""
+        secret = secrets.token_hex(SECRET_NBYTES // 2)
+        self._by_secret[secret.encode()] = link
+        return Offer(self._listener.endpoint, secret)
+
+    async def close(self) -> None:
+        """Hang up. Nodes end."""
+        for link in self._by_secret.values():
+            link.end(PeerError(link.name, "the driver has closed"))
+        await self._listener.close()
+
+    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+        link = self._by_secret.get(secret)
+        return link.admit(connection) if link else None
+
+
+def _nothing() -> None:
+    """Do nothing: a newer connection has taken over."""

@@ -1,0 +1,114 @@
+"""The messages between a driver and a node."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from weightsync.channel.wire import SentError
+from weightsync.protocol.decoding import decoded
+
+__all__ = [
+    "Answer",
+    "Ask",
+    "Drop",
+    "FromNode",
+    "Hello",
+    "Offer",
+    "Raised",
+    "Refused",
+    "Tell",
+    "ToNode",
+    "Welcome",
+]
+__all__ += ["from_node", "to_node"]
+
+MAX_NBYTES = 1 << 30
+"""The limit of a message, once the node has shown its secret: a plan of 70,000 tensors has tens of MB."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """How a node reaches its driver. Carries a secret: do not log it.
+
+    Each node has a secret of its own, by which the driver knows the node.
+    """
+
+    endpoint: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Offer(endpoint={self.endpoint!r})"
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Node -> driver, first: the process, and the tickets of calls that it has yet to answer."""
+
+    process: str
+    open: frozenset[int]
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Node -> driver: the answer to call `ticket`."""
+
+    ticket: int
+    value: bytes
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """Node -> driver: the error of call `ticket`; its `text` if it is no error of ours."""
+
+    ticket: int
+    error: SentError | None
+    text: str = ""
+
+
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """Node -> driver: call `ticket` has resolved its future, see `Method.tells`."""
+
+    ticket: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Driver -> node: the node has its place, again if it had it before."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Driver -> node: the node has no place here. It must not dial again."""
+
+    why: str
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """Driver -> node: the driver needs the node no more."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Driver -> node: call `method`."""
+
+    ticket: int
+    method: str
+    args: bytes
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Driver -> node: nobody waits for the answer to call `ticket` any more."""
+
+    ticket: int
+
+
+ToNode: TypeAlias = Welcome | Refused | Bye | Ask | Drop
+FromNode: TypeAlias = Hello | Answer | Raised | Tell
+
+_to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+
+
+def to_node(data: bytes) -> ToNode:
+    """Decode a driver's message. Raises WireError for anything else."""
+    return decoded(_to_node.decode, data)
+
+
+def from_node(data: bytes) -> FromNode:
+    """Decode a node's message. Raises WireError for anything else."""
+    return decoded(_from_node.decode, data)

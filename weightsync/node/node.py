@@ -1,0 +1,166 @@
+"""A process's end: it dials its driver, and answers the driver's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from weightsync.channel.wire import SentError
+from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.node.calls import Method, known, methods_of
+from weightsync.node.codec import encode
+from weightsync.node.messages import (
+    MAX_NBYTES,
+    Answer,
+    Ask,
+    Bye,
+    Drop,
+    FromNode,
+    Hello,
+    Offer,
+    Raised,
+    Refused,
+    Tell,
+    ToNode,
+    to_node,
+)
+from weightsync.protocol.stream import Splitter, framed, keep_alive
+
+__all__ = ["Node"]
+
+logger = logging.getLogger("weightsync.node")
+
+_CHUNK_NBYTES = 1 << 20
+_PAUSE_S = 0.2
+"""Time between two attempts to dial."""
+
+
+class Node:
+    """Answers a driver's calls of one peer, many at a time, on one connection.
+
+    If the connection is lost, the node dials again, and answers calls of the old connection on the new one.
+    """
+
+    def __init__(self, offer: Offer, peer: object, protocol: type) -> None:
+        """
+        Args:
+            offer: how to reach the driver, see `Links.offer`.
+            peer: has the methods of `protocol`, as coroutine functions.
+            protocol: such as `weightsync.protocol.peers.HolderPeer`.
+        """
+        self._offer, self._peer, self._methods = offer, peer, methods_of(protocol)
+        self._process = secrets.token_hex(8)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._unsent: dict[int, bytes] = {}
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, again_s: float = 5.0) -> None:
+        """Answer calls until the driver ends the link.
+
+        Raises StateError if the driver refuses this process, and PeerLostError if the driver cannot be
+        reached for `again_s` seconds.
+        """
+        try:
+            while True:
+                try:
+                    reader = await asyncio.wait_for(self._dial(), again_s)
+                except asyncio.TimeoutError as error:
+                    raise PeerLostError("driver", f"nobody listens at {self._offer.endpoint}") from error
+                if await self._answer(reader):
+                    return
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            self._hang_up()
+
+    async def _dial(self) -> asyncio.StreamReader:
+        where = urlsplit(self._offer.endpoint)
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(where.hostname, where.port)
+                break
+            except OSError as error:
+                logger.debug("the driver is not reached: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+        keep_alive(writer.get_extra_info("socket"))
+        self._writer = writer
+        writer.write(framed(self._offer.secret.encode()))
+        waiting = frozenset(self._tasks.keys() | self._unsent.keys())
+        self._send(Hello(self._process, waiting))
+        return reader
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bool:
+        """Answer calls until the connection is lost. Returns True if the driver has ended the link."""
+        try:
+            async for messages in _chunks(reader):
+                dropped = {each.ticket for each in messages if isinstance(each, Drop)}
+                for each in messages:
+                    if isinstance(each, Refused):
+                        raise StateError(f"the driver refuses this process: {each.why}")
+                    if isinstance(each, Bye):
+                        return True
+                    if isinstance(each, Ask) and each.ticket not in dropped:
+                        self._begin(each)
+                for ticket in dropped & self._tasks.keys():
+                    self._tasks[ticket].cancel()
+                self._send_unsent()
+        except OSError as error:
+            logger.debug("the connection to the driver is lost: %s", error)
+        finally:
+            self._hang_up()
+        return False
+
+    def _begin(self, ask: Ask) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(ask))
+        self._tasks[ask.ticket] = task
+        task.add_done_callback(lambda _: self._tasks.pop(ask.ticket, None))
+
+    async def _run(self, ask: Ask) -> None:
+        reply: Answer | Raised
+        try:
+            method = known(self._methods, ask.method)
+            value = await self._called(ask, method)
+            reply = Answer(ask.ticket, encode(value, method.answer))
+        except WeightSyncError as error:
+            reply = Raised(ask.ticket, SentError.of(error))
+        except Exception as error:  # the driver waits for an answer, and calls it a PeerError
+            logger.exception("%s() failed", ask.method)
+            reply = Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
+        self._unsent[ask.ticket] = msgspec.msgpack.encode(reply)
+        self._send_unsent()
+
+    async def _called(self, ask: Ask, method: Method) -> Any:  # noqa: ANN401 - the method's answer
+        args = method.decoded(ask.args)
+        function = getattr(self._peer, ask.method)
+        if not method.tells:
+            return await function(*args)
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        told.add_done_callback(lambda _: self._send(Tell(ask.ticket)))
+        return await function(*args, told)
+
+    def _send_unsent(self) -> None:
+        while self._writer and self._unsent:
+            ticket = next(iter(self._unsent))
+            self._writer.write(framed(self._unsent.pop(ticket)))
+
+    def _send(self, message: FromNode) -> None:
+        if self._writer:
+            self._writer.write(framed(msgspec.msgpack.encode(message)))
+
+    def _hang_up(self) -> None:
+        if self._writer:
+            self._writer.close()
+        self._writer = None
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[list[ToNode]]:
+    """Yield the messages that came together. Raises WireError for what is no message."""
+    splitter = Splitter(MAX_NBYTES)
+    while data := await reader.read(_CHUNK_NBYTES):
+        yield [to_node(each) for each in splitter.feed(data)]
