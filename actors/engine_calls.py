@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from types import MappingProxyType
@@ -14,7 +14,6 @@ from typing import Any
 
 from weightsync.actors.ray.claim import Claimable
 from weightsync.actors.ray.placement import Placement
-from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.config import Components, PrefixCache
 from weightsync.engines import (
     CachesPrefixes,
@@ -29,12 +28,15 @@ from weightsync.engines import (
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.kernels.engine_digests import EngineDigests
+from weightsync.node.messages import NodeOffer
+from weightsync.node.node import InThreads, serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, Digests, FeedTicket, LoadReport
+from weightsync.protocol.peers import EnginePeer
 
 
 class EngineCalls(Claimable):
@@ -172,24 +174,10 @@ class EngineCalls(Claimable):
         """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
 
-    async def sync_answer_calls(self, offer: ControlOffer) -> None:
-        """Answer the driver's calls on a control channel, see `answer_calls`, until it is lost.
-
-        Calls by an earlier channel that have not begun are not carried out any more.
-        """
-        is_newest = self._turns.begin()
-        methods: dict[str, Callable[..., object]] = {
-            "pause": self._sync_pause,
-            "load": self._sync_load,
-            "resume": self._sync_resume,
-        }
-        await asyncio.wrap_future(
-            on_daemon(lambda: answer_calls(offer, methods, is_newest), "weightsync-control")
-        )
-
-    @cached_property
-    def _turns(self) -> Turns:
-        return Turns()
+    async def sync_serve_node(self, offer: NodeOffer) -> None:
+        """Have a node answer the driver's calls. Raises as `weightsync.node.node.serve`."""
+        peer = _OnLoop(self, asyncio.get_running_loop())
+        await asyncio.wrap_future(serve(offer, peer, EnginePeer))
 
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
         """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.
@@ -265,3 +253,23 @@ class EngineCalls(Claimable):
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
         placement = Placement.here(f"{slot}.{rank}" if rank else slot)
         return dataclasses.replace(placement, device=device) if device else placement
+
+
+class _OnLoop:
+    """An engine's actor as the peer of a node, whose loop is another one than the actor's."""
+
+    def __init__(self, actor: EngineCalls, loop: asyncio.AbstractEventLoop) -> None:
+        self._actor, self._loop, self._threads = actor, loop, InThreads(actor)
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        # Calls while engines do not serve go past the actor's loop, which requests may keep busy.
+        if hasattr(self._actor, f"_sync_{method}"):
+            direct: Callable[..., Awaitable[Any]] = getattr(self._threads, f"_sync_{method}")
+            return direct
+        function = getattr(self._actor, f"sync_{method}")
+
+        async def call(*args: object) -> Any:  # noqa: ANN401 - the method's answer
+            called = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+            return await asyncio.wrap_future(called)
+
+        return call

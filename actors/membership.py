@@ -19,6 +19,7 @@ from weightsync.actors.holders.holders import Holders
 from weightsync.actors.ray.claim import Claims, TakenError
 from weightsync.actors.ray.control_channels import ControlChannels
 from weightsync.actors.ray.daemon import await_daemon
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
 from weightsync.actors.ray.process import PATIENCE_S, end_process
 from weightsync.actors.ray.remote import (
@@ -38,7 +39,15 @@ from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
+from weightsync.errors import (
+    ConfigError,
+    PeerError,
+    PeerLostError,
+    PlanError,
+    StateError,
+    WeightSyncError,
+    nearest,
+)
 from weightsync.faults import FaultPlan
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
@@ -80,7 +89,7 @@ class Membership:
         self._holders = Holders(config, run, shared)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._channels = ControlChannels(config.ports)
+        self._channels, self._links = ControlChannels(config.ports), NodeLinks(config.ports)
         self._relays = Relays(self._channels, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
@@ -249,6 +258,8 @@ class Membership:
 
     def _watch(self, name: str, engine: RemoteEngine) -> None:
         def lost(error: WeightSyncError) -> None:
+            if isinstance(error, PeerLostError):
+                self._links.end(engine.key, error)
             if self.engines.get(name) is engine.handle:
                 self._silent[name] = engine.handle
                 self._controller.engine_group.lost(name, error)
@@ -261,7 +272,7 @@ class Membership:
                 self._controller.events.publish(EngineBack(name))
 
         self._watches.engine(engine, lost, heard)
-        self._channels.open(engine)
+        self._links.open(engine)
 
     async def _check_holders(self, name: str) -> None:
         """Have the next update connect without the holders of a silent engine, if they are silent, too."""
@@ -281,9 +292,7 @@ class Membership:
 
         Calls from before, which may arrive only now, are not carried out. Raises as `place_engine`.
         """
-        handle = self.engines[name]
-        self._channels.forget(handle)
-        await self.place_engine(name, handle)
+        await self.place_engine(name, self.engines[name])
         self._silent.pop(name, None)
         self._cut_off.discard(name)
         self._controller.engine_group.enter([name], EngineState.STALE)
@@ -291,14 +300,15 @@ class Membership:
             self._controller.connected = False  # it is attached, and takes part, with the next update
 
     def _watch_holder(self, holder: RemoteHolder) -> None:
-        def lost(_: WeightSyncError) -> None:
+        def lost(error: WeightSyncError) -> None:
+            self._links.end(holder.key, error)
             if holder in self._fleet.holders:
                 self._controller.connected = False
                 self._controller.snapshot_index.lost(holder.name)
                 self._holders.lost(holder)
 
         self._watches.holder(holder, lost)
-        self._channels.open(holder)
+        self._links.open(holder)
 
     async def connect(self) -> None:
         try:
@@ -377,7 +387,7 @@ class Membership:
             self._channels.open_notices(trainer, asks=are_few)
         for gone in (each for each in self._fleet.holders if each not in holders):
             if isinstance(gone, Remote):
-                self._channels.forget(gone.key)
+                self._links.end(gone.key, PeerError(gone.name, "it is not used any more"))
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [placement.node for placement in placed.placements]
         for (rank, _), name in zip(ranks, placements, strict=False):
@@ -499,5 +509,6 @@ class Membership:
         self._holders.close()
         await self._watches.close()
         await self._channels.close()
+        await self._links.close()
         await self._holders.ended()
         await self._claims.release()

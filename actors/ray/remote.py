@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import (
     ActorUnavailableError,
@@ -22,17 +23,14 @@ from ray.exceptions import (
 )
 
 from weightsync.actors.ray.claim import ClaimedPeer
-from weightsync.actors.ray.control_channels import (
-    Callee,
-    ControlChannel,
-    Notifier,
-    PublishNotices,
-)
+from weightsync.actors.ray.control_channels import ControlChannel, Notifier, PublishNotices
+from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
-from weightsync.channel.control import CALLS, ControlOffer
+from weightsync.channel.control import ControlOffer
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
+from weightsync.node.link import Link
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
@@ -90,12 +88,13 @@ class Remote:
     `remote_trainer`, `remote_engine` and `remote_holder` return a peer with the types of the methods.
     """
 
+    node: Link | None = None
+
     def __init__(
         self, name: str, handle: ActorHandle[Any], prefix: str, adapter: AdapterSpec | None = None
     ) -> None:
         """With an `adapter`, methods call the actor's part for the adapter."""
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
-        self.channel: ControlChannel | None = None
 
     @property
     def key(self) -> Hashable:
@@ -113,16 +112,16 @@ class Remote:
         return hasattr(self.handle, self._prefix + method)
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Call the actor, if possible by the control channel, which needs no task.
+        """Call the actor by its node, or by Ray what only the actor has, and what many actors get.
 
         The answer raises as `answer`, and ConfigError if the actor has no such method.
         """
-        called = self.channel.call(method, args) if self.channel else None
-        return self._call_by_ray(method, *args) if called is None else called
+        is_shared = any(isinstance(each, ObjectRef) for each in args)  # Ray copies it to each host once
+        if self.node and method in self.node.methods and not is_shared:
+            return self.node.call(method, *args)
+        return self._call_by_ray(method, *args)
 
     async def _call_by_ray(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
-        if self.channel and self.channel.stuck and method in CALLS:
-            await self.channel.channels.replace(cast("Callee", self))
         try:
             remote = self._remote(self._prefix + method)
         except AttributeError as error:
@@ -141,6 +140,8 @@ class Remote:
 class _Engine(Remote):
     """An engine's actor."""
 
+    protocol = EnginePeer
+
     async def placements(self) -> list[Placement]:
         """Ask the actor for placements, with an object of Ray's store, as plans are sent.
 
@@ -156,6 +157,7 @@ class _Trainer(Remote):
 
     def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
         super().__init__(name, handle, "sync_", adapter)
+        self.channel: ControlChannel | None = None
         self.notices: PublishNotices | None = None
         self._is_read_in_place = False
         self._expected: _Expected | None = None
@@ -247,6 +249,8 @@ def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
 class _Holder(Remote):
     """A holder's actor. The process may still be starting, as a standby."""
 
+    protocol = HolderPeer
+
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
         self._becoming = becoming
@@ -305,7 +309,7 @@ class RemoteTrainer(_Actor, Notifier, ClaimedPeer, TrainerPeer, Protocol):
     async def placement_so_far(self) -> Placement | None: ...
 
 
-class RemoteEngine(_Actor, Callee, ClaimedPeer, EnginePeer, Protocol):
+class RemoteEngine(_Actor, Served, ClaimedPeer, EnginePeer, Protocol):
     """An EngineActor or VllmActor. `EngineCalls` documents the methods."""
 
     async def placements(self) -> list[Placement]: ...
@@ -313,7 +317,7 @@ class RemoteEngine(_Actor, Callee, ClaimedPeer, EnginePeer, Protocol):
     async def ping(self) -> None: ...
 
 
-class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
+class RemoteHolder(_Actor, Served, HolderPeer, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...

@@ -39,8 +39,8 @@ class PublishRelay:
         self.key: Hashable = (holder.key, *self._actors.items())
 
     def answers(self, method: str) -> bool:
-        """Return True if the holder's process can relay calls."""
-        return method == "answer_calls" and self._holder.answers("relay")
+        """Return True: each holder's process can relay calls."""
+        return True
 
     async def answer_calls(self, offer: ControlOffer) -> None:
         """Have the holder relay calls of the channel, until the channel is lost. Raises as `answer`."""

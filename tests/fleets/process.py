@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.holder.holder import Holder
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.node.messages import Offer
+from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.sources.module import ModuleSource
@@ -77,7 +77,7 @@ def main(kind: str, number: str, endpoint: str, secret: str) -> None:
         "engine": lambda: (Engine(f"e{number}"), ProcessEngine),
     }[kind]()
     try:
-        asyncio.run(Node(Offer(endpoint, secret), peer, protocol).serve())
+        asyncio.run(Node(NodeOffer(endpoint, secret), peer, protocol).serve())
     finally:
         if kind == "holder":
             peer.target.close()

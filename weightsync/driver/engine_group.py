@@ -256,10 +256,7 @@ class EngineGroup:
         return await self._gather(calls, phase, timeout_s)
 
     def load(self, member: EngineMember, attempt: int) -> Coroutine[object, object, LoadReport]:
-        """Have an engine load, without a deadline. If the engine is lost, holders stop waiting for it.
-
-        A control channel asks the engine now, not when the coroutine is awaited.
-        """
+        """Have an engine load, without a deadline. If the engine is lost, holders stop waiting for it."""
         return _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:

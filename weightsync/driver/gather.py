@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WeightSyncError
+from weightsync.protocol.deadlines import within
 
 GRACE_S = 2.0
 """Seconds from a peer's own deadline to the driver's deadline. The peer's error names the late process."""
@@ -75,7 +76,8 @@ async def gather_named(
     """
     if not calls:
         return Outcome({}, {})
-    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    with within(timeout_s):
+        tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     try:
         pending, lost = await _wait(tasks.values(), timeout_s, together)
     except asyncio.CancelledError:

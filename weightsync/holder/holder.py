@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Ports
 from weightsync.errors import StateError
@@ -36,6 +35,8 @@ from weightsync.holder.trainer_parts import digest_parts
 from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
+from weightsync.node.messages import NodeOffer
+from weightsync.node.node import InThreads, serve
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -61,6 +62,7 @@ from weightsync.protocol.messages import (
     StagingMemory,
     UpdateTask,
 )
+from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.routes import keep_to_interface_of
 from weightsync.protocol.timing import PhaseClock
 from weightsync.transports import Transport, transport_class
@@ -109,7 +111,7 @@ class Holder:
         self._staged_parts: StagedParts | None = None
         self._live_source, self._runs = LiveSource(name, host, ports), RefillRuns(name)
         self._moving, self._preparing, self._make_staging = threading.Lock(), threading.Lock(), make_staging
-        self._watched, self._turns = threading.Event(), Turns()
+        self._watched = threading.Event()
 
     def __repr__(self) -> str:
         """Return the name that Ray puts before each line of this holder's log."""
@@ -140,9 +142,9 @@ class Holder:
         self._watched = watched = threading.Event()
         watched.wait()
 
-    def answer_calls(self, offer: ControlOffer) -> None:
-        """Answer `move` and `refill` on a control channel, until it is lost or replaced, or until `close`."""
-        answer_calls(offer, {"move": self.move, "refill": self.refill}, self._turns.begin())
+    def serve_node(self, offer: NodeOffer) -> None:
+        """Have a node answer the driver's calls. Raises as `weightsync.node.node.serve`."""
+        serve(offer, InThreads(self), HolderPeer).result()
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
@@ -463,11 +465,10 @@ class Holder:
     def close(self) -> None:
         """End running work, leave the communicators and free the memory.
 
-        `watch` and `answer_calls` return.
+        `watch` returns.
         """
         self.abort(cause := f"{self.name} is closed")
         self.stop_refill(cause)
-        self._turns.begin()
         self._watched.set()
         with self._preparing:
             self._leave()

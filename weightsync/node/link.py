@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -22,22 +24,20 @@ from weightsync.node.messages import (
     Bye,
     Drop,
     Hello,
-    Offer,
+    NodeOffer,
     Raised,
     Refused,
     Tell,
     Welcome,
     from_node,
 )
+from weightsync.protocol.deadlines import left_s
 from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
 from weightsync.protocol.ports import listen
 
 __all__ = ["Link", "Links"]
 
 logger = logging.getLogger("weightsync.node")
-
-AGAIN_S = 5.0
-"""How long a node may take to dial again. The node's process counts as ended after that."""
 
 
 class _Call:
@@ -52,16 +52,24 @@ class Link:
     """Calls to one node, many at a time. A peer of the driver: each method of the protocol can be awaited.
 
     A call raises the method's WeightSyncError, PeerError for another error of the method and for a call that
-    was lost with its connection, and PeerLostError if the process has ended: it has hung up, and has not
-    dialled again for `AGAIN_S` seconds.
+    was lost with its connection, and the error of `end`. It waits until the node has dialled, and is not
+    carried out after the deadline of the task that waits for it, see `weightsync.protocol.deadlines`.
 
-    A call that is cancelled is dropped: the node does not begin it if it has not begun yet.
+    Attributes:
+        methods: the names of the methods.
     """
 
-    def __init__(self, name: str, protocol: type) -> None:
-        """`name`: the peer's in errors, such as ``holder 0``. `protocol`: such as `HolderPeer`."""
-        self.name = name
+    def __init__(self, name: str, protocol: type, again_s: float = math.inf) -> None:
+        """
+        Args:
+            name: the peer's name in errors, such as ``holder 0``.
+            protocol: the peer's methods, such as `HolderPeer`.
+            again_s: how long a node that has hung up may take to dial again. After that the process counts as
+                ended, and calls raise PeerLostError. By default only `end` says so.
+        """
+        self.name, self._again_s = name, again_s
         self._methods = methods_of(protocol)
+        self.methods: Collection[str] = self._methods.keys()
         self._calls: dict[int, _Call] = {}
         self._ticket, self._process = 0, ""
         self._connection: Connection | None = None
@@ -72,7 +80,7 @@ class Link:
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_") or method not in self._methods:
             raise AttributeError(method)
-        return partial(self._call, method)
+        return partial(self.call, method)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
         """See `TrainerPeer.ask_readable`: `publish` tells it."""
@@ -84,7 +92,8 @@ class Link:
         if self._error:
             raise self._error
 
-    async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
+    async def call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
+        """Call a method of the protocol by name."""
         method = self._methods[name]
         told = args[-1] if method.tells else None
         assert told is None or isinstance(told, asyncio.Future)
@@ -93,7 +102,7 @@ class Link:
         self._ticket += 1
         ticket, call = self._ticket, _Call(method, told)
         self._calls[ticket] = call
-        self._send(Ask(ticket, name, data))
+        self._send(Ask(ticket, name, data, time.monotonic() + left_s()))
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -130,7 +139,7 @@ class Link:
         if self._lost_later:
             self._lost_later.cancel()
         self._process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
-        self._send(Welcome())
+        self._send(Welcome(time.monotonic()))
         self._dialled.set()
         for ticket in self._calls.keys() - hello.open:
             self._end(
@@ -164,12 +173,12 @@ class Link:
 
     def _hung_up(self) -> None:
         self._connection = None
-        if not self._error:
-            self._dialled.clear()
-            loop = asyncio.get_running_loop()
-            self._lost_later = loop.call_later(
-                AGAIN_S, self.end, PeerLostError(self.name, "it has hung up, and does not dial again")
-            )
+        if self._error:
+            return
+        self._dialled.clear()
+        if math.isfinite(self._again_s):
+            error = PeerLostError(self.name, "it has hung up, and does not dial again")
+            self._lost_later = asyncio.get_running_loop().call_later(self._again_s, self.end, error)
 
     def end(self, error: WeightSyncError) -> None:
         """End the link: calls raise `error`, and the node is refused."""
@@ -200,11 +209,11 @@ class Links:
         self._listener = Listener(listening, self._admit, MAX_NBYTES)
         self._by_secret: dict[bytes, Link] = {}
 
-    def offer(self, link: Link) -> Offer:
+    def offer(self, link: Link) -> NodeOffer:
         """Return how the node of `link` dials."""
         secret = secrets.token_hex(SECRET_NBYTES // 2)
         self._by_secret[secret.encode()] = link
-        return Offer(self._listener.endpoint, secret)
+        return NodeOffer(self._listener.endpoint, secret)
 
     async def close(self) -> None:
         """Hang up. Nodes end."""

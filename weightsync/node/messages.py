@@ -15,7 +15,7 @@ __all__ = [
     "Drop",
     "FromNode",
     "Hello",
-    "Offer",
+    "NodeOffer",
     "Raised",
     "Refused",
     "Tell",
@@ -28,7 +28,7 @@ MAX_NBYTES = 1 << 30
 """The limit of a message, once the node has shown its secret: a plan of 70,000 tensors has tens of MB."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class NodeOffer(msgspec.Struct, frozen=True):
     """How a node reaches its driver. Carries a secret: do not log it.
 
     Each node has a secret of its own, by which the driver knows the node.
@@ -38,7 +38,7 @@ class Offer(msgspec.Struct, frozen=True):
     secret: str
 
     def __repr__(self) -> str:
-        return f"Offer(endpoint={self.endpoint!r})"
+        return f"NodeOffer(endpoint={self.endpoint!r})"
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -70,7 +70,12 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Driver -> node: the node has its place, again if it had it before."""
+    """Driver -> node: the node has its place, again if it had it before.
+
+    `now`: the driver's monotonic clock, in seconds, by which `Ask.deadline` counts.
+    """
+
+    now: float
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -84,11 +89,12 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Driver -> node: call `method`."""
+    """Driver -> node: call `method`, unless `deadline` has passed, as after a link was down."""
 
     ticket: int
     method: str
     args: bytes
+    deadline: float
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):

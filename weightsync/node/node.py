@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,31 +26,39 @@ from weightsync.node.messages import (
     Drop,
     FromNode,
     Hello,
-    Offer,
+    NodeOffer,
     Raised,
     Refused,
     Tell,
     ToNode,
+    Welcome,
     to_node,
 )
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.stream import Splitter, framed, keep_alive
 
-__all__ = ["Node"]
+__all__ = ["InThreads", "Node", "serve"]
 
 logger = logging.getLogger("weightsync.node")
 
 _CHUNK_NBYTES = 1 << 20
 _PAUSE_S = 0.2
 """Time between two attempts to dial."""
+_AGAIN_S = 3600.0
+"""How long a thread of `serve` looks for its driver: a link may be down for long."""
 
 
 class Node:
     """Answers a driver's calls of one peer, many at a time, on one connection.
 
     If the connection is lost, the node dials again, and answers calls of the old connection on the new one.
+
+    Attributes:
+        welcomed: done once the driver has a place for this process. Has the error of `serve` instead, if the
+            driver refuses the process or is not reached.
     """
 
-    def __init__(self, offer: Offer, peer: object, protocol: type) -> None:
+    def __init__(self, offer: NodeOffer, peer: object, protocol: type) -> None:
         """
         Args:
             offer: how to reach the driver, see `Links.offer`.
@@ -59,25 +70,32 @@ class Node:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._unsent: dict[int, bytes] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._ahead_s = 0.0  # of this process's clock, by which it is ahead of the driver's
+        self.welcomed: Future[None] = Future()
 
-    async def serve(self, again_s: float = 5.0) -> None:
+    async def serve(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
         """Answer calls until the driver ends the link.
 
         Raises StateError if the driver refuses this process, and PeerLostError if the driver cannot be
-        reached for `again_s` seconds.
+        reached in `dial_s` seconds at first, or later in `again_s` seconds.
         """
         try:
-            while True:
-                try:
-                    reader = await asyncio.wait_for(self._dial(), again_s)
-                except asyncio.TimeoutError as error:
-                    raise PeerLostError("driver", f"nobody listens at {self._offer.endpoint}") from error
-                if await self._answer(reader):
-                    return
+            while not await self._answer(await self._dial_within(dial_s)):
+                dial_s = again_s
+        except WeightSyncError as error:
+            if not self.welcomed.done():
+                self.welcomed.set_exception(error)
+            raise
         finally:
             for task in self._tasks.values():
                 task.cancel()
             self._hang_up()
+
+    async def _dial_within(self, timeout_s: float) -> asyncio.StreamReader:
+        try:
+            return await asyncio.wait_for(self._dial(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise PeerLostError("driver", f"it does not answer at {self._offer.endpoint}") from error
 
     async def _dial(self) -> asyncio.StreamReader:
         where = urlsplit(self._offer.endpoint)
@@ -105,6 +123,8 @@ class Node:
                         raise StateError(f"the driver refuses this process: {each.why}")
                     if isinstance(each, Bye):
                         return True
+                    if isinstance(each, Welcome):
+                        self._welcome(each)
                     if isinstance(each, Ask) and each.ticket not in dropped:
                         self._begin(each)
                 for ticket in dropped & self._tasks.keys():
@@ -116,7 +136,15 @@ class Node:
             self._hang_up()
         return False
 
+    def _welcome(self, welcome: Welcome) -> None:
+        self._ahead_s = time.monotonic() - welcome.now
+        if not self.welcomed.done():
+            self.welcomed.set_result(None)
+
     def _begin(self, ask: Ask) -> None:
+        if time.monotonic() - self._ahead_s > ask.deadline:
+            logger.warning("%s() came after its deadline, and is not carried out", ask.method)
+            return
         task = asyncio.get_running_loop().create_task(self._run(ask))
         self._tasks[ask.ticket] = task
         task.add_done_callback(lambda _: self._tasks.pop(ask.ticket, None))
@@ -164,3 +192,28 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[list[ToNode]]:
     splitter = Splitter(MAX_NBYTES)
     while data := await reader.read(_CHUNK_NBYTES):
         yield [to_node(each) for each in splitter.feed(data)]
+
+
+class InThreads:
+    """Makes an object a peer: each call of a method runs on a thread of its own, and may hang."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[object, object, Any]]:
+        function = getattr(self._target, method)
+
+        async def call(*args: object) -> Any:  # noqa: ANN401 - the method's answer
+            return await asyncio.wrap_future(on_daemon(partial(function, *args), f"weightsync-{method}"))
+
+        return call
+
+
+def serve(offer: NodeOffer, peer: object, protocol: type) -> Future[None]:
+    """Have a thread answer the driver's calls, see `Node`. Returns `Node.welcomed`.
+
+    The thread dials again for `_AGAIN_S` seconds after a lost connection.
+    """
+    node = Node(offer, peer, protocol)
+    on_daemon(lambda: asyncio.run(node.serve(again_s=_AGAIN_S)), "weightsync-node")
+    return node.welcomed

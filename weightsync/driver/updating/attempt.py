@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from weightsync.driver.gather import GRACE_S, Outcome
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError
+from weightsync.protocol.deadlines import within
 from weightsync.protocol.messages import Moved
 
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
@@ -33,6 +34,17 @@ class Attempt(Generic[T]):
     ) -> None:
         """Start all calls. `loads` is by engine; `feeds` names each engine's holders in `moves`."""
         self._timeout_s, self._begun = timeout_s, time.monotonic()
+        # Engines may use up their time one after another; the holders come on top.
+        self._limit_s = (len(loads) + 1) * timeout_s + GRACE_S
+        with within(self._limit_s):
+            self._begin(moves, loads, feeds)
+
+    def _begin(
+        self,
+        moves: Mapping[str, Awaitable[Moved]],
+        loads: Mapping[str, Coroutine[object, object, T]],
+        feeds: Mapping[str, Sequence[str]],
+    ) -> None:
         self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
         first_error = asyncio.wait(self._moves.values(), return_when=asyncio.FIRST_EXCEPTION)
         self._broken = asyncio.create_task(first_error)  # ends as well once all moves have
@@ -69,9 +81,8 @@ class Attempt(Generic[T]):
         moves, loads = self._moves.values(), self._loads.values()
         loaded = asyncio.create_task(asyncio.wait(loads))
         try:
-            # Engines may use up their time one after another; the holders come on top.
-            limit_s = (len(loads) + 1) * self._timeout_s + GRACE_S
-            await asyncio.wait([self._broken, loaded], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait([self._broken, loaded], timeout=self._limit_s, return_when=first)
         finally:
             loaded.cancel()
         # Holders that still move wait for the one that failed, and end by their own deadline. If none failed,

@@ -20,6 +20,7 @@ from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.late_reads import LateReads
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.errors import ConfigError, DeadlineError, ReadError, StateError, WeightSyncError
+from weightsync.protocol.deadlines import within
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
@@ -255,12 +256,13 @@ class Refiller:
         attempt, member = self._engine_group.next_attempt(), self._fleet.engines[name]
         timeout_s = self._config.timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
-        reads = {
-            f"holder {i}": asyncio.ensure_future(
-                self._fleet.holders[i].refill(attempt, snapshot, may_map, timeout_s, limit_s)
-            )
-            for i, snapshot in zip(member.holders, ranks, strict=True)
-        }
+        with within(limit_s):
+            reads = {
+                f"holder {i}": asyncio.ensure_future(
+                    self._fleet.holders[i].refill(attempt, snapshot, may_map, timeout_s, limit_s)
+                )
+                for i, snapshot in zip(member.holders, ranks, strict=True)
+            }
 
         async def load(peer: EnginePeer) -> LoadReport:
             return await _while_read(name, peer.load(attempt, timeout_s), reads.values(), timeout_s)

@@ -1,0 +1,78 @@
+"""The links to a driver's actors, whose nodes Ray starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Hashable
+from typing import Protocol
+
+import ray
+
+from weightsync.config import Ports
+from weightsync.errors import PeerError, PeerLostError, WeightSyncError
+from weightsync.node.link import Link, Links
+from weightsync.node.messages import NodeOffer
+
+logger = logging.getLogger("weightsync.node")
+
+
+class Served(Protocol):
+    """An actor that can host a node. `protocol`: the methods that its node answers."""
+
+    name: str
+    protocol: type
+    node: Link | None
+
+    @property
+    def key(self) -> Hashable: ...
+    async def serve_node(self, offer: NodeOffer) -> None: ...
+
+
+class NodeLinks:
+    """One link for each actor, by the actor's key. Used on one event loop."""
+
+    def __init__(self, ports: Ports | None) -> None:
+        """`ports`: the range of the port to listen on; by default any free port."""
+        self._ports = ports
+        self._listening: Links | None = None
+        self._links: dict[Hashable, Link] = {}
+        self._starting: set[asyncio.Task[None]] = set()
+
+    def open(self, peer: Served) -> None:
+        """Give `peer` the link to its actor, whose node Ray starts if it has none.
+
+        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        """
+        if peer.key not in self._links:
+            if self._listening is None:
+                self._listening = Links(ray.util.get_node_ip_address(), self._ports)
+            link = self._links[peer.key] = Link(peer.name, peer.protocol)
+            starting = asyncio.ensure_future(self._start(peer, link, self._listening.offer(link)))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+        peer.node = self._links[peer.key]
+
+    async def _start(self, peer: Served, link: Link, offer: NodeOffer) -> None:
+        try:
+            await peer.serve_node(offer)
+        except WeightSyncError as error:
+            if isinstance(error, PeerLostError | PeerError):
+                link.end(error)
+            else:
+                link.end(PeerError(peer.name, f"its node does not start: {error}"))
+
+    def end(self, key: Hashable, error: WeightSyncError) -> None:
+        """Have calls to the actor of this `key` raise `error`. `open` gives it a new link."""
+        if link := self._links.pop(key, None):
+            link.end(error)
+
+    async def close(self) -> None:
+        """End all nodes."""
+        for starting in self._starting:
+            starting.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        self._links.clear()
+        if self._listening:
+            await self._listening.close()
+            self._listening = None
