@@ -26,7 +26,7 @@ class Part:
     version: int
     prepare: Callable[[], Awaitable[None]]
     exclusive: Callable[[], AbstractAsyncContextManager[None]]
-    move: Callable[[int, Callable[[], None], JointMember], Awaitable[SyncReport]]
+    move: Callable[[int, Callable[[], None], JointMember | None], Awaitable[SyncReport]]
 
 
 async def update_together(
@@ -41,7 +41,7 @@ async def update_together(
         ((name, part),) = parts.items()
         await part.prepare()
         async with part.exclusive():
-            return {name: await part.move(version, when_held, JointMember.alone())}
+            return {name: await part.move(version, when_held, None)}
     joint, left = JointCommit(parts), len(parts)
 
     def held() -> None:

@@ -460,7 +460,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return replace(first, components=reports) if len(reports) > 1 else first
 
     async def _move(
-        self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember
+        self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember | None
     ) -> SyncReport:
         await self._members.reconnect()
         if self._faults and version > self.version and version not in self._armed:
