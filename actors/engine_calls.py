@@ -175,9 +175,9 @@ class EngineCalls(Claimable):
         return self._engine.serving()
 
     async def sync_serve_node(self, offer: NodeOffer) -> None:
-        """Have a node answer the driver's calls. Raises as `weightsync.node.node.serve`."""
+        """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
         peer = _OnLoop(self, asyncio.get_running_loop())
-        await asyncio.wrap_future(serve(offer, peer, EnginePeer))
+        await asyncio.wrap_future(serve(offer, peer, EnginePeer).welcomed)
 
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
         """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.

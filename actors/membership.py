@@ -17,7 +17,6 @@ from weightsync.actors.checkpoints.checkpoints import Checkpoints
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.holders.holders import Holders
 from weightsync.actors.ray.claim import Claims, TakenError
-from weightsync.actors.ray.control_channels import ControlChannels
 from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
@@ -31,7 +30,7 @@ from weightsync.actors.ray.remote import (
     remote_trainer,
 )
 from weightsync.actors.ray.watch import Watches, is_silence
-from weightsync.actors.relays.relays import Relays, move_relays, publish_relays, relayed_ranks
+from weightsync.actors.relays.relays import Relays, move_relays, publish_relays
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -89,8 +88,8 @@ class Membership:
         self._holders = Holders(config, run, shared)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._channels, self._links = ControlChannels(config.ports), NodeLinks(config.ports)
-        self._relays = Relays(self._channels, fleet)
+        self._links = NodeLinks(config.ports)
+        self._relays = Relays(self._links, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -302,6 +301,7 @@ class Membership:
     def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(error: WeightSyncError) -> None:
             self._links.end(holder.key, error)
+            self._relays.lost(holder, error)
             if holder in self._fleet.holders:
                 self._controller.connected = False
                 self._controller.snapshot_index.lost(holder.name)
@@ -382,9 +382,8 @@ class Membership:
         for holder in holders:
             self._watch_holder(holder)
         nodes = [placements[name].node for name in trainers]
-        are_few = not relayed_ranks(nodes)
         for trainer in trainers.values():
-            self._channels.open_notices(trainer, asks=are_few)
+            self._links.open(trainer)
         for gone in (each for each in self._fleet.holders if each not in holders):
             if isinstance(gone, Remote):
                 self._links.end(gone.key, PeerError(gone.name, "it is not used any more"))
@@ -400,7 +399,7 @@ class Membership:
         if not self._adapter:  # an adapter's holders share processes with other adapters' holders
             self._relays.use(
                 publish_relays([*trainers.values()], nodes, homes),
-                move_relays(self._channels, holders, self._fleet.nodes),
+                move_relays(self._links, holders, self._fleet.nodes),
             )
         self._fleet.engines.clear()
         for name, engine in engines.items():
@@ -508,7 +507,6 @@ class Membership:
         await self._controller.snapshot_index.stop()  # it would warn about holders that end
         self._holders.close()
         await self._watches.close()
-        await self._channels.close()
         await self._links.close()
         await self._holders.ended()
         await self._claims.release()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
 from weightsync.actors.ray.claim import Claimable
 from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.publish_notices import TrainerNode, published, readable
 from weightsync.actors.ray.readiness import Readiness
-from weightsync.channel.control import ControlOffer, Turns, answer_calls, fits
-from weightsync.channel.notices import Notices
 from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.kernels.fingerprints import publish_report
+from weightsync.node.messages import NodeOffer
+from weightsync.node.node import InThreads, Node, serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
-from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import Attached, Compared, Digests, PublishReport, PublishTask
 from weightsync.protocol.timing import PhaseClock
@@ -35,7 +35,7 @@ class Shard(Claimable):
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
     _compared: Compared | None = None
-    _notices: Notices | None = None
+    _node: Node | None = None
     _readiness: Readiness | None = None
     _gpu: int | None = None
 
@@ -85,59 +85,41 @@ class Shard(Claimable):
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return attach(self._attached, plan, trainer, send_buffer)
 
-    def sync_dial(self, offer: ControlOffer, asks: ControlOffer | None = None) -> None:
-        """Prepare to tell the driver when holders may read this rank's weights.
+    def sync_serve_node(self, offer: NodeOffer) -> None:
+        """Have a node answer calls that come before or in place of `publish`, see `TrainerNode`.
 
-        With an offer in `asks`, also answer the driver's calls, before or in place of `publish`.
+        The node's threads have the actor's GPU as current device. Returns before the node has dialled.
         """
-        if self._notices:
-            self._notices.close()
-        self._notices = Notices(offer)
-        readiness = self._readiness = Readiness(self._ready)
-        is_newest = self._turns.begin()
-        if asks:
-            on_daemon(partial(self._answer, asks, readiness, is_newest), "weightsync-publish")
+        self._readiness = Readiness(self._ready)
+        self._node = serve(offer, InThreads(_Early(self, self._readiness)), TrainerNode)
 
-    def _answer(self, asks: ControlOffer, readiness: Readiness, is_newest: Callable[[], bool]) -> None:
-        """Answer calls that come before Ray's call, on a thread with the actor's GPU as current device."""
-
-        def readable(ticket: int) -> bool:
-            with self._on_its_gpu():
-                return readiness.early(ticket)
-
-        def publish_in_place(task: PublishTask, ticket: int) -> PublishReport | None:
-            with self._on_its_gpu():
-                report = readiness.once(ticket, partial(self._publish, task, ticket))
-            return report if fits(report) else None
-
-        answer_calls(asks, {"readable": readable, "publish_in_place": publish_in_place}, is_newest)
-
-    def _on_its_gpu(self) -> AbstractContextManager[object]:
+    def on_its_gpu(self) -> AbstractContextManager[object]:
+        """Make the actor's GPU the current device of this thread."""
         return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
-
-    @cached_property
-    def _turns(self) -> Turns:
-        return Turns()
 
     def sync_publish(self, task: PublishTask, ticket: int = 0, tells: bool = False) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
 
         In place, tell the driver once holders may read the share, then digest it. Without a `ticket`, tell
-        nobody. If it `tells`, the driver gets the report on the socket of notices, too.
+        nobody. If it `tells`, the driver gets the report by the node, too.
         """
-        publish = partial(self._publish, task, ticket)
-        report = self._readiness.once(ticket, publish) if self._readiness else publish()
-        if tells and self._notices:
-            self._notices.published(ticket, report)
+        report = self.publish_once(task, ticket)
+        if tells and self._node:
+            self._node.notify(published(ticket, report))
         return report
+
+    def publish_once(self, task: PublishTask, ticket: int) -> PublishReport:
+        """Publish, or return the report of the same `ticket`."""
+        publish = partial(self._publish, task, ticket)
+        return self._readiness.once(ticket, publish) if self._readiness else publish()
 
     def _publish(self, task: PublishTask, ticket: int) -> PublishReport:
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
             is_known = self._readiness is not None and self._readiness.has_said(ticket)
-            if not is_known and self._ready() and ticket and self._notices:
-                self._notices.readable(ticket)
+            if not is_known and self._ready() and ticket and self._node:
+                self._node.notify(readable(ticket))
             inject("publish")
             published = source.publish(task.count)
             self._compared = compare(source, task.rounds)
@@ -170,3 +152,18 @@ class Shard(Claimable):
     def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""
         set_faults(process, faults, seed)
+
+
+class _Early:
+    """The calls of a trainer's node, see `TrainerNode`."""
+
+    def __init__(self, shard: Shard, readiness: Readiness) -> None:
+        self._shard, self._readiness = shard, readiness
+
+    def readable(self, ticket: int) -> bool:
+        with self._shard.on_its_gpu():
+            return self._readiness.early(ticket)
+
+    def publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport:
+        with self._shard.on_its_gpu():
+            return self._shard.publish_once(task, ticket)

@@ -7,8 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from ray.actor import ActorHandle
 from weightsync.actors.holders.detached import detached
 from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.ray.placement import Placement, threaded
-from weightsync.actors.relays.host_moves import HostMoves
+from weightsync.actors.relays.host_moves import HostMoves, Moving
 from weightsync.actors.relays.move_once import MoveOnce
-from weightsync.actors.relays.publish_relay import publish_all
-from weightsync.channel.control import ControlOffer, Turns, answer_calls
+from weightsync.actors.relays.move_relay import HostMoving
+from weightsync.actors.relays.publish_relay import HostPublisher, HostPublishing
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
+from weightsync.node.messages import NodeOffer
+from weightsync.node.node import InThreads, serve
 from weightsync.plan import Plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Moved, Prepared, UpdateTask
@@ -64,28 +66,20 @@ class WeightHolder(Holder):
     def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
         """See `Holder`."""
         super().__init__(name, host, transport, device, ports=ports)
-        self._relaying, self._relaying_moves, self._relayed = Turns(), Turns(), Turns()
         self._once = MoveOnce(name)
 
-    def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
-        """Have `trainers`, by rank, publish when the driver asks, until the channel is lost or replaced."""
-        answer_calls(offer, {"publish_all": partial(publish_all, trainers)}, self._relaying.begin())
+    def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have `trainers`, by rank, publish when the driver asks."""
+        serve(offer, HostPublisher(trainers), HostPublishing).welcomed.result()
 
-    def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
-        """Have the `holders` of this host, by index, move when the driver asks.
+    def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
+        """Have the `holders` of this host, by index, move when the driver asks."""
+        serve(offer, HostMoves(holders), HostMoving).welcomed.result()
 
-        Ends when the channel is lost or replaced.
-        """
-        is_newest = self._relaying_moves.begin()
-        with closing(HostMoves(holders)) as moves:
-            answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved}, is_newest)
-
-    def answer_relay(self, offer: ControlOffer) -> None:
-        """Answer `move` on a channel of the relaying holder, until the channel is lost or replaced.
-
-        Calls after the next `prepare` are refused.
-        """
-        answer_calls(offer, {"move": partial(self._move, self._once)}, self._relayed.begin())
+    def answer_relay(self, offer: NodeOffer) -> None:
+        """Answer `move` of the relaying holder. Calls after the next `prepare` are refused."""
+        mover = SimpleNamespace(move=partial(self._move, self._once))
+        serve(offer, InThreads(mover), Moving).welcomed.result()
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """See `Holder.prepare`."""

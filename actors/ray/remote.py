@@ -23,14 +23,14 @@ from ray.exceptions import (
 )
 
 from weightsync.actors.ray.claim import ClaimedPeer
-from weightsync.actors.ray.control_channels import ControlChannel, Notifier, PublishNotices
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
-from weightsync.channel.control import ControlOffer
+from weightsync.actors.ray.publish_notices import PublishNotices, TrainerNode
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.node.link import Link
+from weightsync.node.messages import NodeOffer
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
@@ -107,10 +107,6 @@ class Remote:
             raise AttributeError(method)
         return lambda *args: self.call(method, *args)
 
-    def answers(self, method: str) -> bool:
-        """Return True if the actor has this method."""
-        return hasattr(self.handle, self._prefix + method)
-
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         """Call the actor by its node, or by Ray what only the actor has, and what many actors get.
 
@@ -140,7 +136,7 @@ class Remote:
 class _Engine(Remote):
     """An engine's actor."""
 
-    protocol = EnginePeer
+    protocol: type = EnginePeer
 
     async def placements(self) -> list[Placement]:
         """Ask the actor for placements, with an object of Ray's store, as plans are sent.
@@ -155,10 +151,11 @@ class _Engine(Remote):
 class _Trainer(Remote):
     """A trainer's actor, which says during `publish` that weights may be read."""
 
+    protocol: type = TrainerNode
+
     def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
         super().__init__(name, handle, "sync_", adapter)
-        self.channel: ControlChannel | None = None
-        self.notices: PublishNotices | None = None
+        self.notices = PublishNotices()
         self._is_read_in_place = False
         self._expected: _Expected | None = None
 
@@ -171,27 +168,34 @@ class _Trainer(Remote):
         return report
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
-        """Ask the trainer on the control channel, if holders read the weights in place."""
-        if not (self.notices and self.channel and self._is_read_in_place):
+        """Ask the trainer's node, if holders read the weights in place."""
+        if not (self.node and self.node.is_dialled and self._is_read_in_place):
             return None
-        self._expected = _Expected.of(self.notices, readable)
-        early = self.channel.call("readable", (self._expected.ticket,))
-        if early:
-            early.add_done_callback(partial(_note, readable))
+        self._expected = _Expected.of(self, readable)
+        early: asyncio.Future[bool] = asyncio.ensure_future(self.node.call("readable", self._expected.ticket))
+        early.add_done_callback(partial(_note, readable))
         return early
 
+    def expect(
+        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
+    ) -> int:
+        """Resolve these with the node's next notices. Returns the ticket that `publish` has to get."""
+        if self.node:
+            self.node.when_noticed = self.notices.came
+        return self.notices.expect(readable, report)
+
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
-        """Have the trainer publish. Messages on the socket arrive before Ray's answer."""
+        """Have the trainer publish. The node's notices arrive before Ray's answer."""
         expected, self._expected = self._expected, None
         if expected is None or expected.readable is not readable:
-            expected = _Expected.of(self.notices, readable)
+            expected = _Expected.of(self, readable)
         elif readable.done():
             report = await self._publish_in_place(task, expected.ticket)
             if report is not None:
                 return report
         told, ticket = expected.told, expected.ticket
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
-            self.call("publish", task, ticket, bool(ticket))
+            self.call("publish", task, ticket, self.node is not None)
         )
         asked.add_done_callback(_no_log)
         try:
@@ -202,15 +206,12 @@ class _Trainer(Remote):
         return told.result() if told.done() else asked.result()
 
     async def _publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport | None:
-        """Have a readable trainer publish by the control channel.
-
-        Returns None if that takes long, or is not possible.
+        """Have a readable trainer publish by its node. Returns None if that takes long.
 
         Then Ray is called, which knows whether the process lives, and gets the same report.
         """
-        called = self.channel.call("publish_in_place", (task, ticket)) if self.channel else None
-        if called is None:
-            return None
+        assert self.node
+        called = asyncio.ensure_future(self.node.call("publish_in_place", task, ticket))
         called.add_done_callback(_no_log)
         done, _ = await asyncio.wait([called], timeout=_LONG_S)
         report: PublishReport | None = called.result() if done else None
@@ -219,16 +220,16 @@ class _Trainer(Remote):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """The expected messages of a publishing trainer. `ticket` is 0 without a socket."""
+    """The expected notices of a publishing trainer."""
 
     readable: asyncio.Future[None]
     told: asyncio.Future[PublishReport]
     ticket: int
 
     @classmethod
-    def of(cls, notices: PublishNotices | None, readable: asyncio.Future[None]) -> _Expected:
+    def of(cls, trainer: _Trainer, readable: asyncio.Future[None]) -> _Expected:
         told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
-        return cls(readable, told, notices.expect(readable, told) if notices else 0)
+        return cls(readable, told, trainer.expect(readable, told))
 
 
 def _no_log(ended: asyncio.Future[Any]) -> None:
@@ -249,7 +250,7 @@ def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
 class _Holder(Remote):
     """A holder's actor. The process may still be starting, as a standby."""
 
-    protocol = HolderPeer
+    protocol: type = HolderPeer
 
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
@@ -280,9 +281,6 @@ class _Part(_Holder):
     def key(self) -> Hashable:
         return self.handle, self._part
 
-    def answers(self, method: str) -> bool:
-        return True
-
     def close(self) -> Awaitable[None]:
         """Free the holder's memory and sockets. The process continues."""
         return answer(self.name, self.handle.close_part.remote(self._part))
@@ -302,8 +300,10 @@ class _Actor(Protocol):
     async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
 
 
-class RemoteTrainer(_Actor, Notifier, ClaimedPeer, TrainerPeer, Protocol):
+class RemoteTrainer(_Actor, Served, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
+
+    def expect(self, readable: asyncio.Future[None]) -> int: ...
 
     async def placement(self) -> Placement: ...
     async def placement_so_far(self) -> Placement | None: ...
@@ -322,8 +322,8 @@ class RemoteHolder(_Actor, Served, HolderPeer, Protocol):
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
-    async def relay(self, offer: ControlOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
-    async def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None: ...
     async def close(self) -> None: ...
 
 

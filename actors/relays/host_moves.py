@@ -4,94 +4,76 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.ray.control_channels import ControlChannel, ControlChannels
-from weightsync.actors.ray.loop import LoopThread
 from weightsync.actors.ray.remote import answer
-from weightsync.channel.control import ControlOffer, HostMoved, HostTasks
+from weightsync.actors.relays.move_relay import HostMoved, HostTasks
 from weightsync.channel.wire import SentError
+from weightsync.driver.gather import gather_named
 from weightsync.errors import WeightSyncError
-from weightsync.protocol.messages import Moved
+from weightsync.node.link import Link, Links
+from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.peers import MOVE_LOOK_S
 
 _TOGETHER_S = 0.05
 """How long after the first answer others may come, to go to the driver with it."""
 _DIAL_S = 10.0
 """How long holders may take to dial. One that takes longer is called by the driver."""
+_GONE_S = 0.2
+"""A neighbour that has hung up has ended, unless it dials again in this time."""
 
 
-class _Neighbour:
-    """A holder of this host."""
+class Moving(Protocol):
+    """A holder that the first holder of its host calls."""
 
-    channel: ControlChannel | None = None
-
-    def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
-        self.name, self.key = name, handle
-
-    def answers(self, method: str) -> bool:
-        return True
-
-    async def answer_calls(self, offer: ControlOffer) -> None:
-        await answer(self.name, self.key.answer_relay.remote(offer))
+    async def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved: ...
 
 
 class HostMoves:
-    """The moves of a host's holders, over control channels on the loopback.
+    """The moves of a host's holders, which dial this holder on the loopback. See `HostMoving`.
 
-    One thread calls the methods. A separate loop receives the answers.
+    Used on the loop of this holder's node.
     """
 
     def __init__(self, holders: Mapping[int, ActorHandle[Any]]) -> None:
-        """Wait until `holders`, by index, have dialled."""
-        self._loop = LoopThread()
-        self._channels = ControlChannels(None, "127.0.0.1")
-        self._holders = {index: _Neighbour(f"holder {index}", each) for index, each in holders.items()}
+        """`holders`: the actors, by index."""
+        self._actors = holders
+        self._links: dict[int, Link] = {}
         self._moving: dict[int, asyncio.Future[Moved]] = {}
         self._uncalled: list[int] = []
-        self._loop.run_concurrently(self._open()).result()
 
-    def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
+    async def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
         """Call `move` of all holders that `tasks` names, and return as `moved`."""
-        return self._loop.run_concurrently(self._move_all(attempt, tasks, timeout_s)).result()
+        if not self._links:
+            await self._open()
+        self._moving.clear()  # the driver stopped waiting for an earlier attempt
+        for feeding, task, indices in tasks:
+            for index in indices:
+                if self._links[index].is_dialled:
+                    move = self._links[index].call("move", attempt, feeding, task, timeout_s)
+                    self._moving[index] = moving = asyncio.ensure_future(move)
+                    moving.add_done_callback(_heard)
+                else:
+                    self._uncalled.append(index)
+        return await self.moved()
 
-    def moved(self) -> HostMoved:
+    async def _open(self) -> None:
+        """Have the holders dial."""
+        listening = Links("127.0.0.1")
+        self._links = {index: Link(f"holder {index}", Moving, _GONE_S) for index in self._actors}
+        calls = {
+            link.name: answer(link.name, self._actors[i].answer_relay.remote(listening.offer(link)))
+            for i, link in self._links.items()
+        }
+        await gather_named(calls, "dial", _DIAL_S)
+
+    async def moved(self) -> HostMoved:
         """Return new outcomes and errors, and holders that could not be called.
 
         Waits for a first result, and shortly for more, but at most about `MOVE_LOOK_S` seconds.
         """
-        return self._loop.run_concurrently(self._moved()).result()
-
-    def close(self) -> None:
-        """Hang up."""
-        self._loop.run_concurrently(self._channels.close()).result()
-        self._loop.close()
-
-    async def _open(self) -> None:
-        for each in self._holders.values():
-            self._channels.open(each)
-        deadline = asyncio.get_running_loop().time() + _DIAL_S
-        while asyncio.get_running_loop().time() < deadline:
-            if all(each.channel and each.channel.is_open for each in self._holders.values()):
-                return
-            await asyncio.sleep(0.01)
-
-    async def _move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
-        self._moving.clear()  # the driver stopped waiting for an earlier attempt
-        for feeding, task, indices in tasks:
-            for index in indices:
-                channel = self._holders[index].channel
-                call = channel.call("move", (attempt, feeding, task, timeout_s)) if channel else None
-                if call is None:
-                    self._uncalled.append(index)
-                else:
-                    self._moving[index] = moving = asyncio.ensure_future(call)
-                    moving.add_done_callback(_heard)
-        return await self._moved()
-
-    async def _moved(self) -> HostMoved:
         uncalled, self._uncalled = tuple(self._uncalled), []
         if self._moving and not uncalled:
             await self._wait()

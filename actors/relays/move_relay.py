@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
-from weightsync.actors.ray.control_channels import ControlChannel, ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteHolder
-from weightsync.channel.control import ControlOffer, HostMoved
+from weightsync.channel.wire import SentError
 from weightsync.errors import PeerError, WeightSyncError
+from weightsync.node.link import Link
+from weightsync.node.messages import NodeOffer
 from weightsync.protocol.messages import Moved, UpdateTask
+
+HostTasks: TypeAlias = tuple[tuple[bool, UpdateTask, tuple[int, ...]], ...]
+"""Whether holders feed their engine ranks, their task, and which these are. Most of a host are alike."""
+
+HostMoved: TypeAlias = tuple[dict[int, Moved], dict[int, SentError], tuple[int, ...]]
+"""Outcomes and errors by holder, and the holders that could not be called."""
+
+
+class HostMoving(Protocol):
+    """A holder that has the holders of its host move.
+
+    `move_all` begins an attempt. It and `moved` return what is new of the holders.
+    """
+
+    async def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved: ...
+    async def moved(self) -> HostMoved: ...
 
 
 class MoveRelay:
@@ -17,54 +36,49 @@ class MoveRelay:
     See `weightsync.protocol.peers.MoveRelayPeer`.
 
     Attributes:
-        holders: their indices.
-        key: tells it from other relays.
+        holder: the holder that calls the others.
+        holders: the indices of all.
+        key: tells this relay from other relays.
     """
 
-    channel: ControlChannel | None = None
+    protocol: type = HostMoving
+    node: Link | None = None
 
-    def __init__(self, channels: ControlChannels, holders: Mapping[int, RemoteHolder]) -> None:
+    def __init__(self, links: NodeLinks, holders: Mapping[int, RemoteHolder]) -> None:
         """`holders`: the holders of the host, by index."""
         self.holders: Sequence[int] = tuple(holders)
-        self._channels, self._first = channels, holders[self.holders[0]]
+        self._links, self.holder = links, holders[self.holders[0]]
         self._actors = {index: holder.handle for index, holder in holders.items()}
-        self.name = f"holders through {self._first.name}"
+        self.name = f"holders through {self.holder.name}"
         self.key: Hashable = ("move", *self._actors.items())
 
-    def answers(self, method: str) -> bool:
-        """Return True: each holder's process can relay calls."""
-        return True
-
-    async def answer_calls(self, offer: ControlOffer) -> None:
-        """Have the holder relay calls of the channel, until the channel is lost. Raises as `answer`."""
-        await self._first.relay_moves(offer, self._actors)
+    async def serve_node(self, offer: NodeOffer) -> None:
+        """Have the holder answer calls of this relay. Raises as `answer`."""
+        await self.holder.relay_moves(offer, self._actors)
 
     def renew(self) -> None:
-        """Open a new channel. The holder then opens new channels to its neighbours."""
-        self._channels.forget(self.key)
-        self._channels.open(self)
+        """Make a new link. The holder then makes new links to its neighbours."""
+        self._links.end(self.key, PeerError(self.name, "its link was renewed"))
+        self._links.open(self)
 
     async def move(
         self, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
     ) -> Mapping[int, Moved | WeightSyncError | None]:
         """Have holders move, by index. None could be called while the connection is being made."""
-        if not (self.channel and self.channel.is_open):
-            self._channels.open(self)  # another one, if it was lost
-        elif self.channel.stuck:
-            self.renew()
+        if not (self.node and self.node.is_dialled):
+            self._links.open(self)  # another link, if the link has ended
+            return dict.fromkeys(tasks)
         alike: dict[tuple[bool, UpdateTask], list[int]] = {}
         for index, task in tasks.items():
             alike.setdefault(task, []).append(index)
         asked = tuple((feeding, task, tuple(its)) for (feeding, task), its in alike.items())
-        called = self.channel.call("move_all", (attempt, asked, timeout_s)) if self.channel else None
-        return _said(await called) if called else dict.fromkeys(tasks)
+        return _said(await self.node.call("move_all", attempt, asked, timeout_s))
 
     async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]:
         """Return new results of holders that move."""
-        called = self.channel.call("moved", ()) if self.channel else None
-        if called is None:
+        if self.node is None:
             raise PeerError(self.name, "there is no connection to it")
-        return _said(await called)
+        return _said(await self.node.call("moved"))
 
 
 def _said(answer: HostMoved) -> Mapping[int, Moved | WeightSyncError | None]:

@@ -143,8 +143,8 @@ class Holder:
         watched.wait()
 
     def serve_node(self, offer: NodeOffer) -> None:
-        """Have a node answer the driver's calls. Raises as `weightsync.node.node.serve`."""
-        serve(offer, InThreads(self), HolderPeer).result()
+        """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
+        serve(offer, InThreads(self), HolderPeer).welcomed.result()
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""

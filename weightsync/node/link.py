@@ -25,6 +25,7 @@ from weightsync.node.messages import (
     Drop,
     Hello,
     NodeOffer,
+    Notice,
     Raised,
     Refused,
     Tell,
@@ -57,6 +58,7 @@ class Link:
 
     Attributes:
         methods: the names of the methods.
+        when_noticed: is called with the node's notices.
     """
 
     def __init__(self, name: str, protocol: type, again_s: float = math.inf) -> None:
@@ -70,6 +72,7 @@ class Link:
         self.name, self._again_s = name, again_s
         self._methods = methods_of(protocol)
         self.methods: Collection[str] = self._methods.keys()
+        self.when_noticed: Callable[[Notice], None] = _nothing
         self._calls: dict[int, _Call] = {}
         self._ticket, self._process = 0, ""
         self._connection: Connection | None = None
@@ -85,6 +88,11 @@ class Link:
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
         """See `TrainerPeer.ask_readable`: `publish` tells it."""
         return None
+
+    @property
+    def is_dialled(self) -> bool:
+        """Return True if the node has dialled, and the connection lasts."""
+        return self._connection is not None
 
     async def dialled(self) -> None:
         """Wait until the node has dialled. Raises PeerLostError if it has ended."""
@@ -125,6 +133,8 @@ class Link:
             self._greet(connection, message)
         elif connection is not self._connection:
             raise WireError(f"{self.name} sent an answer before its hello")
+        elif isinstance(message, Notice):
+            self.when_noticed(message)
         else:
             self._came(message)
 
@@ -226,5 +236,5 @@ class Links:
         return link.admit(connection) if link else None
 
 
-def _nothing() -> None:
-    """Do nothing: a newer connection has taken over."""
+def _nothing(*_: object) -> None:
+    """Do nothing: nobody waits for it."""

@@ -16,6 +16,7 @@ __all__ = [
     "FromNode",
     "Hello",
     "NodeOffer",
+    "Notice",
     "Raised",
     "Refused",
     "Tell",
@@ -69,6 +70,13 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     ticket: int
 
 
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """Node -> driver: news that belong to no call, with a number and, if there is more to say, a value."""
+
+    number: int
+    value: bytes = b""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Driver -> node: the node has its place, again if it had it before.
 
@@ -104,7 +112,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 ToNode: TypeAlias = Welcome | Refused | Bye | Ask | Drop
-FromNode: TypeAlias = Hello | Answer | Raised | Tell
+FromNode: TypeAlias = Hello | Answer | Raised | Tell | Notice
 
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

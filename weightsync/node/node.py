@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -27,6 +28,7 @@ from weightsync.node.messages import (
     FromNode,
     Hello,
     NodeOffer,
+    Notice,
     Raised,
     Refused,
     Tell,
@@ -69,6 +71,7 @@ class Node:
         self._process = secrets.token_hex(8)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._unsent: dict[int, bytes] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ahead_s = 0.0  # of this process's clock, by which it is ahead of the driver's
         self.welcomed: Future[None] = Future()
@@ -79,6 +82,7 @@ class Node:
         Raises StateError if the driver refuses this process, and PeerLostError if the driver cannot be
         reached in `dial_s` seconds at first, or later in `again_s` seconds.
         """
+        self._loop = asyncio.get_running_loop()
         try:
             while not await self._answer(await self._dial_within(dial_s)):
                 dial_s = again_s
@@ -87,9 +91,16 @@ class Node:
                 self.welcomed.set_exception(error)
             raise
         finally:
+            self._loop = None
             for task in self._tasks.values():
                 task.cancel()
             self._hang_up()
+
+    def notify(self, notice: Notice) -> None:
+        """Send news to the driver, from any thread. Without a connection they are lost."""
+        if loop := self._loop:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._send, notice)
 
     async def _dial_within(self, timeout_s: float) -> asyncio.StreamReader:
         try:
@@ -209,11 +220,11 @@ class InThreads:
         return call
 
 
-def serve(offer: NodeOffer, peer: object, protocol: type) -> Future[None]:
-    """Have a thread answer the driver's calls, see `Node`. Returns `Node.welcomed`.
+def serve(offer: NodeOffer, peer: object, protocol: type) -> Node:
+    """Have a thread answer the driver's calls. Returns the thread's node, before the node has dialled.
 
     The thread dials again for `_AGAIN_S` seconds after a lost connection.
     """
     node = Node(offer, peer, protocol)
     on_daemon(lambda: asyncio.run(node.serve(again_s=_AGAIN_S)), "weightsync-node")
-    return node.welcomed
+    return node
