@@ -22,10 +22,7 @@ from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.membership import Membership
-from weightsync.actors.ray import control_channels
-from weightsync.actors.ray.control_channels import ControlChannel
 from weightsync.actors.ray.metrics import Metrics
-from weightsync.channel.control import ControlOffer
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import EngineError, NonfiniteError, PeerLostError, StateError, WeightSyncError
@@ -468,54 +465,43 @@ def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Mak
     assert holds(sync, "e1")
 
 
-def through_channels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return a set that the methods called over control channels will be in."""
+def by_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set that the methods called by nodes will be in."""
     called: set[str] = set()
-    call = ControlChannel.call
+    call = Link.call
 
-    def noted(channel: ControlChannel, method: str, args: tuple[object, ...]) -> Any:
-        answer = call(channel, method, args)
-        if answer is not None:
-            called.add(method)
-        return answer
+    async def noted(link: Link, name: str, *args: object) -> Any:
+        called.add(name)
+        return await call(link, name, *args)
 
-    monkeypatch.setattr(ControlChannel, "call", noted)
+    monkeypatch.setattr(Link, "call", noted)
     return called
 
 
-def test_an_update_calls_holders_and_engines_over_control_channels(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+UPDATE = {"pause", "load", "resume", "snapshot"}
+
+
+@pytest.mark.parametrize(("stage", "moves"), [("host", {"refill", "stage"}), ("none", {"move"})])
+def test_an_update_calls_holders_and_engines_by_their_nodes(
+    make: Make, monkeypatch: pytest.MonkeyPatch, stage: Any, moves: set[str]
 ) -> None:
-    called, sync = through_channels(monkeypatch), make(stage="host")
+    sync = make(stage=stage)
     sync.connect()
+    called = by_nodes(monkeypatch)
     sync.update_weights(1)
-    assert called == {"pause", "refill", "load", "resume"}
+    assert called >= {"pause", "load", "resume", *moves}
     assert holds(sync, "e0")
 
 
-def test_a_fleet_that_does_not_stage_is_moved_over_control_channels(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called, sync = through_channels(monkeypatch), make()
-    sync.connect()
-    sync.update_weights(1)
-    assert called == {"pause", "move", "load", "resume"}
-    assert holds(sync, "e0")
-
-
-def test_a_fleet_that_cannot_reach_the_driver_is_called_through_ray(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unreachable(endpoint: str, secret: str) -> ControlOffer:
-        return ControlOffer("tcp://127.0.0.1:1", secret)
-
-    monkeypatch.setattr(control_channels, "ControlOffer", unreachable)
-    called, sync = through_channels(monkeypatch), make()
-    sync.connect()
-    sync.update_weights(1)
-    assert not called
-    assert holds(sync, "e0")
-    assert until(lambda: "engine e0] is called through Ray from now on" in caplog.text, patient(10))
+def test_an_actor_that_cannot_reach_the_driver_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = Links.offer
+    unreachable = {"endpoint": "tcp://127.0.0.1:1"}
+    monkeypatch.setattr(
+        Links, "offer", lambda links, link: msgspec.structs.replace(offer(links, link), **unreachable)
+    )
+    sync = make(connect_timeout_s=patient(30))
+    with pytest.raises(PeerError, match=r"driver is gone: it does not answer at tcp://127\.0\.0\.1:1"):
+        sync.connect()
 
 
 def test_a_holder_that_is_noticed_to_be_gone_twice_is_replaced(make: Make) -> None:

@@ -183,7 +183,7 @@ class SglangEngine(SlotServing):
         refused = self._asked("adapter", lambda server: server.load_lora(name, config, tensors, pinned))
         if refused:
             raise ConfigError("adapter", name, f"SGLang says: {refused}")
-        one_token = sampling_params(Sampling(max_tokens=1), 0)
+        one_token = sampling_params(Sampling(max_tokens=1), 0, self._seeds)
         self.loop.complete([[0]], [Params(Adapted(one_token, name, name))])
 
     def _give_slots(self, name: str, numbers: Sequence[int]) -> None:
