@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
@@ -25,8 +26,16 @@ from weightsync.actors.membership import Membership
 from weightsync.actors.ray.metrics import Metrics
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import EngineError, NonfiniteError, PeerLostError, StateError, WeightSyncError
+from weightsync.errors import (
+    EngineError,
+    NonfiniteError,
+    PeerError,
+    PeerLostError,
+    StateError,
+    WeightSyncError,
+)
 from weightsync.faults import Fault, FaultPlan
+from weightsync.node.link import Link, Links
 from weightsync.report import SyncReport
 
 WIDTH = 64
