@@ -57,10 +57,8 @@ class NodeLinks:
         try:
             await peer.serve_node(offer)
         except WeightSyncError as error:
-            if isinstance(error, PeerLostError | PeerError):
-                link.end(error)
-            else:
-                link.end(PeerError(peer.name, f"its node does not start: {error}"))
+            is_own = isinstance(error, PeerLostError | PeerError)
+            link.end(error if is_own else PeerError(peer.name, f"its node does not start: {error}"))
 
     def end(self, key: Hashable, error: WeightSyncError) -> None:
         """Have calls to the actor of this `key` raise `error`. `open` gives it a new link."""

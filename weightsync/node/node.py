@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from weightsync.channel.wire import SentError
-from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.errors import StateError, TransportError, WeightSyncError
 from weightsync.node.calls import Method, known, methods_of
 from weightsync.node.codec import encode
 from weightsync.node.messages import (
@@ -79,7 +79,7 @@ class Node:
     async def serve(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
         """Answer calls until the driver ends the link.
 
-        Raises StateError if the driver refuses this process, and PeerLostError if the driver cannot be
+        Raises StateError if the driver refuses this process, and TransportError if the driver cannot be
         reached in `dial_s` seconds at first, or later in `again_s` seconds.
         """
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,9 @@ class Node:
         try:
             return await asyncio.wait_for(self._dial(), timeout_s)
         except asyncio.TimeoutError as error:
-            raise PeerLostError("driver", f"it does not answer at {self._offer.endpoint}") from error
+            raise TransportError(
+                f"the driver does not answer at {self._offer.endpoint}: open that port, or set sync.ports"
+            ) from error
 
     async def _dial(self) -> asyncio.StreamReader:
         where = urlsplit(self._offer.endpoint)
