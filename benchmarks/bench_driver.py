@@ -18,7 +18,7 @@ reported with the rows that it had, and the others go on.
 - ``s`` and ``CPU s`` are the driver's. The time in which peers make and pickle their answers, and compute the
   plan's digest, is taken off both. What is left includes the packing of every argument and the unpacking of
   every answer, together ``pickling s``: by Ray's pickler with a copy of its buffers, as into the object
-  store, or for the calls that go over control channels as they do there. What Ray, or a socket, needs for a
+  store, or for the calls that nodes answer as they travel there. What Ray, or a socket, needs for a
   call is not included. Garbage is not collected while a peer answers. No time passes between a call and its
   answer.
 - ``MiB out`` and ``MiB in`` are packed arguments and answers, without what Ray adds to a call. The plan
@@ -36,7 +36,7 @@ of an engine rank, which the driver's rows leave out: each holder makes its own,
 is what the plan allocates.
 
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
-parallel, as `actors.ray.remote` calls engines: through Ray and over control channels, in turns. The first
+parallel, as `actors.ray.remote` calls engines: through Ray and by nodes, in turns. The first
 two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
 itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`). The last N are holders
 that move nothing: the driver calls them itself, and through one of each group (`benchmarks.move_rounds`).
@@ -66,8 +66,9 @@ from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
 from benchmarks.move_rounds import measure_moves
 from benchmarks.publish_rounds import measure_publishing
+from benchmarks.rounds import NUM_WARM, dialled
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteEngine, remote_engine
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
@@ -78,7 +79,6 @@ from weightsync.report import SyncReport
 __all__ = ["main"]
 
 _SIZES = (10, 100)
-_NUM_WARM = 2
 _MODULE = "benchmarks.bench_driver"
 _WHOLE, _BY_METHOD, _ACTORS = "the driver's part", "by method", "Ray actors that do nothing"
 _HOLDER = "one holder plans its messages between hosts"
@@ -282,9 +282,9 @@ class Idle(EngineCalls):
 
 
 def measure_actors(num_actors: int, num_rounds: int) -> None:
-    """Call actors in parallel through Ray and over control channels, in turns, and send a row for each."""
+    """Call actors in parallel through Ray and by nodes, in turns, and send a row for each."""
     start_ray(0)
-    channels = ControlChannels(None)
+    links = NodeLinks(None)
     peers: dict[str, RemoteEngine] = {}
 
     async def start() -> None:
@@ -294,10 +294,7 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
             stage(f"start of actor {first}")
             names = [f"engine {number}" for number in range(first, min(first + at_once, num_actors))]
             peers.update({name: remote_engine(name, spawn(Idle, num_threads=1)) for name in names})
-            for name in names:
-                channels.open(peers[name])
-            while not all(each.channel and each.channel.is_open for each in peers.values()):
-                await asyncio.sleep(0.1)
+            await dialled(links, [peers[name] for name in names])
 
     async def call() -> Instant:
         started = Instant.now()
@@ -308,19 +305,19 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
     async def rounds() -> dict[str, list[Instant]]:
         await start()
         stage("calls")
-        opened = {name: peer.channel for name, peer in peers.items()}
-        taken: dict[str, list[Instant]] = {"Ray": [], "control channels": []}
-        for _ in range(num_rounds + _NUM_WARM):
+        opened = {name: peer.node for name, peer in peers.items()}
+        taken: dict[str, list[Instant]] = {"Ray": [], "nodes": []}
+        for _ in range(num_rounds + NUM_WARM):
             for way, its in taken.items():
                 for name, peer in peers.items():
-                    peer.channel = None if way == "Ray" else opened[name]
+                    peer.node = None if way == "Ray" else opened[name]
                 its.append(await call())
-        await channels.close()
+        await links.close()
         return taken
 
     try:
         for way, taken in asyncio.run(rounds()).items():
-            its = taken[_NUM_WARM:]
+            its = taken[NUM_WARM:]
             wall, cpu = (statistics.median(getattr(each, name) for each in its) for name in ("wall", "cpu"))
             row = {"through": way, "actors": num_actors, "rounds": num_rounds, "round ms": wall * 1e3}
             row |= {"ms a call": wall * 1e3 / num_actors, "CPU ms a call": cpu * 1e3 / num_actors}

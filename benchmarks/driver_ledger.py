@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import pickle
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 from ray import cloudpickle
 
-from weightsync.channel.control import CALLS, Answer, Ask, decode_reply, pack, unpack
+from weightsync.node.calls import Method, methods_of
+from weightsync.node.codec import decode, encode
+from weightsync.node.messages import Answer, Ask, from_node
 
-__all__ = ["Cost", "Instant", "Ledger", "Message", "Stored", "Wire"]
+__all__ = ["Cost", "Instant", "Ledger", "Message", "Reply", "Stored", "Wire"]
 
 
 @dataclass(slots=True)  # not frozen: making them counts as the driver's time
@@ -47,37 +49,41 @@ class Message:
 
 @dataclass(slots=True)  # not frozen: making them counts as the driver's time
 class Reply:
-    """A method's answer as it travels on a control channel."""
+    """A method's answer as a node sends it."""
 
-    method: str
+    method: Method
     body: bytes
 
     @classmethod
-    def of(cls, method: str, value: object) -> Reply:
-        return cls(method, msgspec.msgpack.encode(Answer(1, pack(value))))
+    def of(cls, method: Method, value: object) -> Reply:
+        return cls(method, msgspec.msgpack.encode(Answer(1, encode(value, method.answer))))
+
+    def again(self) -> Reply:
+        """Return this message: what it is decoded to is not shared."""
+        return self
 
     def load(self) -> object:
-        reply = decode_reply(self.body)
+        reply = from_node(self.body)
         assert isinstance(reply, Answer)
-        return unpack(reply.value, CALLS[self.method].answer)
+        return decode(reply.value, self.method.answer)
 
     @property
     def nbytes(self) -> int:
         return len(self.body)
 
 
-def asked(method: str, args: Sequence[object]) -> int:
-    """Pack a call of `method` as it travels, and return its bytes: on a control channel, or through Ray."""
-    if method in CALLS:
-        return len(msgspec.msgpack.encode(Ask(1, method, pack(args))))
+def asked(name: str, method: Method | None, args: Sequence[object]) -> int:
+    """Pack a call as it travels, and return its bytes: to a node, or through Ray without a `method`."""
+    if method:
+        return len(msgspec.msgpack.encode(Ask(1, name, method.encoded(tuple(args)), 0.0)))
     return Message.of(list(args), cloudpickle.dumps).nbytes
 
 
-def answered(method: str, value: object) -> Message | Reply:
-    """Return an answer as it travels. `value` may be a `Message`, which is answered through Ray."""
-    if method in CALLS:
-        return Reply.of(method, value)
-    return value.again() if isinstance(value, Message) else Message.of(value)
+def answered(method: Method | None, value: object) -> Message | Reply:
+    """Return an answer as it travels. `value` may be one already."""
+    if isinstance(value, Message | Reply):
+        return value.again()
+    return Reply.of(method, value) if method else Message.of(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,13 +172,24 @@ class Ledger:
         cost.pickling_s += time.perf_counter() - started
         return stored
 
-    def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
-        """Pack `args`, have the peer on `host` answer, and return the answer unpacked."""
-        self.first.setdefault(method, args)
+    def call(
+        self,
+        name: str,
+        method: Method | None,
+        answer: Callable[..., object],
+        args: Sequence[object],
+        host: str,
+    ) -> Any:  # noqa: ANN401
+        """Pack `args`, have the peer on `host` answer, and return the answer unpacked.
+
+        `method`: how a node is called. Without one, and with a `Stored` argument, Ray makes the call.
+        """
+        self.first.setdefault(name, args)
         stored = [each for each in args if isinstance(each, Stored)]
-        cost, started = self.costs[method], time.perf_counter()
+        cost, started = self.costs[name], time.perf_counter()
         sent_along = [each for each in args if not isinstance(each, Stored)] if stored else args
-        cost.nbytes_out += asked(method, sent_along)
+        method = None if stored else method
+        cost.nbytes_out += asked(name, method, sent_along)
         for each in stored:
             cost.nbytes_out += each.bring(host)
         sent, sent_cpu = time.perf_counter(), time.process_time()
@@ -196,30 +213,23 @@ class Ledger:
 class Wire:
     """A peer as the driver calls it: each method's arguments and answer are packed, and counted.
 
-    Methods of `CALLS` are packed as on a control channel, and return a future as its calls do. Others are
-    packed by Ray's pickler.
+    Methods of `protocol` are packed as for a node, unless an argument is `Stored`. Others are packed by Ray's
+    pickler.
 
     A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
     keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
     count as the driver's, though Ray may bring them from another host that has them.
     """
 
-    def __init__(self, peer: object, ledger: Ledger, host: str = "") -> None:
+    def __init__(self, peer: object, ledger: Ledger, host: str = "", protocol: type = object) -> None:
         self._peer, self.ledger, self._host = peer, ledger, host
+        self._methods = methods_of(protocol)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
+        return partial(self.call, method)
 
-        def answer(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
-            return self.ledger.call(method, getattr(self._peer, method), args, self._host)
-
-        def by_channel(*args: object) -> Awaitable[Any]:
-            answered = asyncio.get_running_loop().create_future()
-            answered.set_result(answer(*args))
-            return answered
-
-        async def by_ray(*args: object) -> Any:  # noqa: ANN401
-            return answer(*args)
-
-        return by_channel if method in CALLS else by_ray
+    async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
+        answer = getattr(self._peer, method)
+        return self.ledger.call(method, self._methods.get(method), answer, args, self._host)

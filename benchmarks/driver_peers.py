@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -12,15 +12,17 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.bench_plan import tensors
-from benchmarks.driver_ledger import Ledger, Message, Wire
-from weightsync.actors.ray.control_channels import ControlChannel, ControlChannels
-from weightsync.actors.relays.move_relay import MoveRelay
+from benchmarks.driver_ledger import Ledger, Message, Reply, Wire
+from weightsync.actors.ray.node_links import NodeLinks
+from weightsync.actors.relays.move_relay import HostMoved, HostMoving, HostTasks, MoveRelay
+from weightsync.actors.relays.publish_relay import HostPublishing
 from weightsync.actors.relays.relays import relayed_ranks
-from weightsync.channel.control import HostMoved, HostTasks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
 from weightsync.memory.kernels.fingerprints import fingerprint
+from weightsync.node.calls import methods_of
+from weightsync.node.link import Link
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -64,7 +66,7 @@ class TrainerWire(Wire):
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         readable.set_result(None)
-        report: PublishReport = await self.__getattr__("publish")(task)
+        report: PublishReport = await self.call("publish", task)
         return report
 
 
@@ -72,7 +74,7 @@ class RelayWire(Wire):
     """A holder that asks the trainer ranks of its host, which are readable at once."""
 
     def __init__(self, peer: object, ledger: Ledger, host: str, ranks: Sequence[int]) -> None:
-        super().__init__(peer, ledger, host)
+        super().__init__(peer, ledger, host, HostPublishing)
         self.name, self.ranks = f"trainers on {host}", ranks
 
     async def publish(
@@ -80,27 +82,20 @@ class RelayWire(Wire):
     ) -> Sequence[PublishReport | WeightSyncError]:
         for each in readable:
             each.set_result(None)
-        tickets = [1] * len(readable)
-        reports, _ = await self.__getattr__("publish_all")(task, tickets, timeout_s)
+        tickets = (1,) * len(readable)
+        reports, _ = await self.call("publish_all", task, tickets, timeout_s)
         return [reports[rank] for rank in self.ranks]
 
 
-class MoveWires:
-    """The control channel of the holder that has others of its host move."""
+class MoveWire(Wire):
+    """The link to the holder that has others of its host move, and the only one of its `NodeLinks`."""
 
-    is_open, stuck = True, False
+    is_dialled = True
 
-    def __init__(self, peer: object, ledger: Ledger, host: str) -> None:
-        self._wire = Wire(peer, ledger, host)
-
-    def forget(self, key: object) -> None: ...
+    def end(self, key: object, error: WeightSyncError) -> None: ...
 
     def open(self, relay: MoveRelay) -> None:
-        relay.channel = cast("ControlChannel", self)
-
-    def call(self, method: str, args: tuple[object, ...]) -> Awaitable[object]:
-        answered: Awaitable[object] = getattr(self._wire, method)(*args)
-        return answered
+        relay.node = cast("Link", self)
 
 
 class Model:
@@ -118,7 +113,7 @@ class Model:
     def __init__(self, num_tensors: int, num_trainers: int, num_shards: int) -> None:
         self.metas, self._num_shards = tensors(num_tensors), num_shards
         self._digest: tuple[Plan, str] | None = None
-        self._engine_answers: dict[str, Message] = {}
+        self._engine_answers: dict[str, Message | Reply] = {}
         self._outline: Outline | None = None
         self._memory: DeviceMemory | None = None
         self._cuts = {meta.name: ((1, 0),) for meta in self.metas}
@@ -181,21 +176,24 @@ class Model:
         buffers = tuple(TensorMeta(meta.name, meta.dtype, box.extent) for meta, box in pairs)
         return RankLayout(self.metas, tuple(segments), buffers=buffers, device=device)
 
-    def engine_answer(self, first: int, digest: str) -> Message:
-        """Return an engine's layouts, pickled, or its answer to `attach` if `digest` is a plan's.
+    def engine_answer(self, first: int, digest: str) -> Message | Reply:
+        """Return an engine's layouts, packed, or its answer to `attach` if `digest` is a plan's.
 
-        Engines differ only in the names of their devices, which are equally long. One answer is pickled, and
+        Engines differ only in the names of their devices, which are equally long. One answer is packed, and
         each engine's names are put into it.
         """
         if digest not in self._engine_answers:
             layouts = self.engine_layouts(_NO_HOLDER)
-            answer = [Attached(digest, _memory(each)) if digest else LayoutTable.of(each) for each in layouts]
-            self._engine_answers[digest] = Message.of(answer)
+            self._engine_answers[digest] = (
+                Message.of([Attached(digest, _memory(each)) for each in layouts])
+                if digest
+                else Reply.of(methods_of(EnginePeer)["layout"], [LayoutTable.of(each) for each in layouts])
+            )
         message = self._engine_answers[digest]
         body = message.body
         for rank in range(TENSOR_PARALLEL):
             body = body.replace(_device(_NO_HOLDER + rank).encode(), _device(first + rank).encode())
-        return Message(body, message.buffers)
+        return replace(message, body=body)
 
 
 class TrainerRank:
@@ -250,7 +248,7 @@ class EngineRanks:
         pairs = enumerate(self._model.engine_outlines)
         return [replace(each, device=_device(self._first + rank)) for rank, each in pairs]
 
-    def layout(self, components: Components) -> Message:
+    def layout(self, components: Components) -> Message | Reply:
         return self._model.engine_answer(self._first, "")
 
     def can_export(self) -> Sequence[bool]:
@@ -258,7 +256,7 @@ class EngineRanks:
 
     def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
-    ) -> Message:
+    ) -> Message | Reply:
         return self._model.engine_answer(self._first, self._model.plan_digest(plan))
 
     def pause(self, mode: str, timeout_s: float) -> None: ...
@@ -385,7 +383,7 @@ def make_fleet(
         first = number * TENSOR_PARALLEL if colocated else len(homes)
         for rank in range(len(homes), first + TENSOR_PARALLEL):
             homes.append((f"engine {number}", rank))
-        peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}"))
+        peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}", EnginePeer))
         engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
     named: list[Any] = [SimpleNamespace(name=f"holder {i}", handle=i) for _, i in homes]
     nodes = [host for host, _ in homes]
@@ -395,7 +393,9 @@ def make_fleet(
             for host, rank in homes[:num_trainers]
         ],
         engines=engines,
-        holders=[cast("HolderPeer", Wire(Holder(model, index), ledger, host)) for host, index in homes],
+        holders=[
+            cast("HolderPeer", Wire(Holder(model, index), ledger, host, HolderPeer)) for host, index in homes
+        ],
         nodes=nodes,
         share=ledger.share,
         relays=[
@@ -404,7 +404,7 @@ def make_fleet(
         ],
         move_relays=[
             MoveRelay(
-                cast("ControlChannels", MoveWires(HostHolders(), ledger, nodes[indices[0]])),
+                cast("NodeLinks", MoveWire(HostHolders(), ledger, nodes[indices[0]], HostMoving)),
                 {index: named[index] for index in indices},
             )
             for indices in relayed_ranks(nodes)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import ray
@@ -14,17 +12,19 @@ from ray.actor import ActorHandle
 from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
 from benchmarks.isolate import stage
-from benchmarks.rounds import NUM_WARM, measure
+from benchmarks.rounds import NUM_WARM, dialled, measure
 from weightsync.actors.holders.weight_holder import process_options
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteHolder, remote_holder
-from weightsync.actors.relays.host_moves import HostMoves
-from weightsync.actors.relays.move_relay import MoveRelay
-from weightsync.channel.control import ControlOffer, answer_calls
+from weightsync.actors.relays.host_moves import HostMoves, Moving
+from weightsync.actors.relays.move_relay import HostMoving, MoveRelay
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.moves import Moves
+from weightsync.node.messages import NodeOffer
+from weightsync.node.node import InThreads, serve
 from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import Span
 
 __all__ = ["measure_moves"]
@@ -36,15 +36,14 @@ class IdleHolder:
     def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
         return Moved(Span("move", 1.8e9, 0.01))
 
-    def answer_calls(self, offer: ControlOffer) -> None:
-        answer_calls(offer, {"move": self.move})
+    def serve_node(self, offer: NodeOffer) -> None:
+        serve(offer, InThreads(self), HolderPeer).welcomed.result()
 
-    def answer_relay(self, offer: ControlOffer) -> None:
-        answer_calls(offer, {"move": self.move})
+    def answer_relay(self, offer: NodeOffer) -> None:
+        serve(offer, InThreads(self), Moving).welcomed.result()
 
-    def relay_moves(self, offer: ControlOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
-        with closing(HostMoves(holders)) as moves:
-            answer_calls(offer, {"move_all": moves.move_all, "moved": moves.moved})
+    def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
+        serve(offer, HostMoves(holders), HostMoving).welcomed.result()
 
 
 def _spawn_idle() -> ActorHandle[Any]:
@@ -56,7 +55,7 @@ class Rounds:
     """Holders in groups of 8, which are a host's to the driver."""
 
     def __init__(self, num_holders: int) -> None:
-        self._num_holders, self._channels = num_holders, ControlChannels(None)
+        self._num_holders, self._links = num_holders, NodeLinks(None)
         self.holders: list[RemoteHolder] = []
         self.relays: list[MoveRelay] = []
 
@@ -70,19 +69,14 @@ class Rounds:
             stage(f"start of holder {first}")
             numbers = range(first, min(first + at_once, self._num_holders))
             new = [remote_holder(f"holder {i}", _spawn_idle()) for i in numbers]
-            for each in new:
-                self._channels.open(each)
             self.holders += new
-            while not all(each.channel and each.channel.is_open for each in new):
-                await asyncio.sleep(0.1)
+            await dialled(self._links, new)
         stage("connecting the relays")
         indexed = dict(enumerate(self.holders))
         for first in range(0, self._num_holders, PER_HOST):
             group = {i: indexed[i] for i in range(first, min(first + PER_HOST, self._num_holders))}
-            self.relays.append(MoveRelay(self._channels, group))
-            self.relays[-1].renew()
-        while not all(each.channel and each.channel.is_open for each in self.relays):
-            await asyncio.sleep(0.1)
+            self.relays.append(MoveRelay(self._links, group))
+        await dialled(self._links, self.relays)
 
     async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
         """Move in turns, both ways."""
@@ -100,7 +94,7 @@ class Rounds:
                 (await gather_named(moves.calls, "move", 600.0)).require()
                 moves.close()
                 taken[way].append(Instant.now() - started)
-        await self._channels.close()
+        await self._links.close()
         return {way: its[NUM_WARM:] for way, its in taken.items()}
 
 

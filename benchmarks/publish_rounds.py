@@ -14,9 +14,9 @@ from benchmarks.cluster import spawn
 from benchmarks.driver_ledger import Instant
 from benchmarks.driver_peers import PER_HOST
 from benchmarks.isolate import stage
-from benchmarks.rounds import NUM_WARM, measure
+from benchmarks.rounds import NUM_WARM, dialled, measure
 from weightsync.actors.holders.weight_holder import spawn_holder
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
 from weightsync.actors.relays.publish_relay import PublishRelay
@@ -45,7 +45,7 @@ class Rounds:
 
     def __init__(self, num_trainers: int) -> None:
         self._num_trainers = num_trainers
-        self._channels = ControlChannels(None)
+        self._links = NodeLinks(None)
         self.trainers: list[RemoteTrainer] = []
         self.holders: list[RemoteHolder] = []
 
@@ -76,10 +76,7 @@ class Rounds:
             PublishRelay(holder, {rank: ranks[rank] for rank in ranks if rank // PER_HOST == number})
             for number, holder in enumerate(self.holders)
         ]
-        for relay in relays:
-            self._channels.open(relay)
-        while not all(each.channel and each.channel.is_open for each in relays):
-            await asyncio.sleep(0.1)
+        await dialled(self._links, relays)
         stage("rounds")
         members = [(trainer, rank // PER_HOST) for rank, trainer in ranks.items()]
         fleets = {
@@ -94,7 +91,7 @@ class Rounds:
                 started = Instant.now()
                 await driver.publish(version)
                 taken[way].append(Instant.now() - started)
-        await self._channels.close()
+        await self._links.close()
         return {way: its[NUM_WARM:] for way, its in taken.items()}
 
 

@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from benchmarks.cluster import kill, start_ray
 from benchmarks.driver_ledger import Instant
 from benchmarks.isolate import emit
+from weightsync.actors.ray.node_links import NodeLinks, Served
 
 NUM_WARM = 2
 """Rounds of each way that are not counted."""
@@ -28,6 +29,13 @@ class Rounds(Protocol):
 
     async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
         """Return what each round took, by way."""
+
+
+async def dialled(links: NodeLinks, peers: Sequence[Served]) -> None:
+    """Open the links to `peers`, and wait until their nodes have dialled."""
+    for each in peers:
+        links.open(each)
+    await asyncio.gather(*(each.node.dialled() for each in peers if each.node))
 
 
 def measure(make: Callable[[], Rounds], num_rounds: int, table: str, about: dict[str, object]) -> None:
