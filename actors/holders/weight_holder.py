@@ -34,8 +34,7 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Moved, Prepared, UpdateTask
 from weightsync.transports import transport_class
 
-# watch(), answer_calls(), relay(), relay_moves(), answer_relay(), a refill, snapshot() and replicate() take
-# one thread each. The remaining threads are for other calls.
+# watch() takes a thread of Ray's. Most other calls come by the node.
 _NUM_THREADS = 12
 
 

@@ -60,9 +60,7 @@ def publish_relays(
     ]
 
 
-def move_relays(
-    links: NodeLinks, holders: Sequence[RemoteHolder], nodes: Sequence[str]
-) -> list[MoveRelay]:
+def move_relays(links: NodeLinks, holders: Sequence[RemoteHolder], nodes: Sequence[str]) -> list[MoveRelay]:
     """Return the relays of holders, with hosts. None if there are few hosts.
 
     A holder that is alone on a host has no relay: a relay would take one message, too.

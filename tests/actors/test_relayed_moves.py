@@ -17,7 +17,7 @@ from tests.actors.fleet import Engine, Trainer, forget, spawn
 from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.relays import relays
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -132,6 +132,6 @@ def test_a_holder_that_hangs_is_named_alone(fleet: Fleet, process: str) -> None:
 def test_holders_of_few_hosts_and_single_ones_are_called_by_the_driver() -> None:
     holders: list[Any] = [SimpleNamespace(name=f"holder {index}", handle=index) for index in range(11)]
     nodes = [f"host {index % 10}" for index in range(11)]
-    relayed = relays.move_relays(ControlChannels(None), holders, nodes)
+    relayed = relays.move_relays(NodeLinks(None), holders, nodes)
     assert [tuple(each.holders) for each in relayed] == [(0, 10)]
-    assert relays.move_relays(ControlChannels(None), holders[:8] * 2, nodes[:8] * 2) == []
+    assert relays.move_relays(NodeLinks(None), holders[:8] * 2, nodes[:8] * 2) == []

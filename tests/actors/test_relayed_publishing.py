@@ -24,9 +24,10 @@ from tests.actors.intercept import names_called
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.actors.holders.weight_holder import spawn_holder
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.process import ask_pid
 from weightsync.actors.ray.remote import remote_holder, remote_trainer
+from weightsync.actors.ray.watch import Watches
 from weightsync.actors.relays import relays
 from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.actors.relays.relays import relayed_ranks
@@ -123,26 +124,29 @@ def test_the_driver_asks_itself_once_the_holder_that_asked_is_killed(
 async def relayed(may_end: Path, timeout_s: float) -> AsyncIterator[tuple[Trainers, PublishRelay, int]]:
     """Trainers that are read in place and digest until a file is there, their relay, and its holder's pid."""
     trainers = [remote_trainer(f"trainer {rank}", ray.remote(Digests).remote(may_end)) for rank in range(2)]
-    placement, channels = await trainers[0].placement(), ControlChannels(None)
+    placement, links = await trainers[0].placement(), NodeLinks(None)
     holder = remote_holder("holder 0", spawn_holder("holder 0", placement, "gloo", None))
     relay = PublishRelay(holder, dict(enumerate(trainers)))
+    watches = Watches(patient(5))
     fleet = Fleet([(trainer, 0) for trainer in trainers], {}, [holder], relays=[relay])
     try:
         for trainer in trainers:
-            channels.open_notices(trainer)
+            links.open(trainer)
             await trainer.attach(PLAN, 0, None)
-        channels.open(relay)
+        links.open(relay)
+        watches.holder(holder, lambda error: links.end(relay.key, error))
         await opened(relay)
         yield Trainers(SyncConfig(timeout_s=timeout_s), fleet), relay, await ask_pid(holder.handle)
     finally:
-        await channels.close()
+        await watches.close()
+        await links.close()
         for peer in (*trainers, holder):
             ray.kill(peer.handle)
 
 
 async def opened(relay: PublishRelay) -> None:
     async with asyncio.timeout(patient(30)):
-        while not (relay.channel and relay.channel.is_open):
+        while not (relay.node and relay.node.is_dialled):
             await asyncio.sleep(0.01)
 
 

@@ -12,7 +12,7 @@ import ray
 
 from tests.actors.digesting import PLAN, Trainer
 from tests.patience import patient
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteTrainer, remote_trainer
 from weightsync.errors import MovedError, PeerLostError
 from weightsync.protocol.messages import PublishReport, PublishTask
@@ -22,18 +22,17 @@ def run(
     test: Callable[[RemoteTrainer], Awaitable[None]],
     may_end: Path,
     *,
-    asks: bool = False,
     num_threads: int = 1,
 ) -> None:
     async def whole() -> None:
         actor = ray.remote(Trainer).options(max_concurrency=num_threads)
         trainer = remote_trainer("trainer 0", actor.remote(may_end))
-        channels = ControlChannels(None)
+        links = NodeLinks(None)
         try:
-            channels.open_notices(trainer, asks=asks)
+            links.open(trainer)
             await test(trainer)
         finally:
-            await channels.close()
+            await links.close()
             ray.kill(trainer.handle)
 
     asyncio.run(whole())
@@ -83,7 +82,7 @@ def test_an_idle_trainer_publishes_without_a_call_of_ray(tmp_path: Path) -> None
         assert (await trainer.publish(TASK, await asked(trainer))).fingerprint.any()
         assert await trainer.handle.seen.remote() == (num_ready + 1, 1, 0)
 
-    run(test, may_end, asks=True)
+    run(test, may_end)
 
 
 def test_ray_is_called_too_for_what_takes_long_and_it_is_published_once(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_ray_is_called_too_for_what_takes_long_and_it_is_published_once(tmp_path
         assert (await publishing).fingerprint.any()
         assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
-    run(test, may_end, asks=True)
+    run(test, may_end)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -115,7 +114,7 @@ def test_a_trainer_that_is_killed_once_it_may_be_read_is_known_to_be_gone(
         with pytest.raises(PeerLostError, match="trainer 0"):
             await asyncio.wait_for(publishing or trainer.publish(TASK, readable), patient(30))
 
-    run(test, tmp_path / "never", asks=True)
+    run(test, tmp_path / "never")
 
 
 def test_an_error_comes_as_it_is(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_an_error_comes_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(MovedError, match="w is in other memory"):
             await trainer.publish(TASK, await asked(trainer))
 
-    run(test, tmp_path / "never", asks=True)
+    run(test, tmp_path / "never")
 
 
 def test_a_report_that_no_frame_holds_comes_by_ray(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_a_report_that_no_frame_holds_comes_by_ray(tmp_path: Path) -> None:
         assert len(report.nonfinite) == 60_000
         assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
-    run(test, may_end, asks=True)
+    run(test, may_end)
 
 
 def test_a_trainer_that_is_called_leaves_it_to_publish(tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_a_trainer_that_is_called_leaves_it_to_publish(tmp_path: Path) -> None:
         assert readable.done()
         await working
 
-    run(test, may_end, asks=True)
+    run(test, may_end)
 
 
 def test_an_actor_that_runs_calls_on_several_threads_leaves_it_to_publish(tmp_path: Path) -> None:
@@ -181,4 +180,4 @@ def test_an_actor_that_runs_calls_on_several_threads_leaves_it_to_publish(tmp_pa
         assert (await trainer.publish(TASK, readable)).fingerprint.any()
         assert (await trainer.handle.seen.remote())[1:] == (1, 1)
 
-    run(test, may_end, asks=True, num_threads=2)
+    run(test, may_end, num_threads=2)
