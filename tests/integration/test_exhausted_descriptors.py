@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import resource
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import pytest
 
@@ -22,48 +21,45 @@ NUM_SPARE = 40
 NUM_STRANGERS = 150
 WATCHED_S = 1.5
 """Pauses are of a second."""
+
+
+class Resuming(Protocol):
+    async def resume(self, version: int) -> None: ...
+
+
 Served: TypeAlias = tuple[str, Callable[[], None]]
 
 
 def driver() -> Served:
-    """Listen as the driver, or as a holder that calls those of its host. Return what serves a process."""
-    from weightsync.actors.ray.control_channels import ControlChannels
+    """Listen as the driver, or as a holder that calls the holders of its host."""
     from weightsync.actors.ray.loop import LoopThread
-    from weightsync.channel.control import ControlOffer, answer_calls
-    from weightsync.protocol.daemon import on_daemon
+    from weightsync.node.link import Link, Links
+    from weightsync.node.messages import NodeOffer
+    from weightsync.node.node import serve as serve_node
+
+    loop, link, asked = LoopThread(), Link("engine e0", Resuming), list[int]()
 
     class Process:
-        name, key = "engine e0", "e0"
-        channel: Any = None
+        async def resume(self, version: int) -> None:
+            asked.append(version)
 
-        def answers(self, method: str) -> bool:
-            return True
-
-        async def answer_calls(self, offer: ControlOffer) -> None:
-            self.offer = offer
-            await asyncio.Event().wait()
-
-    loop, channels, process = LoopThread(), ControlChannels(None, "127.0.0.1"), Process()
-
-    async def begin() -> None:
-        channels.open(process)
-        await asyncio.sleep(0)
+    async def begin() -> tuple[Links, NodeOffer]:
+        links = Links("127.0.0.1")
+        return links, links.offer(link)
 
     async def call() -> None:
-        while not process.channel.is_open:
-            await asyncio.sleep(0.01)
-        await process.channel.call("resume", (3,))
+        await link.call("resume", 3)
+
+    links, offer = loop.run_concurrently(begin()).result()
 
     def serve() -> None:
-        asked: list[int] = []
-        on_daemon(lambda: answer_calls(process.offer, {"resume": asked.append}))
+        serve_node(offer, Process(), Resuming)
         loop.run_concurrently(call()).result(patient(20))
         assert asked == [3]
-        loop.run_concurrently(channels.close()).result()
+        loop.run_concurrently(links.close()).result()
         loop.close()
 
-    loop.run_concurrently(begin()).result()
-    return process.offer.endpoint, serve
+    return offer.endpoint, serve
 
 
 def store() -> Served:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from queue import Queue
+from typing import Any, Protocol
 
 import msgspec
 import pytest
@@ -21,15 +23,18 @@ from tests.foreign import NASTY, foreign
 from tests.patience import patient
 from tests.unit.channel.test_wire import MESSAGES
 from tests.unit.protocol.test_decoding import REPLIES
-from weightsync.actors.ray.control_channels import ControlChannels
 from weightsync.actors.ray.loop import LoopThread
-from weightsync.channel.control import ControlOffer, answer_calls
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.channel.push import Hello, Pushed, PushEnd, PushFeed
 from weightsync.channel.wire import encode
 from weightsync.engines.sglang.rank_calls import Replies, reply, sockets
-from weightsync.errors import ReadError, WireError
+from weightsync.errors import ReadError, TransportError, WireError
 from weightsync.memory.host import SharedBuffer
+from weightsync.node.codec import encode as value_bytes
+from weightsync.node.link import Link, Links
+from weightsync.node.messages import Answer, Ask, FromNode, NodeOffer, Raised, Welcome, from_node
+from weightsync.node.messages import Hello as NodeHello
+from weightsync.node.node import Node
 from weightsync.plan import Layout, Members, make_plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
@@ -185,54 +190,54 @@ def store() -> Iterator[Door]:
             yield Door(send, meet)
 
 
-class Process:
-    """A process that the driver calls, or a trainer that tells it something."""
+class Numbered(Protocol):
+    async def resume(self, version: int) -> None: ...
 
-    name = "engine e0"
-    channel: Any = None
-    notices: Any = None
-    offer: ControlOffer
+
+class Process:
+    """A process that the driver calls."""
 
     def __init__(self) -> None:
-        self.key = object()
+        self.asked: list[int] = []
 
-    def answers(self, method: str) -> bool:
-        return True
-
-    async def answer_calls(self, offer: ControlOffer) -> None:
-        self.offer = offer
-        await asyncio.Event().wait()
-
-    async def dial(self, offer: ControlOffer, asks: ControlOffer | None) -> None:
-        self.offer = offer
+    async def resume(self, version: int) -> None:
+        self.asked.append(version)
 
 
 @contextmanager
-def driver(*, tells: bool) -> Iterator[Door]:
-    """The driver, for a process that it calls, or for a trainer that `tells` it something."""
-    loop, channels, process, other = LoopThread(), ControlChannels(None, "127.0.0.1"), Process(), Process()
+def driver(*, greets: bool) -> Iterator[Door]:
+    """The driver, for a process that has its place if it `greets`."""
+    loop, name = LoopThread(), "engine e0"
 
-    async def begin() -> None:
-        channels.open(process)
-        channels.open_notices(other) if tells else channels.open(other)
-        await asyncio.sleep(0)
+    async def begin() -> tuple[Links, Link, NodeOffer, NodeOffer]:
+        links, link = Links("127.0.0.1"), Link(name, Numbered)
+        return links, link, links.offer(link), links.offer(Link("engine e1", Numbered))
+
+    links, link, own, other = loop.run_concurrently(begin()).result(WAIT_S)
 
     async def call() -> None:
-        while not process.channel.is_open:
-            await asyncio.sleep(0.01)
-        await process.channel.call("resume", (3,))
+        await link.call("resume", 3)
 
     def serve() -> None:
-        asked: list[int] = []
-        answering = on_daemon(lambda: answer_calls(process.offer, {"resume": asked.append}))
+        node = Node(own, process := Process(), Numbered)
+        serving = on_daemon(lambda: asyncio.run(node.serve()))
         loop.run_concurrently(call()).result(WAIT_S)
-        assert asked == [3]
-        loop.run_concurrently(channels.close()).result(WAIT_S)
-        answering.result(WAIT_S)
+        assert process.asked == [3]
+        loop.run_concurrently(links.close()).result(WAIT_S)
+        serving.result(WAIT_S)
 
-    loop.run_concurrently(begin()).result(WAIT_S)
-    with by_stream(other.offer.endpoint, other.offer.secret) as send:
-        yield Door(send, serve)
+    with by_stream(other.endpoint, other.secret) as send:
+        hello = itertools.count()
+
+        def greet(data: bytes) -> None:
+            """Say hello as the process that has the place, and then `data`."""
+            peer = peers.enter_context(closing(Stream(other.endpoint, other.secret, 1 << 20, WAIT_S)))
+            peer.send(msgspec.msgpack.encode(NodeHello("own", frozenset({next(hello)}))))
+            with suppress(OSError):  # it is refused, or has been replaced
+                peer.send(data)
+
+        with ExitStack() as peers:
+            yield Door(greet if greets else send, serve)
     loop.close()
 
 
@@ -254,8 +259,8 @@ DOORS: dict[str, tuple[Callable[[], AbstractContextManager[Door]], Sequence[byte
             [4, "get", []],
         ),
     ),
-    "driver, called": (partial(driver, tells=False), packed(*REPLIES)),
-    "driver, told": (partial(driver, tells=True), packed(*REPLIES)),
+    "driver": (partial(driver, greets=False), packed(*REPLIES)),
+    "driver, greeted": (partial(driver, greets=True), packed(*REPLIES)),
 }
 every_door = pytest.mark.parametrize("name", DOORS)
 
@@ -281,8 +286,8 @@ def test_a_right_peer_is_served_after_any_bytes(name: str, drawn: st.DataObject)
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[tuple[str, str]]:
-    """Answer every message on a stream with `answer`. Yields the endpoint and the secret."""
+def answering(*answers: bytes, came: Queue[FromNode] | None = None) -> Iterator[tuple[str, str]]:
+    """Say `answers` to who dials, and put a node's messages into `came`. Yields endpoint and secret."""
     loop, secret, made = LoopThread(), "0" * 64, list[Listener]()
 
     async def begin() -> str:
@@ -290,8 +295,9 @@ def answering(answer: bytes) -> Iterator[tuple[str, str]]:
         return made[0].endpoint
 
     def admit(connection: Any, shown: bytes) -> Callable[[bytes], None]:
-        connection.send(answer)
-        return lambda data: None
+        for each in answers:
+            connection.send(each)
+        return lambda data: came.put(from_node(data)) if came else None
 
     yield loop.run_concurrently(begin()).result(WAIT_S), secret
     loop.run_concurrently(made[0].close()).result(WAIT_S)
@@ -299,9 +305,27 @@ def answering(answer: bytes) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("nasty", NASTY)
-def test_a_process_ends_its_part_if_the_driver_asks_in_no_words_of_ours(nasty: str) -> None:
+def test_a_node_ends_if_the_driver_asks_in_no_words_of_ours(nasty: str) -> None:
     with answering(NASTY[nasty]) as (endpoint, secret), pytest.raises(WireError):
-        answer_calls(ControlOffer(endpoint, secret), {})
+        asyncio.run(Node(NodeOffer(endpoint, secret), Process(), Numbered).serve())
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_a_node_says_that_arguments_are_none_and_answers_the_next_call(nasty: str) -> None:
+    came: Queue[FromNode] = Queue()
+    asks = [Ask(1, "resume", NASTY[nasty], 1e12), Ask(2, "resume", value_bytes((3,), tuple[int]), 1e12)]
+    with answering(*packed(Welcome(0.0), *asks), came=came) as (endpoint, secret):
+        serving = on_daemon(
+            lambda: asyncio.run(Node(NodeOffer(endpoint, secret), Process(), Numbered).serve(again_s=0.01))
+        )
+        assert isinstance(came.get(timeout=WAIT_S), NodeHello)
+        refused = came.get(timeout=WAIT_S)
+        assert isinstance(refused, Raised)
+        assert refused.error
+        assert isinstance(refused.error.rebuild(), WireError)
+        assert came.get(timeout=WAIT_S) == Answer(2, value_bytes(None, None))
+    with pytest.raises(TransportError):
+        serving.result(WAIT_S)
 
 
 @pytest.mark.parametrize("nasty", NASTY)

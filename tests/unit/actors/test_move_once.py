@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from tests.patience import patient
 from weightsync.actors.holders import weight_holder
 from weightsync.actors.holders.weight_holder import WeightHolder
 from weightsync.actors.relays.move_once import MoveOnce
-from weightsync.channel.control import ControlOffer
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder.holder import Holder
+from weightsync.node.messages import NodeOffer
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.timing import Span
 
@@ -96,8 +97,17 @@ def test_what_was_given_up_is_not_carried_out() -> None:
 
 
 def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    channels: list[Mapping[str, Callable[..., Moved]]] = []
-    monkeypatch.setattr(weight_holder, "answer_calls", lambda offer, methods, turn: channels.append(methods))
+    peers: list[Any] = []
+
+    def serve(offer: NodeOffer, peer: object, protocol: type) -> SimpleNamespace:
+        peers.append(peer)
+        return SimpleNamespace(welcomed=SimpleNamespace(result=lambda: None))
+
+    def relayed(peer: Any, attempt: int) -> Moved:
+        moved: Moved = asyncio.run(peer.move(attempt, True, UpdateTask(), 1.0))
+        return moved
+
+    monkeypatch.setattr(weight_holder, "serve", serve)
     asked: list[int] = []
 
     def move(holder: Holder, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
@@ -110,9 +120,9 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
     prepare: Any = holder.prepare
     for attempt in (1, 2):  # the numbers of another driver begin again
         prepare(None, 0, "")
-        holder.answer_relay(ControlOffer("tcp://127.0.0.1:1", ""))
-        assert channels[-1]["move"](attempt, True, UpdateTask(), 1.0) is MOVED
+        holder.answer_relay(NodeOffer("tcp://127.0.0.1:1", ""))
+        assert relayed(peers[-1], attempt) is MOVED
         assert holder.move(attempt, True, UpdateTask(), 1.0) is MOVED
     with pytest.raises(StateError, match="after it was given up"):
-        channels[0]["move"](3, True, UpdateTask(), 1.0)
+        relayed(peers[0], 3)
     assert asked == [1, 2]

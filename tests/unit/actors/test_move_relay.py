@@ -1,4 +1,4 @@
-"""A relay that is not connected asks nobody, and connects again once it was lost or is stuck."""
+"""A relay that is not connected asks nobody, and connects again once its link has ended."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ from typing import Any, cast
 
 import pytest
 
-from weightsync.actors.ray.control_channels import ControlChannels
+from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.relays.move_relay import MoveRelay
+from weightsync.errors import PeerError
 from weightsync.protocol.messages import UpdateTask
 
 
-class Channels:
-    """Notes what is asked of it. A channel that it opens is not dialled yet."""
+class Links:
+    """Notes what is asked of it. A link that it opens is not dialled yet."""
 
     def __init__(self) -> None:
         self.asked = list[str]()
 
     def open(self, relay: MoveRelay) -> None:
         self.asked.append("open")
-        relay.channel = channel(is_open=False, stuck=False)
+        relay.node = SimpleNamespace(is_dialled=False)  # type: ignore[assignment]
 
-    def forget(self, key: object) -> None:
-        self.asked.append("forget")
-
-
-def channel(is_open: bool, stuck: bool) -> Any:
-    return SimpleNamespace(is_open=is_open, stuck=stuck, call=lambda *_: None)
+    def end(self, key: object, error: PeerError) -> None:
+        self.asked.append(f"end: {error}")
 
 
-@pytest.mark.parametrize(
-    ("now", "asked"),
-    [
-        (None, ["open"]),
-        (channel(is_open=False, stuck=False), ["open"]),
-        (channel(is_open=True, stuck=True), ["forget", "open"]),
-    ],
-    ids=["none", "lost or not dialled", "stuck"],
-)
-def test_a_relay_without_a_connection_calls_nobody(now: Any, asked: list[str]) -> None:
-    channels, holders = Channels(), {i: SimpleNamespace(name=f"holder {i}", handle=i) for i in (2, 5)}
-    relay = MoveRelay(cast("ControlChannels", channels), cast("Any", holders))
-    relay.channel = now
-    tasks = dict.fromkeys(holders, (True, UpdateTask()))
-    assert asyncio.run(cast("Any", relay.move(3, tasks, 1.0))) == {2: None, 5: None}
-    assert channels.asked == asked
+def relay(links: Links, node: Any) -> MoveRelay:
+    holders = {i: SimpleNamespace(name=f"holder {i}", handle=i) for i in (2, 5)}
+    made = MoveRelay(cast("NodeLinks", links), cast("Any", holders))
+    made.node = node
+    return made
+
+
+@pytest.mark.parametrize("now", [None, SimpleNamespace(is_dialled=False)], ids=["none", "lost"])
+def test_a_relay_without_a_connection_calls_nobody(now: Any) -> None:
+    links = Links()
+    tasks = dict.fromkeys((2, 5), (True, UpdateTask()))
+    assert asyncio.run(cast("Any", relay(links, now).move(3, tasks, 1.0))) == {2: None, 5: None}
+    assert links.asked == ["open"]
+
+
+def test_a_relay_without_a_link_has_no_news() -> None:
+    with pytest.raises(PeerError, match=r"holders through holder 2.*no connection"):
+        asyncio.run(cast("Any", relay(Links(), None).moved()))
+
+
+def test_a_relay_that_is_renewed_gets_another_link() -> None:
+    """Calls of the old link are then not carried out: it has ended, and with it the holder's node for it."""
+    links = Links()
+    relay(links, SimpleNamespace(is_dialled=True)).renew()
+    assert links.asked == ["end: holders through holder 2 failed: its link was renewed", "open"]

@@ -14,18 +14,24 @@ from hypothesis import strategies as st
 
 from tests.foreign import NASTY, foreign
 from tests.unit.channel.test_wire import MESSAGES
-from weightsync.channel.control import (
-    CALLS,
-    Answer,
-    Published,
-    Raised,
-    Readable,
-    decode_reply,
-    pack,
-    unpack,
-)
 from weightsync.channel.wire import SentError, decode, encode
 from weightsync.errors import WireError
+from weightsync.node.codec import decode as value_of
+from weightsync.node.codec import encode as value_bytes
+from weightsync.node.messages import (
+    Answer,
+    Ask,
+    Bye,
+    Drop,
+    Hello,
+    Notice,
+    Raised,
+    Refused,
+    Tell,
+    Welcome,
+    from_node,
+    to_node,
+)
 from weightsync.protocol.decoding import decoded, decoded_one
 from weightsync.protocol.messages import LoadReport, PublishReport
 from weightsync.protocol.timing import Span
@@ -35,27 +41,29 @@ LOADED = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), [[Span("load", 
 PUBLISHED = PublishReport(WORDS, WORDS, {"a": 2}, [Span("publish", 1.0, 2.0)])
 ERROR = SentError("DeadlineError", ["move", ["e0"], 1.0], None)
 REPLIES = [
-    Answer(1, pack(LOADED)),
+    Hello("process", frozenset({1, 2})),
+    Answer(1, value_bytes(LOADED, LoadReport)),
     Raised(1, ERROR, "it broke"),
-    Readable(2),
-    Published(2, pack(PUBLISHED)),
+    Tell(1),
+    Notice(2),
+    Notice(2, value_bytes(PUBLISHED, PublishReport)),
 ]
+ASKS = [Welcome(1.0), Refused("it is dead"), Bye(), Ask(1, "load", b"\x92\x01\x02", 2.0), Drop(1)]
 VALUES: Mapping[str, tuple[Any, object]] = {
     "LoadReport": (LoadReport, LOADED),
     "PublishReport": (PublishReport, PUBLISHED),
-    **{f"asked of {name}": (call.args, ()) for name, call in CALLS.items()},
-    **{f"answer of {name}": (call.answer, None) for name, call in CALLS.items()},
 }
 
 
 def of_type(kind: Any) -> Callable[[bytes], object]:
-    return lambda data: unpack(msgspec.Raw(data), kind)
+    return lambda data: value_of(data, kind)
 
 
 DECODERS: Mapping[str, tuple[Callable[[bytes], object], list[bytes]]] = {
     "feed": (decode, [encode(each) for each in MESSAGES]),
-    "replies": (decode_reply, [msgspec.msgpack.encode(each) for each in REPLIES]),
-    **{name: (of_type(kind), [bytes(pack(value))]) for name, (kind, value) in VALUES.items()},
+    "of nodes": (from_node, [msgspec.msgpack.encode(each) for each in REPLIES]),
+    "to nodes": (to_node, [msgspec.msgpack.encode(each) for each in ASKS]),
+    **{name: (of_type(kind), [value_bytes(value, kind)]) for name, (kind, value) in VALUES.items()},
 }
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 

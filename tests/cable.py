@@ -1,0 +1,71 @@
+"""A link between two processes that a test holds back or cuts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+
+
+class Cable:
+    """Carries connections to an endpoint. Bytes that it holds back are lost if it is cut.
+
+    Attributes:
+        endpoint: where to dial in place of the other end.
+        num_dials: how many have dialled.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._host, self._port, self.num_dials = host, int(port), 0
+        self._carries = asyncio.Event()
+        self._carries.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Cable:
+        self._server = await asyncio.start_server(self._dialled, self._host)
+        self.endpoint = f"tcp://{self._host}:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        await self.cut()
+
+    def hold(self) -> None:
+        """Hold back all bytes, as a link that is down."""
+        self._carries.clear()
+
+    def let_go(self) -> None:
+        """Carry bytes again, first those that were held back."""
+        self._carries.set()
+
+    async def cut(self) -> None:
+        """Hang up at both ends. New connections are carried."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+        self._tasks.clear()
+        self._writers.clear()
+        self._carries.set()
+
+    async def _dialled(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_dials += 1
+        self._writers.append(writer)
+        there, back = await asyncio.open_connection(self._host, self._port)
+        self._writers.append(back)
+        for end, other in ((reader, back), (there, writer)):
+            self._tasks.append(asyncio.ensure_future(self._carry(end, other)))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    await self._carries.wait()
+                    writer.write(data)
+        finally:
+            writer.close()
