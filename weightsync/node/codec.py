@@ -92,7 +92,11 @@ def _plain(*kinds: type, only: Sequence[object] = ()) -> _Codec:
 
 
 def _union(kinds: Sequence[Any]) -> _Codec:
-    """Return the codec of a union: the number of the member, and the member's value."""
+    """Return the codec of a union: the number of the member, and the member's value.
+
+    Unions of the same members are equal, and share a codec: their order must not count.
+    """
+    kinds = sorted(kinds, key=str)
     codecs = [_codec(each) for each in kinds]
     bases = [_base(each) for each in kinds]
 

@@ -84,7 +84,7 @@ class Node:
         """
         self._loop = asyncio.get_running_loop()
         try:
-            while not await self._answer(await self._dial_within(dial_s)):
+            while not await self._answer(*await self._dial_within(dial_s)):
                 dial_s = again_s
         except WeightSyncError as error:
             if not self.welcomed.done():
@@ -102,7 +102,7 @@ class Node:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._send, notice)
 
-    async def _dial_within(self, timeout_s: float) -> asyncio.StreamReader:
+    async def _dial_within(self, timeout_s: float) -> tuple[asyncio.StreamReader, bytes]:
         try:
             return await asyncio.wait_for(self._dial(), timeout_s)
         except asyncio.TimeoutError as error:
@@ -110,26 +110,38 @@ class Node:
                 f"the driver does not answer at {self._offer.endpoint}: open that port, or set sync.ports"
             ) from error
 
-    async def _dial(self) -> asyncio.StreamReader:
-        where = urlsplit(self._offer.endpoint)
+    async def _dial(self) -> tuple[asyncio.StreamReader, bytes]:
+        """Return a connection and the driver's first bytes."""
         while True:
             try:
-                reader, writer = await asyncio.open_connection(where.hostname, where.port)
-                break
+                reader, first = await self._greeted()
             except OSError as error:
                 logger.debug("the driver is not reached: %s", error)
-                await asyncio.sleep(_PAUSE_S)
-        keep_alive(writer.get_extra_info("socket"))
-        self._writer = writer
-        writer.write(framed(self._offer.secret.encode()))
-        waiting = frozenset(self._tasks.keys() | self._unsent.keys())
-        self._send(Hello(self._process, waiting))
-        return reader
+            else:
+                if first:
+                    return reader, first
+                logger.debug("the driver hangs up, as one that does not know this node")
+            await asyncio.sleep(_PAUSE_S)
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bool:
+    async def _greeted(self) -> tuple[asyncio.StreamReader, bytes]:
+        """Dial, and say hello. Returns no bytes if the driver hangs up."""
+        where = urlsplit(self._offer.endpoint)
+        reader, self._writer = await asyncio.open_connection(where.hostname, where.port)
+        keep_alive(self._writer.get_extra_info("socket"))
+        self._writer.write(framed(self._offer.secret.encode()))
+        self._send(Hello(self._process, frozenset(self._tasks.keys() | self._unsent.keys())))
+        first = b""
+        try:
+            first = await reader.read(_CHUNK_NBYTES)
+        finally:
+            if not first:
+                self._hang_up()
+        return reader, first
+
+    async def _answer(self, reader: asyncio.StreamReader, first: bytes) -> bool:
         """Answer calls until the connection is lost. Returns True if the driver has ended the link."""
         try:
-            async for messages in _chunks(reader):
+            async for messages in _chunks(reader, first):
                 dropped = {each.ticket for each in messages if isinstance(each, Drop)}
                 for each in messages:
                     if isinstance(each, Refused):
@@ -200,11 +212,12 @@ class Node:
         self._writer = None
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[list[ToNode]]:
-    """Yield the messages that came together. Raises WireError for what is no message."""
+async def _chunks(reader: asyncio.StreamReader, data: bytes) -> AsyncIterator[list[ToNode]]:
+    """Yield the messages that came together, first in `data`. Raises WireError for what is no message."""
     splitter = Splitter(MAX_NBYTES)
-    while data := await reader.read(_CHUNK_NBYTES):
+    while data:
         yield [to_node(each) for each in splitter.feed(data)]
+        data = await reader.read(_CHUNK_NBYTES)
 
 
 class InThreads:
