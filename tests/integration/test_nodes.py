@@ -36,7 +36,6 @@ from weightsync.errors import (
     StateError,
     TransportError,
     WeightSyncError,
-    WireError,
 )
 from weightsync.node.codec import encode
 from weightsync.node.link import Link, Links
@@ -717,7 +716,7 @@ def test_a_method_that_is_none_is_not_called() -> None:
         process = Process(links, peer := Adder(), Subtracting)
         process.protocol = Numbered
         process.dial()
-        with pytest.raises(WireError, match="'subtract' is no method that can be called here"):
+        with pytest.raises(PeerError, match="engine e0.*'subtract' is no method that can be called here"):
             await process.call("subtract", 3)
         assert not peer.asked
         assert not process.serving.done()
