@@ -12,12 +12,11 @@ class Cable:
 
     Attributes:
         endpoint: where to dial in place of the other end.
-        num_dials: how many have dialled.
     """
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        self._host, self._port, self.num_dials = host, int(port), 0
+        self._host, self._port, self._num_dials = host, int(port), 0
         self._carries = asyncio.Event()
         self._carries.set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -33,6 +32,10 @@ class Cable:
     ) -> None:
         self._server.close()
         await self.cut()
+
+    def has_dials(self, number: int) -> bool:
+        """Return True if `number` connections have been made, or more."""
+        return self._num_dials >= number
 
     def hold(self) -> None:
         """Hold back all bytes, as a link that is down."""
@@ -54,7 +57,7 @@ class Cable:
         self._carries.set()
 
     async def _dialled(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_dials += 1
+        self._num_dials += 1
         self._writers.append(writer)
         there, back = await asyncio.open_connection(self._host, self._port)
         self._writers.append(back)

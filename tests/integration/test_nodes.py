@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -390,9 +391,9 @@ def test_a_connection_that_was_cut_comes_back_with_the_answers() -> None:
         async with cabled(links, peer := Adder()) as (process, cable):
             for number in range(3):
                 waiting = process.begin("wait", number)
-                await until(lambda number=number: number in peer.asked)
+                await until(partial(peer.asked.__contains__, number))
                 await cable.cut()
-                await until(lambda number=number: cable.num_dials == number + 2)
+                await until(partial(cable.has_dials, number + 2))
                 peer.may_answer[number].set()
                 assert await waiting == number
             assert await process.call("add", 3) == 13
@@ -529,7 +530,7 @@ def test_a_node_that_does_not_come_back_is_lost() -> None:
             process.dial(cable.endpoint)
             assert await process.call("add", 1) == 11
             await cable.cut()
-            await until(lambda: cable.num_dials == 2)
+            await until(lambda: cable.has_dials(2))
             assert await process.call("add", 2) == 12, "it came back in time"
             waiting = process.begin("wait", 3)
             await until(lambda: 3 in peer.asked)
@@ -716,7 +717,7 @@ def test_a_method_that_is_none_is_not_called() -> None:
         process = Process(links, peer := Adder(), Subtracting)
         process.protocol = Numbered
         process.dial()
-        with pytest.raises(PeerError, match="engine e0.*'subtract' is no method that can be called here"):
+        with pytest.raises(PeerError, match=r"engine e0.*'subtract' is no method that can be called here"):
             await process.call("subtract", 3)
         assert not peer.asked
         assert not process.serving.done()
@@ -875,7 +876,8 @@ node.notify(readable(1))
 class Served:
     """A stand-in for an actor: its node is a task, if it starts."""
 
-    name, protocol = "engine e0", Numbered
+    name = "engine e0"
+    protocol: type = Numbered
     node: Link | None = None
 
     def __init__(self, key: object = "e0", error: WeightSyncError | None = None) -> None:
