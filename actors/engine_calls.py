@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import InThreads, serve
+from weightsync.node.node import serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
@@ -176,8 +176,8 @@ class EngineCalls(Claimable):
 
     async def sync_serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
-        peer = _OnLoop(self, asyncio.get_running_loop())
-        await asyncio.wrap_future(serve(offer, peer, EnginePeer).welcomed)
+        node = serve(offer, _Methods(self), EnginePeer, asyncio.get_running_loop())
+        await asyncio.wrap_future(node.welcomed)
 
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
         """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.
@@ -255,21 +255,15 @@ class EngineCalls(Claimable):
         return dataclasses.replace(placement, device=device) if device else placement
 
 
-class _OnLoop:
-    """An engine's actor as the peer of a node, whose loop is another one than the actor's."""
+class _Methods:
+    """The methods of an engine's actor, under the names that the driver calls.
 
-    def __init__(self, actor: EngineCalls, loop: asyncio.AbstractEventLoop) -> None:
-        self._actor, self._loop, self._threads = actor, loop, InThreads(actor)
+    Calls while engines do not serve go past the actor's loop, which requests may keep busy.
+    """
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        # Calls while engines do not serve go past the actor's loop, which requests may keep busy.
-        if hasattr(self._actor, f"_sync_{method}"):
-            direct: Callable[..., Awaitable[Any]] = getattr(self._threads, f"_sync_{method}")
-            return direct
-        function = getattr(self._actor, f"sync_{method}")
+    def __init__(self, actor: EngineCalls) -> None:
+        self._actor = actor
 
-        async def call(*args: object) -> Any:  # noqa: ANN401 - the method's answer
-            called = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
-            return await asyncio.wrap_future(called)
-
-        return call
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        past_loop: Callable[..., Any] | None = getattr(self._actor, f"_sync_{method}", None)
+        return past_loop or getattr(self._actor, f"sync_{method}")

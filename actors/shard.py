@@ -17,7 +17,7 @@ from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import InThreads, Node, serve
+from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
@@ -91,7 +91,7 @@ class Shard(Claimable):
         The node's threads have the actor's GPU as current device. Returns before the node has dialled.
         """
         self._readiness = Readiness(self._ready)
-        self._node = serve(offer, InThreads(_Early(self, self._readiness)), TrainerNode)
+        self._node = serve(offer, _Early(self, self._readiness), TrainerNode)
 
     def on_its_gpu(self) -> AbstractContextManager[object]:
         """Make the actor's GPU the current device of this thread."""

@@ -22,7 +22,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.moves import Moves
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import InThreads, serve
+from weightsync.node.node import serve
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import Span
@@ -37,10 +37,10 @@ class IdleHolder:
         return Moved(Span("move", 1.8e9, 0.01))
 
     def serve_node(self, offer: NodeOffer) -> None:
-        serve(offer, InThreads(self), HolderPeer).welcomed.result()
+        serve(offer, self, HolderPeer).welcomed.result()
 
     def answer_relay(self, offer: NodeOffer) -> None:
-        serve(offer, InThreads(self), Moving).welcomed.result()
+        serve(offer, self, Moving).welcomed.result()
 
     def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
         serve(offer, HostMoves(holders), HostMoving).welcomed.result()

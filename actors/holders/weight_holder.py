@@ -28,7 +28,7 @@ from weightsync.memory import cuda
 from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import InThreads, serve
+from weightsync.node.node import serve
 from weightsync.plan import Plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Moved, Prepared, UpdateTask
@@ -78,7 +78,7 @@ class WeightHolder(Holder):
     def answer_relay(self, offer: NodeOffer) -> None:
         """Answer `move` of the relaying holder. Calls after the next `prepare` are refused."""
         mover = SimpleNamespace(move=partial(self._move, self._once))
-        serve(offer, InThreads(mover), Moving).welcomed.result()
+        serve(offer, mover, Moving).welcomed.result()
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """See `Holder.prepare`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Protocol
 
 from weightsync.node.codec import decode, encode
@@ -43,7 +44,8 @@ class PublishNotices:
         self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
     ) -> int:
         """Resolve these with the next notices. Returns the ticket that the notices have to carry."""
-        self._ticket, self._readable, self._report = self._ticket + 1, readable, report
+        # Never one of an earlier connection or driver: the trainer publishes once for each ticket.
+        self._ticket, self._readable, self._report = secrets.randbits(62) + 1, readable, report
         return self._ticket
 
     def came(self, notice: Notice) -> None:

@@ -41,7 +41,7 @@ from weightsync.errors import (
 from weightsync.node.codec import encode
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import Answer, Ask, Drop, Hello, NodeOffer, Notice, Tell, Welcome, to_node
-from weightsync.node.node import InThreads, Node, serve
+from weightsync.node.node import Node, serve
 from weightsync.protocol import listener
 from weightsync.protocol.deadlines import within
 from weightsync.protocol.handles import BufferHandle, Offer
@@ -315,8 +315,8 @@ def test_an_object_in_threads_may_hang_in_one_call_and_answers_others() -> None:
             return number + more
 
     async def test(links: Links) -> None:
-        process = Process(links, InThreads(Slow()))
-        node = serve(process.offer, InThreads(Slow()), Numbered)
+        process = Process(links, Slow())
+        node = serve(process.offer, Slow(), Numbered)
         await asyncio.wait_for(asyncio.wrap_future(node.welcomed), patient(10))
         hanging = process.begin("wait", 5)
         assert await process.call("add", 3) == 13

@@ -36,7 +36,7 @@ from weightsync.holder.update import BucketConsumer, moved_buckets, open_consume
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import InThreads, serve
+from weightsync.node.node import serve
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -144,7 +144,7 @@ class Holder:
 
     def serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
-        serve(offer, InThreads(self), HolderPeer).welcomed.result()
+        serve(offer, self, HolderPeer).welcomed.result()
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import inspect
 import logging
 import secrets
+import select
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from weightsync.channel.wire import SentError
-from weightsync.errors import StateError, TransportError, WeightSyncError
+from weightsync.errors import StateError, TransportError, WeightSyncError, WireError
 from weightsync.node.calls import Method, known, methods_of
 from weightsync.node.codec import encode
 from weightsync.node.messages import (
@@ -32,214 +33,280 @@ from weightsync.node.messages import (
     Raised,
     Refused,
     Tell,
-    ToNode,
     Welcome,
     to_node,
 )
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.stream import Splitter, framed, keep_alive
+from weightsync.protocol.stream import Stream
 
-__all__ = ["InThreads", "Node", "serve"]
+__all__ = ["Node", "serve"]
 
 logger = logging.getLogger("weightsync.node")
 
-_CHUNK_NBYTES = 1 << 20
 _PAUSE_S = 0.2
 """Time between two attempts to dial."""
+_LOOK_S = 5.0
+"""How often threads that wait look whether the node is to end."""
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
+_SEND_S = 10.0
+"""Time for the driver to make room for a message."""
 _AGAIN_S = 3600.0
-"""How long a thread of `serve` looks for its driver: a link may be down for long."""
+"""How long `serve` looks for its driver after a lost connection: a link may be down for long."""
+_MAX_IDLE = 8
+"""Threads that wait for calls. More than these end."""
 
 
 class Node:
     """Answers a driver's calls of one peer, many at a time, on one connection.
 
-    If the connection is lost, the node dials again, and answers calls of the old connection on the new one.
+    Some threads wait for messages, of which the kernel wakes one. It answers the call that it has read, and
+    the next call wakes another one. So no call waits for another, and none changes threads. If the connection
+    is lost, the node dials again, and answers calls of the old connection on the new one.
 
     Attributes:
-        welcomed: done once the driver has a place for this process. Has the error of `serve` instead, if the
+        welcomed: done once the driver has a place for this process. Has the error of `run` instead, if the
             driver refuses the process or is not reached.
     """
 
-    def __init__(self, offer: NodeOffer, peer: object, protocol: type) -> None:
+    def __init__(
+        self,
+        offer: NodeOffer,
+        peer: object,
+        protocol: type,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         """
         Args:
             offer: how to reach the driver, see `Links.offer`.
-            peer: has the methods of `protocol`, as coroutine functions.
+            peer: has the methods of `protocol`, as functions or coroutine functions.
             protocol: such as `weightsync.protocol.peers.HolderPeer`.
+            loop: where coroutines run, by default on a thread of the node.
         """
-        self._offer, self._peer, self._methods = offer, peer, methods_of(protocol)
+        self._offer, self._peer, self._methods, self._loop = offer, peer, methods_of(protocol), loop
         self._process = secrets.token_hex(8)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._counting, self._sending, self._poll = threading.Lock(), threading.Lock(), select.epoll()
+        self._num_idle = 0
+        self._running = set[int]()
         self._unsent: dict[int, bytes] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._stream: Stream | None = None
         self._ahead_s = 0.0  # of this process's clock, by which it is ahead of the driver's
+        self._over, self._error, self._again_s = threading.Event(), None, 0.0
         self.welcomed: Future[None] = Future()
 
-    async def serve(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
-        """Answer calls until the driver ends the link.
+    _error: WeightSyncError | None
 
-        Raises StateError if the driver refuses this process, and TransportError if the driver cannot be
-        reached in `dial_s` seconds at first, or later in `again_s` seconds.
-        """
-        self._loop = asyncio.get_running_loop()
+    async def serve(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
+        """Answer calls as `run`, on other threads. Coroutines run on this loop."""
+        self._loop = self._loop or asyncio.get_running_loop()
         try:
-            while not await self._answer(*await self._dial_within(dial_s)):
-                dial_s = again_s
-        except WeightSyncError as error:
-            if not self.welcomed.done():
-                self.welcomed.set_exception(error)
-            raise
+            await asyncio.wrap_future(on_daemon(partial(self.run, dial_s, again_s), "weightsync-node"))
         finally:
-            self._loop = None
-            for task in self._tasks.values():
-                task.cancel()
-            self._hang_up()
+            self.stop()
+
+    def run(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
+        """Answer calls until the driver ends the link, or until `stop`.
+
+        Raises StateError if the driver refuses this process, TransportError if it cannot be reached in `dial_s`
+        seconds at first, or later in `again_s` seconds, and WireError if it sends what is no message.
+        """
+        self._again_s = again_s
+        self._begin(self._dial(dial_s))
+        self._work()
+        self._over.wait()
+        if self._error:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the node. Calls that run finish, and nobody gets their answers."""
+        self._end(None)
 
     def notify(self, notice: Notice) -> None:
         """Send news to the driver, from any thread. Without a connection they are lost."""
-        if loop := self._loop:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._send, notice)
+        self._send(notice)
 
-    async def _dial_within(self, timeout_s: float) -> tuple[asyncio.StreamReader, bytes]:
+    def _work(self) -> None:
+        """Wait for messages and answer calls, beside other threads."""
+        while not self._over.is_set():
+            with self._counting:
+                if self._num_idle == _MAX_IDLE:
+                    return
+                self._num_idle += 1
+            is_woken = bool(self._poll.poll(_LOOK_S))
+            with self._counting:
+                self._num_idle -= 1
+                is_last = self._num_idle == 0
+            if is_woken and (asked := self._read()):
+                if is_last:
+                    on_daemon(self._work, "weightsync-node")
+                self._begin(asked[1:])
+                self._answer(asked[0])
+
+    def _begin(self, asked: Sequence[Ask]) -> None:
+        for ask in asked:
+            on_daemon(partial(self._answer, ask), "weightsync-node")
+
+    def _read(self) -> list[Ask]:
+        """Return the calls that have come together, for the one thread that was woken."""
         try:
-            return await asyncio.wait_for(self._dial(), timeout_s)
-        except asyncio.TimeoutError as error:
-            raise TransportError(
-                f"the driver does not answer at {self._offer.endpoint}: open that port, or set sync.ports"
-            ) from error
-
-    async def _dial(self) -> tuple[asyncio.StreamReader, bytes]:
-        """Return a connection and the driver's first bytes."""
-        while True:
-            try:
-                reader, first = await self._greeted()
-            except OSError as error:
-                logger.debug("the driver is not reached: %s", error)
-            else:
-                if first:
-                    return reader, first
-                logger.debug("the driver hangs up, as one that does not know this node")
-            await asyncio.sleep(_PAUSE_S)
-
-    async def _greeted(self) -> tuple[asyncio.StreamReader, bytes]:
-        """Dial, and say hello. Returns no bytes if the driver hangs up."""
-        where = urlsplit(self._offer.endpoint)
-        reader, self._writer = await asyncio.open_connection(where.hostname, where.port)
-        keep_alive(self._writer.get_extra_info("socket"))
-        self._writer.write(framed(self._offer.secret.encode()))
-        self._send(Hello(self._process, frozenset(self._tasks.keys() | self._unsent.keys())))
-        first = b""
-        try:
-            first = await reader.read(_CHUNK_NBYTES)
-        finally:
-            if not first:
-                self._hang_up()
-        return reader, first
-
-    async def _answer(self, reader: asyncio.StreamReader, first: bytes) -> bool:
-        """Answer calls until the connection is lost. Returns True if the driver has ended the link."""
-        try:
-            async for messages in _chunks(reader, first):
-                dropped = {each.ticket for each in messages if isinstance(each, Drop)}
-                for each in messages:
-                    if isinstance(each, Refused):
-                        raise StateError(f"the driver refuses this process: {each.why}")
-                    if isinstance(each, Bye):
-                        return True
-                    if isinstance(each, Welcome):
-                        self._welcome(each)
-                    if isinstance(each, Ask) and each.ticket not in dropped:
-                        self._begin(each)
-                for ticket in dropped & self._tasks.keys():
-                    self._tasks[ticket].cancel()
-                self._send_unsent()
+            assert self._stream
+            asked = self._take(self._stream.receive_many(0))
+        except WireError as error:
+            self._end(error)
+            return []
         except OSError as error:
             logger.debug("the connection to the driver is lost: %s", error)
-        finally:
-            self._hang_up()
-        return False
+            return self._dial(self._again_s)
+        self._wake_another(self._stream)
+        return asked
 
-    def _welcome(self, welcome: Welcome) -> None:
-        self._ahead_s = time.monotonic() - welcome.now
+    def _wake_another(self, stream: Stream) -> None:
+        """Have the next message wake one thread."""
+        if not self._over.is_set():
+            self._poll.modify(stream, _ONCE)
+
+    def _take(self, came: Sequence[bytes]) -> list[Ask]:
+        """Handle messages that came together. Returns calls that were not dropped."""
+        messages = [to_node(each) for each in came]
+        dropped = {each.ticket for each in messages if isinstance(each, Drop)}
+        for message in messages:
+            if isinstance(message, Welcome):
+                self._ahead_s = time.monotonic() - message.now
+                if not self.welcomed.done():
+                    self.welcomed.set_result(None)
+            elif isinstance(message, Refused):
+                self._end(StateError(f"the driver refuses this process: {message.why}"))
+            elif isinstance(message, Bye):
+                self._end(None)
+        asked = [each for each in messages if isinstance(each, Ask) and each.ticket not in dropped]
+        with self._sending:
+            self._running.update(each.ticket for each in asked)
+        return [] if self._over.is_set() else asked
+
+    def _end(self, error: WeightSyncError | None) -> None:
+        self._error = self._error or error
         if not self.welcomed.done():
-            self.welcomed.set_result(None)
+            self.welcomed.set_exception(error or StateError("the node has ended"))
+        self._over.set()
+        if self._stream:
+            self._stream.close()
 
-    def _begin(self, ask: Ask) -> None:
+    def _dial(self, timeout_s: float) -> list[Ask]:
+        """Connect, until the driver answers. Returns the first calls. Ends the node if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while not self._over.is_set():
+            try:
+                return self._greet(max(_PAUSE_S, deadline - time.monotonic()))
+            except WireError as error:
+                self._end(error)
+            except OSError as error:
+                logger.debug("the driver is not reached: %s", error)
+            if time.monotonic() + _PAUSE_S > deadline:
+                where = self._offer.endpoint
+                why = f"the driver does not answer at {where}: open that port, or set sync.ports"
+                self._end(TransportError(why))
+            self._over.wait(_PAUSE_S)
+        return []
+
+    def _greet(self, timeout_s: float) -> list[Ask]:
+        """Dial, and say hello. Returns the first calls. Raises OSError if the driver does not answer."""
+        stream = Stream(self._offer.endpoint, self._offer.secret, MAX_NBYTES, min(timeout_s, _SEND_S))
+        with self._sending:
+            if self._stream:
+                self._stream.close()
+            self._stream = stream
+            waiting = frozenset(self._running | self._unsent.keys())
+            stream.send(msgspec.msgpack.encode(Hello(self._process, waiting)))
+        deadline = time.monotonic() + timeout_s
+        while not (first := stream.receive_many(max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the driver does not answer a hello")
+        asked = self._take(first)
+        with self._sending:
+            self._send_answers()
+        if not self._over.is_set():
+            self._poll.register(stream, _ONCE)
+        return asked
+
+    def _answer(self, ask: Ask) -> None:
         if time.monotonic() - self._ahead_s > ask.deadline:
             logger.warning("%s() came after its deadline, and is not carried out", ask.method)
+            with self._sending:
+                self._running.discard(ask.ticket)
             return
-        task = asyncio.get_running_loop().create_task(self._run(ask))
-        self._tasks[ask.ticket] = task
-        task.add_done_callback(lambda _: self._tasks.pop(ask.ticket, None))
-
-    async def _run(self, ask: Ask) -> None:
         reply: Answer | Raised
         try:
             method = known(self._methods, ask.method)
-            value = await self._called(ask, method)
-            reply = Answer(ask.ticket, encode(value, method.answer))
+            reply = Answer(ask.ticket, encode(self._called(ask, method), method.answer))
         except WeightSyncError as error:
             reply = Raised(ask.ticket, SentError.of(error))
         except Exception as error:  # the driver waits for an answer, and calls it a PeerError
             logger.exception("%s() failed", ask.method)
             reply = Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
-        self._unsent[ask.ticket] = msgspec.msgpack.encode(reply)
-        self._send_unsent()
+        data = msgspec.msgpack.encode(reply)
+        with self._sending:
+            self._running.discard(ask.ticket)
+            self._unsent[ask.ticket] = data
+            self._send_answers()
 
-    async def _called(self, ask: Ask, method: Method) -> Any:  # noqa: ANN401 - the method's answer
+    def _called(self, ask: Ask, method: Method) -> Any:  # noqa: ANN401 - the method's answer
         args = method.decoded(ask.args)
-        function = getattr(self._peer, ask.method)
-        if not method.tells:
-            return await function(*args)
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        told.add_done_callback(lambda _: self._send(Tell(ask.ticket)))
-        return await function(*args, told)
+        if method.tells:
+            args = *args, _Told(partial(self._send, Tell(ask.ticket)))
+        answer = getattr(self._peer, ask.method)(*args)
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run_coroutine_threadsafe(answer, self._own_loop()).result()
+        return answer
 
-    def _send_unsent(self) -> None:
-        while self._writer and self._unsent:
-            ticket = next(iter(self._unsent))
-            self._writer.write(framed(self._unsent.pop(ticket)))
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        with self._counting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                on_daemon(self._loop.run_forever, "weightsync-node")
+            return self._loop
+
+    def _send_answers(self) -> None:
+        """Send the answers that are ready. If the connection is lost, they stay. Needs `_sending`."""
+        while self._unsent and self._stream:
+            ticket, data = next(iter(self._unsent.items()))
+            try:
+                self._stream.send(data)
+            except OSError as error:
+                logger.debug("an answer waits for the next connection: %s", error)
+                return
+            del self._unsent[ticket]
 
     def _send(self, message: FromNode) -> None:
-        if self._writer:
-            self._writer.write(framed(msgspec.msgpack.encode(message)))
-
-    def _hang_up(self) -> None:
-        if self._writer:
-            self._writer.close()
-        self._writer = None
-
-
-async def _chunks(reader: asyncio.StreamReader, data: bytes) -> AsyncIterator[list[ToNode]]:
-    """Yield the messages that came together, first in `data`. Raises WireError for what is no message."""
-    splitter = Splitter(MAX_NBYTES)
-    while data:
-        yield [to_node(each) for each in splitter.feed(data)]
-        data = await reader.read(_CHUNK_NBYTES)
+        with self._sending:
+            if self._stream:
+                try:
+                    self._stream.send(msgspec.msgpack.encode(message))
+                except OSError as error:
+                    logger.debug("%s is not sent: %s", message, error)
 
 
-class InThreads:
-    """Makes an object a peer: each call of a method runs on a thread of its own, and may hang."""
+class _Told:
+    """Stands for the future of a method that `Method.tells`: the driver has it."""
 
-    def __init__(self, target: object) -> None:
-        self._target = target
+    def __init__(self, tell: Any) -> None:  # noqa: ANN401 - a function without arguments
+        self._tell, self._is_done = tell, False
 
-    def __getattr__(self, method: str) -> Callable[..., Coroutine[object, object, Any]]:
-        function = getattr(self._target, method)
+    def done(self) -> bool:
+        """Return True if the driver was told."""
+        return self._is_done
 
-        async def call(*args: object) -> Any:  # noqa: ANN401 - the method's answer
-            return await asyncio.wrap_future(on_daemon(partial(function, *args), f"weightsync-{method}"))
+    def set_result(self, _: None) -> None:
+        """Tell the driver."""
+        self._is_done = True
+        self._tell()
 
-        return call
 
+def serve(
+    offer: NodeOffer, peer: object, protocol: type, loop: asyncio.AbstractEventLoop | None = None
+) -> Node:
+    """Have threads answer the driver's calls. Returns their node, before the node has dialled.
 
-def serve(offer: NodeOffer, peer: object, protocol: type) -> Node:
-    """Have a thread answer the driver's calls. Returns the thread's node, before the node has dialled.
-
-    The thread dials again for `_AGAIN_S` seconds after a lost connection.
+    The node dials again for `_AGAIN_S` seconds after a lost connection.
     """
-    node = Node(offer, peer, protocol)
-    on_daemon(lambda: asyncio.run(node.serve(again_s=_AGAIN_S)), "weightsync-node")
+    node = Node(offer, peer, protocol, loop)
+    on_daemon(partial(node.run, again_s=_AGAIN_S), "weightsync-node")
     return node

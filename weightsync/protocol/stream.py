@@ -7,6 +7,8 @@ idle host.
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import struct
 import time
@@ -103,15 +105,33 @@ class Stream:
         """Return the next message, or None if none has come by then. Raises WireError for one too long."""
         deadline = time.monotonic() + timeout_s
         while (message := next(self._came, None)) is None:
-            self._socket.settimeout(max(1e-6, deadline - time.monotonic()))  # 0 would not block
-            try:
-                data = self._socket.recv(_CHUNK_NBYTES)
-            except TimeoutError:
+            if (data := self._read(deadline - time.monotonic())) is None:
                 return None
-            if not data:
-                raise ConnectionResetError("the other end has hung up")
             self._came = self._splitter.feed(data)
         return message
+
+    def receive_many(self, timeout_s: float) -> list[bytes]:
+        """Return the messages that came together, none if nothing came. Raises WireError as `receive`.
+
+        Another thread may send meanwhile.
+        """
+        data = self._read(timeout_s)
+        return list(self._splitter.feed(data)) if data else []
+
+    def _read(self, timeout_s: float) -> bytes | None:
+        """Return the next bytes, None if none came by then."""
+        ready = select.poll()  # another thread may set the socket's timeout, to send
+        ready.register(self._socket, select.POLLIN)
+        if not ready.poll(max(0.0, timeout_s) * 1e3):
+            return None
+        data = self._socket.recv(_CHUNK_NBYTES)
+        if not data:
+            raise ConnectionResetError("the other end has hung up")
+        return data
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
 
     def is_lost(self) -> bool:
         """Return True if the other end, which sends nothing, has hung up."""
@@ -124,5 +144,7 @@ class Stream:
             return True
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Hang up, also while another thread receives. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

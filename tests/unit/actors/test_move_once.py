@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -104,7 +103,7 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
         return SimpleNamespace(welcomed=SimpleNamespace(result=lambda: None))
 
     def relayed(peer: Any, attempt: int) -> Moved:
-        moved: Moved = asyncio.run(peer.move(attempt, True, UpdateTask(), 1.0))
+        moved: Moved = peer.move(attempt, True, UpdateTask(), 1.0)
         return moved
 
     monkeypatch.setattr(weight_holder, "serve", serve)
