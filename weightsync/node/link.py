@@ -198,6 +198,8 @@ class Link:
         if self._lost_later:
             self._lost_later.cancel()
         self._send(Bye())
+        if self._connection:
+            self._connection.hang_up()
         self._dialled.set()
         for ticket in [*self._calls]:
             self._end(ticket, error)

@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class Node:
         self._process = secrets.token_hex(8)
         self._counting, self._sending, self._poll = threading.Lock(), threading.Lock(), select.epoll()
         self._num_idle = 0
-        self._running = set[int]()
+        self._running: dict[int, Future[Any] | None] = {}
         self._unsent: dict[int, bytes] = {}
         self._stream: Stream | None = None
         self._ahead_s = 0.0  # of this process's clock, by which it is ahead of the driver's
@@ -106,12 +106,12 @@ class Node:
     def run(self, dial_s: float = 10.0, again_s: float = 10.0) -> None:
         """Answer calls until the driver ends the link, or until `stop`.
 
-        Raises StateError if the driver refuses this process, TransportError if it cannot be reached in `dial_s`
-        seconds at first, or later in `again_s` seconds, and WireError if it sends what is no message.
+        Raises StateError if the driver refuses this process, TransportError if it cannot be reached in
+        `dial_s` seconds at first or later in `again_s` seconds, and WireError if it sends no message of ours.
         """
         self._again_s = again_s
         self._begin(self._dial(dial_s))
-        self._work()
+        on_daemon(self._work, "weightsync-node")
         self._over.wait()
         if self._error:
             raise self._error
@@ -179,7 +179,10 @@ class Node:
                 self._end(None)
         asked = [each for each in messages if isinstance(each, Ask) and each.ticket not in dropped]
         with self._sending:
-            self._running.update(each.ticket for each in asked)
+            self._running |= {each.ticket: None for each in asked}
+            for ticket in dropped:
+                if coroutine := self._running.get(ticket):
+                    coroutine.cancel()
         return [] if self._over.is_set() else asked
 
     def _end(self, error: WeightSyncError | None) -> None:
@@ -200,11 +203,12 @@ class Node:
                 self._end(error)
             except OSError as error:
                 logger.debug("the driver is not reached: %s", error)
-            if time.monotonic() + _PAUSE_S > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 where = self._offer.endpoint
                 why = f"the driver does not answer at {where}: open that port, or set sync.ports"
                 self._end(TransportError(why))
-            self._over.wait(_PAUSE_S)
+            self._over.wait(min(_PAUSE_S, max(0.0, left_s)))
         return []
 
     def _greet(self, timeout_s: float) -> list[Ask]:
@@ -214,7 +218,7 @@ class Node:
             if self._stream:
                 self._stream.close()
             self._stream = stream
-            waiting = frozenset(self._running | self._unsent.keys())
+            waiting = frozenset(self._running.keys() | self._unsent.keys())
             stream.send(msgspec.msgpack.encode(Hello(self._process, waiting)))
         deadline = time.monotonic() + timeout_s
         while not (first := stream.receive_many(max(0.0, deadline - time.monotonic()))):
@@ -231,7 +235,7 @@ class Node:
         if time.monotonic() - self._ahead_s > ask.deadline:
             logger.warning("%s() came after its deadline, and is not carried out", ask.method)
             with self._sending:
-                self._running.discard(ask.ticket)
+                del self._running[ask.ticket]
             return
         reply: Answer | Raised
         try:
@@ -239,12 +243,14 @@ class Node:
             reply = Answer(ask.ticket, encode(self._called(ask, method), method.answer))
         except WeightSyncError as error:
             reply = Raised(ask.ticket, SentError.of(error))
+        except CancelledError:  # it was dropped
+            reply = Raised(ask.ticket, None, "nobody waits for it")
         except Exception as error:  # the driver waits for an answer, and calls it a PeerError
             logger.exception("%s() failed", ask.method)
             reply = Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
         data = msgspec.msgpack.encode(reply)
         with self._sending:
-            self._running.discard(ask.ticket)
+            del self._running[ask.ticket]
             self._unsent[ask.ticket] = data
             self._send_answers()
 
@@ -253,9 +259,19 @@ class Node:
         if method.tells:
             args = *args, _Told(partial(self._send, Tell(ask.ticket)))
         answer = getattr(self._peer, ask.method)(*args)
-        if inspect.iscoroutine(answer):
-            answer = asyncio.run_coroutine_threadsafe(answer, self._own_loop()).result()
-        return answer
+        if not inspect.iscoroutine(answer):
+            return answer
+
+        async def unless_dropped() -> Any:  # noqa: ANN401
+            if (its := self._running.get(ask.ticket)) and its.cancelled():
+                answer.close()
+                raise asyncio.CancelledError
+            return await answer
+
+        coroutine = asyncio.run_coroutine_threadsafe(unless_dropped(), self._own_loop())
+        with self._sending:
+            self._running[ask.ticket] = coroutine
+        return coroutine.result()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._counting:

@@ -136,6 +136,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(framed(data))
         return True
 
+    def hang_up(self) -> None:
+        """Hang up, once pending messages are sent."""
+        self._transport.close()
+
     def abort(self) -> None:
         """Hang up, without sending pending messages."""
         self._transport.abort()
