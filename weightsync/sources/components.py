@@ -61,15 +61,16 @@ class ComponentsSource(TensorSource):
         """Return what this rank holds now. Settings are checked and used by component."""
         return self._weights()
 
-    def _selected(self, weights: LocalWeights) -> RankLayout:
-        return weights.layout
+    def _selected(self, weights: LocalWeights) -> LocalWeights:
+        return weights
 
     def _weights(self) -> LocalWeights:
         model = self._model.describe() if self._model else LocalWeights(RankLayout((), ()), {})
         if self._draft is None:
             return model
         draft = self._named(self._draft.describe())
-        return LocalWeights(_join(model, draft), {**model.tensors, **draft.tensors})
+        tensors = {**model.tensors, **draft.tensors}
+        return LocalWeights(_join(model, draft), tensors, computed=model.computed)
 
     def _named(self, weights: LocalWeights) -> LocalWeights:
         """Return a draft's weights under their names in the plan."""
@@ -91,7 +92,7 @@ class ComponentsSource(TensorSource):
 
     def _finish(self) -> None:
         for part in self._parts():
-            part._finish()
+            part._complete()
 
     def _watch(self, weights: LocalWeights) -> _GuardOfBoth:
         model, draft = _apart(weights.tensors)
@@ -180,7 +181,8 @@ def _join(model: LocalWeights, draft: LocalWeights) -> RankLayout:
 
 def _shared(model: LocalWeights, draft: LocalWeights) -> dict[str, str]:
     """Return which of the draft's tensors are the model's, by name: the same objects, of the same form."""
-    owners = {id(model.tensors[each.buffer]): each for each in model.layout.segments}
+    buffers = model.buffers
+    owners = {id(buffers[each.buffer]): each for each in model.layout.segments}
     metas = {meta.name: meta for meta in (*model.layout.tensors, *draft.layout.tensors)}
     found = {}
     for segment in draft.layout.segments:

@@ -91,22 +91,10 @@ class _Named:
         new = {name: each for name, each in bare.items() if each != name and counts[each] == 1}
         if not new:
             return cls(layout, {})
-        canonical, stage = dict(layout.tied), layout.stage
-
-        def of(name: str) -> str:
-            return new.get(name, name)
-
-        layout = dataclasses.replace(
-            layout,
-            tensors=tuple(dataclasses.replace(meta, name=of(meta.name)) for meta in layout.tensors),
-            segments=tuple(dataclasses.replace(each, tensor=of(each.tensor)) for each in layout.segments),
-            tied=(
-                *((of(alias), of(name)) for alias, name in layout.tied),
-                *((name, of(canonical.get(name, name))) for name in new),
-            ),
-            stage=stage and dataclasses.replace(stage, shared=tuple(map(of, stage.shared))),
-        )
-        return cls(layout, {each: name for name, each in new.items()})
+        canonical, layout = dict(layout.tied), layout.renamed(new)
+        aliases = [(name, canonical.get(name, name)) for name in new]
+        tied = (*layout.tied, *((alias, new.get(name, name)) for alias, name in aliases))
+        return cls(dataclasses.replace(layout, tied=tied), {each: name for name, each in new.items()})
 
     def fits(self, name: str, patterns: Collection[str]) -> bool:
         """Return True if a tensor's name fits a pattern, with or without the names of wrappers."""
@@ -163,7 +151,9 @@ class Selection:
     def of(self, layout: RankLayout) -> RankLayout:
         """Return `layout` with a checkpoint's names, without what is excluded, and what is frozen."""
         named = _Named.of(self._renamed(layout))
-        frozen = tuple(meta.name for meta in named.layout.tensors if named.fits(meta.name, self._frozen))
+        still = set(named.layout.frozen)
+        names = [meta.name for meta in named.layout.tensors]
+        frozen = tuple(name for name in names if name in still or named.fits(name, self._frozen))
         layout = dataclasses.replace(named.layout, frozen=frozen)
         if not self._exclude:
             return layout

@@ -39,6 +39,7 @@ from weightsync.sources.piece_copies import PieceCopies
 from weightsync.sources.pushes import Pushes
 from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
+from weightsync.sources.transforms import Transform
 
 logger = logging.getLogger("weightsync.sources")
 
@@ -81,13 +82,23 @@ class TensorSource(ABC):
         frozen: Collection[str] = (),
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers'
+        before: Sequence[Transform] = (),
+        after: Sequence[Transform] = (),
     ) -> None:
-        """All arguments are those of `TrainerShard`. `hf_config` is for models that do not name tensors."""
+        """Most arguments are those of `TrainerShard`.
+
+        Args:
+            hf_config: for models that do not name tensors.
+            before: transforms of tensors with the model's own names, before `names`, `exclude` and `frozen`.
+            after: transforms of the tensors that are selected, with names of the checkpoint.
+        """
         del hf_config
         self.model = model
         self._guard: Guard | None = None
         self._rank = 0
         self._selection = Selection(exclude, names, frozen)
+        self._before, self._after = before, after
+        self._computed: Mapping[str, torch.Tensor] = {}
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
@@ -113,6 +124,11 @@ class TensorSource(ABC):
     def _watch(self, weights: LocalWeights) -> Guard:
         """Return a guard of `weights`, which were described just now."""
 
+    @property
+    def _module(self) -> Any:  # noqa: ANN401 - a framework's
+        """Return the module whose tensors `_weights` names."""
+        return self.model
+
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of `_weights`."""
         return self._weights().tensors
@@ -123,6 +139,12 @@ class TensorSource(ABC):
         Raises StateError if that cannot be had.
         """
 
+    def _complete(self) -> None:
+        """Finish the weights of this version, and compute the tensors that travel in their place."""
+        self._finish()
+        for each in (*self._before, *self._after):
+            each.run(self._module, self._tensors())
+
     @collector_paused
     def layout(self) -> RankLayout:
         """Return global shapes, this rank's boxes, and tied names.
@@ -130,15 +152,16 @@ class TensorSource(ABC):
         Raises StateError if the model changed while it was offloaded, PlanError for a tensor without values.
         """
         weights = self.describe()
-        layout, device = weights.layout, ""
+        layout, buffers, device = weights.layout, weights.buffers, ""
+        self._computed = weights.computed
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         else:
-            require_values(layout, weights.tensors)
-        self._finish()
+            require_values(layout, buffers)
+        self._complete()
         if not self._offloads:
-            buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
-            held = {name: local_tensor(weights.tensors[name]) for name in buffers}
+            names = dict.fromkeys(segment.buffer for segment in layout.segments)
+            held = {name: local_tensor(buffers[name]) for name in names}
             device, self._exported = _share(held)
             if self._exported:
                 gpu = next(iter(held.values())).device
@@ -152,20 +175,28 @@ class TensorSource(ABC):
 
         Raises ConfigError if a setting fits none of the names.
         """
-        weights = self._weights()
+        weights = self._transformed(self._weights(), self._before)
         unmatched = self._selection.check(self._as_in_files(weights.layout), weights.excluded)
-        layout = self._selected(weights)
-        if layout.stage:
-            layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
-        return LocalWeights(layout, weights.tensors)
+        weights = self._selected(weights)
+        if not (stage := weights.layout.stage):
+            return weights
+        stage = dataclasses.replace(stage, unmatched=unmatched)
+        return dataclasses.replace(weights, layout=dataclasses.replace(weights.layout, stage=stage))
 
     def trial_handle(self) -> DeviceHandle | None:
         """Return the handle of one tensor that `layout` exported, if it exported any."""
         return self._exported.first() if self._exported else None
 
-    def _selected(self, weights: LocalWeights) -> RankLayout:
-        chosen = self._selection.of(self._as_in_files(weights.layout))
-        return stack_experts(chosen, weights.num_experts) if weights.num_experts else chosen
+    def _selected(self, weights: LocalWeights) -> LocalWeights:
+        """Return the weights that travel, of those that were transformed by `before`."""
+        layout = self._selection.of(self._as_in_files(weights.layout))
+        layout = stack_experts(layout, weights.num_experts) if weights.num_experts else layout
+        return self._transformed(dataclasses.replace(weights, layout=layout), self._after)
+
+    def _transformed(self, weights: LocalWeights, transforms: Sequence[Transform]) -> LocalWeights:
+        for each in transforms:
+            weights = each.apply(self._module, weights)
+        return weights
 
     def _as_in_files(self, layout: RankLayout) -> RankLayout:
         """Return a layout with the names that transformers gives its model's tensors in files."""
@@ -189,7 +220,7 @@ class TensorSource(ABC):
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
         layout = self._begin(plan, trainer)
         if send_buffer is None:
-            live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+            live = self._live()
             parts = [
                 (tensor, box, _view(live[segment.buffer], segment, box))
                 for tensor, box, segment in share_in_place(plan, trainer, layout)
@@ -239,7 +270,8 @@ class TensorSource(ABC):
         if self._pushes:
             self._pushes.prepare(self._sources, self._live(), self._guard.strays)
             return
-        assert self._send_buffer is not None
+        if self._send_buffer is None:
+            raise StateError(f"trainer {self._rank}: it is not connected: call connect() again")
         self._copies = PieceCopies(
             self._plan, self._sources, self._live(), self._guard.strays, self._send_buffer.tensor
         )
@@ -253,7 +285,7 @@ class TensorSource(ABC):
         """
         if self._pushes:
             self._follow()
-            self._finish()
+            self._complete()
             self._pushes.copy(self._live)
             self._is_ready = True
         if self._in_place is None:
@@ -261,7 +293,7 @@ class TensorSource(ABC):
         if self._is_replaced or not self._in_place.has_memory():
             self._follow()
         self._is_replaced = False
-        self._finish()
+        self._complete()
         self._in_place.wait_written()
         self._is_ready = True
         return True
@@ -280,7 +312,7 @@ class TensorSource(ABC):
         assert self._plan is not None
         if not (self._in_place or self._pushes):
             self._follow()
-            self._finish()
+            self._complete()
             return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
         if not self._is_ready:
             self.ready()
@@ -290,7 +322,7 @@ class TensorSource(ABC):
         assert self._in_place
         self._in_place.begin()
         if self._follow():
-            self._finish()
+            self._complete()
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
         return self._confirmed(self._in_place.result(count), self._in_place.digest_again)
 
@@ -322,7 +354,7 @@ class TensorSource(ABC):
             stored: dict[str, list[Stored]] = {}
             if self._send_buffer:
                 self._follow()
-                self._finish()
+                self._complete()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
             if published and self._plan and self._plan.replicas:
                 rounds = range(self._plan.replicas.num_rounds)
@@ -357,16 +389,19 @@ class TensorSource(ABC):
             return True  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
-        now = self._selected(weights)
+        weights = self._selected(self._transformed(weights, self._before))
+        now = weights.layout
         if not self._offloaded:
-            require_values(now, weights.tensors)
+            require_values(now, weights.buffers)
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
-        kept = {segment.buffer: weights.tensors[segment.buffer] for segment in now.segments}
+        names = [each.buffer for each in now.segments if each.buffer in weights.tensors]
+        kept = {name: weights.tensors[name] for name in names}
         moved = self._guard.moved(kept) if self._guard else []
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
         self._guard, self._layout_now, self._claimed = self._watch(weights), now, None
+        self._computed = weights.computed
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
@@ -396,7 +431,7 @@ class TensorSource(ABC):
         writes would not say that: they miss those to DTensors, through ``.data`` and by other libraries.
         """
         assert self._plan is not None
-        self._finish()
+        self._complete()
         written = np.flatnonzero(digest_again() != published.digests)
         names = tuple(self._plan.tensors[number].name for number in written)
         return dataclasses.replace(published, written=names) if names else published
@@ -417,7 +452,8 @@ class TensorSource(ABC):
     def _live(self) -> Mapping[str, torch.Tensor]:
         if self._offloaded:
             return self._offloaded.on_host()
-        return {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+        live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+        return {**live, **self._computed}
 
 
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:

@@ -171,13 +171,13 @@ class LoraSource(TensorSource):
             kind = meta_of(name, held).dtype
             metas += (dataclasses.replace(meta, dtype=kind) for meta in its.metas())
             segments += its.segments(held)
-        return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
+        return LocalWeights(RankLayout(tuple(metas), tuple(segments)), {}, computed=self._held)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._held
+        return {}
 
-    def _watch(self, weights: LocalWeights) -> _Unmoved:
-        return _Unmoved()
+    def _watch(self, weights: LocalWeights) -> AddressGuard:
+        return AddressGuard(torch.nn.Module(), {})  # the copies never move, and `_follow` watches parameters
 
     def _follow(self) -> bool:
         """Look the parameters up again if tensors of the model were replaced. Returns whether they were.
@@ -265,15 +265,3 @@ class _Copies:
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._locals))
-
-
-class _Unmoved:
-    """The copies never move, and `_follow` looks at what they are of."""
-
-    strays: frozenset[str] = frozenset()
-
-    def as_before(self, model: object) -> bool:
-        return True
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return []

@@ -38,9 +38,14 @@ class DeepSpeedSource(TensorSource):
 
     _partitioned: Sequence[tuple[str, Any]] = ()
 
+    @property
+    def _module(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.model.module
+        return module
+
     def _weights(self) -> LocalWeights:
         check_engine(self.model)
-        held, tied = named_tensors(self.model.module)
+        held, tied = named_tensors(self._module)
         require_strided(held)
         self._partitioned = [(name, tensor) for name, tensor in held.items() if is_partitioned(tensor)]
         metas: list[TensorMeta] = []
@@ -52,10 +57,10 @@ class DeepSpeedSource(TensorSource):
         return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), with_memory(held))
 
     def _watch(self, weights: LocalWeights) -> Guard:
-        return _Guard(self.model.module, weights.tensors, part=PART)
+        return _Guard(self._module, weights.tensors, part=PART)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return with_memory(named_tensors(self.model.module)[0])
+        return with_memory(named_tensors(self._module)[0])
 
     def _finish(self) -> None:
         """Require that partitions are up to date.
