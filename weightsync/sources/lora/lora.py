@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError, StateError
-from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.addresses import AddressGuard, attached_part
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expert
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.lora.peft_modules import adapted_modules, base_name, require_plain_base
 from weightsync.sources.lora.stacked_lora import StackedExperts
-from weightsync.sources.module import segment_of
+from weightsync.sources.module import declare
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.zero.deepspeed import check_engine
 from weightsync.sources.zero_partitions import (
@@ -27,7 +27,6 @@ from weightsync.sources.zero_partitions import (
     part_segments,
     require_current,
     run_of,
-    whole_meta,
     with_memory,
 )
 
@@ -59,15 +58,15 @@ class _Trained:
 
     def metas(self) -> Iterator[TensorMeta]:
         """Yield the tensors that it is for engines, with its dtype."""
-        whole = meta_of(self.name, self.parameter)
+        whole, _ = declare(self.name, self.parameter)
         if self.experts:
             yield from self.experts.metas(whole, self.suffix)
         else:
             yield whole
 
     def local(self) -> torch.Tensor:
-        """Return the tensor that has the parameter's part on this rank."""
-        return local_tensor(self.parameter)
+        """Return the tensor that has this rank's part. DeepSpeed may give a partition other memory."""
+        return attached_part(part_of(self.parameter))
 
     def live(self) -> torch.Tensor:
         """Return a view of this rank's part, as it is copied."""
@@ -75,39 +74,21 @@ class _Trained:
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         """Return a view of `local`, the parameter's part on this rank, as it is copied."""
+        if is_partitioned(self.parameter):
+            start, stop = run_of(self.parameter)
+            return local[: stop - start]
         return self.experts.by_expert(local, self.suffix) if self.experts else local
 
     def segments(self, held: torch.Tensor) -> Iterator[Segment]:
         """Yield which boxes are where in `held`, a copy of `live` without gaps."""
-        segment = segment_of(self.name, self.parameter)
-        if self.experts:
-            whole = dataclasses.replace(
-                meta_of(self.name, self.parameter), dtype=meta_of(self.name, held).dtype
-            )
-            yield from self.experts.segments(whole, segment, self.suffix)
+        whole, segments = declare(self.name, self.parameter)
+        copied = dataclasses.replace(whole, dtype=meta_of(self.name, held).dtype)
+        if is_partitioned(self.parameter):
+            yield from part_segments(copied, self.parameter)
+        elif self.experts:
+            yield from self.experts.segments(copied, segments[0], self.suffix)
         else:
-            yield dataclasses.replace(segment, strides=byte_strides(held))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Partitioned(_Trained):
-    """A or B of which ZeRO-3 keeps a run of elements on this rank. Its `experts` is None."""
-
-    def metas(self) -> Iterator[TensorMeta]:
-        yield whole_meta(self.name, self.parameter)
-
-    def local(self) -> torch.Tensor:
-        """Return the partition itself: DeepSpeed may give it other memory."""
-        return part_of(self.parameter)
-
-    def cut(self, local: torch.Tensor) -> torch.Tensor:
-        start, stop = run_of(self.parameter)
-        return local[: stop - start]
-
-    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
-        (meta,) = self.metas()
-        copied = dataclasses.replace(meta, dtype=meta_of(self.name, held).dtype)
-        yield from part_segments(copied, self.parameter)
+            yield from (dataclasses.replace(each, strides=byte_strides(held)) for each in segments)
 
 
 class LoraSource(TensorSource):
@@ -214,17 +195,15 @@ class LoraSource(TensorSource):
 def _trained(path: str, module: Any, adapter: str) -> Iterator[_Trained]:  # noqa: ANN401 - PEFT's
     """Yield A and B of one of PEFT's modules. Raises ConfigError if they cannot be read."""
     lives = {suffix: getattr(module, kind)[adapter].weight for suffix, kind in _KINDS.items()}
-    if not any(map(is_partitioned, lives.values())):
-        experts = StackedExperts.of(path, module)
-        for suffix, live in lives.items():
-            yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
-        return
-    if parameter := getattr(module, "parameter_name", ""):
+    parameter = getattr(module, "parameter_name", "")
+    if parameter and any(map(is_partitioned, lives.values())):
         remedy = "leave it out: under ZeRO-3, adapters of modules are read"
         raise ConfigError("target_parameters", f"{path}.{parameter}", remedy)
+    experts = StackedExperts.of(path, module)
     for suffix, live in lives.items():
-        check_partition(path + suffix, live)
-        yield _Partitioned(path + suffix, module, live, suffix, None)
+        if is_partitioned(live):
+            check_partition(path + suffix, live)
+        yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
 
 
 class _Copies:
