@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -93,22 +92,12 @@ class MegatronSource(TensorSource):
             finish(self.model)
 
 
-class _Guard:
-    """Addresses of all chunks of a stage.
-
-    Attributes:
-        strays: names of tensors that no chunk holds: none.
-    """
+class _Guard(AddressGuard):
+    """Addresses of all chunks of a stage."""
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
         self._chunks = nn.ModuleList(as_modules(model))
-        self._guard = AddressGuard(self._chunks, tensors)
-        self.strays = self._guard.strays
+        super().__init__(self._chunks, tensors)
 
     def as_before(self, model: nn.Module | Sequence[nn.Module]) -> bool:
-        now = as_modules(model)
-        same = len(now) == len(self._chunks) and all(map(is_, now, self._chunks))
-        return same and self._guard.as_before(self._chunks)
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return self._guard.moved(tensors)
+        return as_modules(model) == [*self._chunks] and super().as_before(self._chunks)
