@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.plan import RankLayout, Segment
+from weightsync.plan import RankLayout
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.base import Models
@@ -148,17 +148,13 @@ def _of_prefix(names: Names | None, of_draft: bool) -> Names | None:
 
 
 def _with_prefix(layout: RankLayout) -> RankLayout:
-    def named(segment: Segment) -> Segment:
-        return replace(segment, tensor=DRAFT + segment.tensor, buffer=DRAFT + segment.buffer)
-
     mesh, stage = layout.mesh, layout.stage
+    given = (*(meta.name for meta in layout.tensors), *(alias for alias, _ in layout.tied))
+    named = layout.renamed({name: DRAFT + name for name in (*given, *(stage.shared if stage else ()))})
     return replace(
-        layout,
-        tensors=tuple(replace(meta, name=DRAFT + meta.name) for meta in layout.tensors),
-        segments=tuple(map(named, layout.segments)),
-        tied=tuple((DRAFT + alias, DRAFT + name) for alias, name in layout.tied),
+        named,
+        segments=tuple(replace(each, buffer=DRAFT + each.buffer) for each in named.segments),
         mesh=mesh and replace(mesh, cuts={DRAFT + name: cut for name, cut in mesh.cuts.items()}),
-        stage=stage and replace(stage, shared=tuple(DRAFT + name for name in stage.shared)),
     )
 
 

@@ -148,10 +148,11 @@ class PieceCopies:
         return Published(combine([digests, *(each.digests for each in sent)]), dict(+nonfinite))
 
     def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
-        """Digest what `run` copied from where it is, as it is now. `find` as in `run`."""
+        """Digest all pieces in the rank's memory, as they are now. `find` as in `run`."""
         live = self._find(find)
         digests = self._digest(self._again, lambda copy: self._share(copy, self._cut(copy, live)), False)
-        return combine([digests, *(copies.digest_again() for copies in self._device_copies)])
+        kept = self.digest_kept(count=False).digests
+        return combine([digests, kept, *(copies.digest_again() for copies in self._device_copies)])
 
     def _find(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         live = find() if self._others else {}

@@ -96,8 +96,7 @@ class Pushes:
     def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
         """Digest all weights from where they are, as they are now. `find` as in `PieceCopies.run`."""
         assert self._copies
-        kept = self._copies.digest_kept(count=False)
-        return combine([kept.digests, self._copies.digest_again(find)])
+        return self._copies.digest_again(find)
 
     def close(self) -> None:
         """Disconnect, and release all memory."""

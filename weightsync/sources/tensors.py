@@ -109,7 +109,6 @@ class TensorSource(ABC):
         self._in_place: InPlace | None = None
         self._is_ready = self._is_replaced = False
         self._plan: Plan | None = None
-        self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._copies: PieceCopies | None = None
         self._pushes: Pushes | None = None
         self._layout_now: RankLayout | None = None
@@ -228,7 +227,6 @@ class TensorSource(ABC):
             self._in_place = InPlace(plan, parts, live[layout.segments[0].buffer].device)
             return Attached(plan.digest(), self._exported)
         warm_up()
-        self._sources = _pair(plan, trainer, layout)
         self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
         if self._offloads or (self._copies and self._copies.has_device_copies):
@@ -247,9 +245,8 @@ class TensorSource(ABC):
     @collector_paused
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
         """Lock the weights' pages, and connect to the holder that asks for them."""
-        layout = self._begin(plan, trainer)
+        self._begin(plan, trainer)
         warm_up()
-        self._sources = _pair(plan, trainer, layout)
         self._pushes = Pushes(plan, trainer, ticket)
         self._make_copies()
         self._pushes.start()
@@ -267,14 +264,15 @@ class TensorSource(ABC):
         """Prepare the copies to the send buffer, or pushes."""
         assert self._plan is not None
         assert self._guard is not None
+        assert self._layout_now is not None
+        pieces = _pair(self._plan, self._rank, self._layout_now)
         if self._pushes:
-            self._pushes.prepare(self._sources, self._live(), self._guard.strays)
+            self._pushes.prepare(pieces, self._live(), self._guard.strays)
             return
         if self._send_buffer is None:
             raise StateError(f"trainer {self._rank}: it is not connected: call connect() again")
-        self._copies = PieceCopies(
-            self._plan, self._sources, self._live(), self._guard.strays, self._send_buffer.tensor
-        )
+        memory = self._send_buffer.tensor
+        self._copies = PieceCopies(self._plan, pieces, self._live(), self._guard.strays, memory)
 
     def ready(self) -> bool:
         """Have weights that are read in place written. Returns False for others.
@@ -405,8 +403,6 @@ class TensorSource(ABC):
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
-            assert self._plan is not None
-            self._sources = _pair(self._plan, self._rank, now)  # strides may differ
             self._make_copies()
         return True
 
