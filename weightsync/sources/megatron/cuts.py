@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, unique
+from functools import partial
 from types import MappingProxyType
 
 from weightsync.errors import ConfigError, PlanError
@@ -182,14 +183,6 @@ def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
             at += count
 
 
-def _q_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _latent(array, group, sizes.q_latent)
-
-
-def _kv_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _latent(array, group, sizes.kv_latent)
-
-
 def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
     count = array.shape[0]
     if rows not in (count, count * group.size):
@@ -197,17 +190,9 @@ def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
     yield _run(array, 0, rows, 0, count, 0 if count == rows else count * group.rank)
 
 
-def _stacked_gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _stacked_outputs(array, group, sizes.num_local_experts, 2)
-
-
-def _stacked_rows(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _stacked_outputs(array, group, sizes.num_local_experts, 1)
-
-
-def _stacked_outputs(array: Array, group: Group, num_experts: int, num_tensors: int) -> Iterator[HeldBox]:
+def _stacked_outputs(array: Array, group: Group, sizes: Sizes, num_tensors: int) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, tensors · outputs]."""
-    inputs, width = array.shape
+    (inputs, width), num_experts = array.shape, sizes.num_local_experts
     itemsize = _stack_itemsize(array, width, num_experts * num_tensors)
     count = width // num_experts // num_tensors
     shape, box = (count * group.size, inputs), Box((count * group.rank, 0), (count, inputs))
@@ -237,10 +222,10 @@ _CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[HeldBox]]] = Map
         Cut.VOCABULARY: _vocabulary,
         Cut.GATED: _gated,
         Cut.QKV: _qkv,
-        Cut.Q_LATENT: _q_latent,
-        Cut.KV_LATENT: _kv_latent,
-        Cut.STACKED_GATED: _stacked_gated,
-        Cut.STACKED_ROWS: _stacked_rows,
+        Cut.Q_LATENT: lambda array, group, sizes: _latent(array, group, sizes.q_latent),
+        Cut.KV_LATENT: lambda array, group, sizes: _latent(array, group, sizes.kv_latent),
+        Cut.STACKED_GATED: partial(_stacked_outputs, num_tensors=2),
+        Cut.STACKED_ROWS: partial(_stacked_outputs, num_tensors=1),
         Cut.STACKED_COLUMNS: _stacked_columns,
     }
 )
