@@ -10,7 +10,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Box, Segment, TensorMeta
-from weightsync.protocol.adapters import LORA_A, LORA_B
+from weightsync.protocol.adapters import LORA_A
 
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The projections in each of the parameters in which transformers stacks experts."""
@@ -86,43 +86,25 @@ class StackedExperts:
         `held` says which box of `whole` the rank has. Raises ConfigError if a box of B has some columns only.
         """
         (top, left), (rows, columns) = held.box.offset, held.box.extent
-        if suffix == LORA_A:
-            yield from self._segments_of_a(whole, held)
-            return
-        if columns != whole.shape[1]:
+        projections, is_a = _PROJECTIONS[self.parameter], suffix == LORA_A
+        if not is_a and columns != whole.shape[1]:
             remedy = f"shard {whole.name} by rows: its columns belong to experts in turns"
             raise ConfigError("self.model", f"columns {left} to {left + columns}", remedy)
-        projections, rank = _PROJECTIONS[self.parameter], columns // self.count
-        size, step = whole.shape[0] // len(projections), rank * whole.itemsize
-        for number, projection in enumerate(projections):
-            first, end = _common(number * size, size, top, rows)
-            for expert in range(self.count if first < end else 0):
-                yield Segment(
-                    self._name_of(expert, projection, LORA_B),
-                    Box((first - number * size, 0), (end - first, rank)),
-                    held.buffer,
-                    (expert * rows + first - top) * step,
-                    (step, whole.itemsize),
-                )
-
-    def _segments_of_a(self, whole: TensorMeta, held: Segment) -> Iterator[Segment]:
-        (top, left), (rows, columns) = held.box.offset, held.box.extent
-        rank, step = whole.shape[0] // self.count, columns * whole.itemsize
+        size = whole.shape[0] // (self.count if is_a else len(projections))
+        width = columns if is_a else columns // self.count
+        step = width * whole.itemsize
         for expert in range(self.count):
-            first, end = _common(expert * rank, rank, top, rows)
-            for projection in _PROJECTIONS[self.parameter] if first < end else ():
-                yield Segment(
-                    self._name_of(expert, projection, LORA_A),
-                    Box((first - expert * rank, left), (end - first, columns)),
-                    held.buffer,
-                    (first - top) * step,
-                    (step, whole.itemsize),
-                )
+            for number, projection in enumerate(projections):
+                start = (expert if is_a else number) * size
+                first, end = max(start, top), min(start + size, top + rows)
+                if first < end:
+                    yield Segment(
+                        self._name_of(expert, projection, suffix),
+                        Box((first - start, left), (end - first, width)),
+                        held.buffer,
+                        (first - top + (0 if is_a else expert * rows)) * step,
+                        (step, whole.itemsize),
+                    )
 
     def _name_of(self, expert: int, projection: str, suffix: str) -> str:
         return f"{self.path}.{expert}.{projection}{suffix}"
-
-
-def _common(start: int, size: int, top: int, rows: int) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, that two ranges have in common."""
-    return max(start, top), min(start + size, top + rows)
