@@ -396,6 +396,7 @@ class TensorSource(ABC):
         names = [each.buffer for each in now.segments if each.buffer in weights.tensors]
         kept = {name: weights.tensors[name] for name in names}
         moved = self._guard.moved(kept) if self._guard else []
+        moved += [name for name, made in weights.computed.items() if made is not self._computed.get(name)]
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
         self._guard, self._layout_now, self._claimed = self._watch(weights), now, None

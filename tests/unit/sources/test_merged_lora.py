@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.contract.source_ranks import plan_for
 from tests.unit.sources.test_lora import Model, adapted, published
 from tests.unit.sources.test_stacked_lora import stacked
-from weightsync.errors import ConfigError, StateError
-from weightsync.sources import make_source
+from weightsync.errors import ConfigError, MovedError, StateError
+from weightsync.sources import make_source, tensors
 
 peft = pytest.importorskip("peft")
 
@@ -68,6 +70,20 @@ def test_what_nobody_trains_is_frozen() -> None:
     assert set(layout.frozen) == Model().state_dict().keys() - weights
     model.get_submodule("base_model.model.embed").weight.requires_grad_(True)
     assert "embed.weight" not in make_source(model, merge="default").layout().frozen
+
+
+def test_memory_that_is_read_in_place_is_named_if_a_merged_weight_gets_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = adapted()
+    source = make_source(model, merge="default")
+    plan = plan_for([source.layout()])
+    monkeypatch.setattr(tensors, "InPlace", mock.MagicMock())
+    source.attach(plan, 0, None)
+    weight = model.get_parameter("base_model.model.layers.0.up_proj.base_layer.weight")
+    weight.data = weight.data.t().contiguous().t()
+    with pytest.raises(MovedError, match=r"layers\.0\.up_proj\.base_layer\.weight merged is in other memory"):
+        source.publish(True)
 
 
 def test_modules_that_the_adapter_saves_take_the_place_of_the_bases() -> None:
