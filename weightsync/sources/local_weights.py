@@ -1,4 +1,4 @@
-"""What one trainer rank holds: boxes of tensors, and the memory that they are in."""
+"""Describes one trainer rank's weights: boxes of tensors, and the memory that contains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LocalWeights:
             hold tensors that this rank does not know.
         tensors: live tensors by the trainer's own names. A DTensor stands for its local part.
         excluded: patterns of `exclude` that have left tensors out of the layout already.
-        num_experts: experts of a layer on all ranks, if ``experts.3.up_proj.weight`` and its like are to
+        num_experts: experts of a layer on all ranks, if tensors such as ``experts.3.up_proj.weight`` must
             become parts of stacks.
         computed: memory that the source fills for each version, by names that no tensor of a model has.
     """

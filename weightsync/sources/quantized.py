@@ -26,7 +26,7 @@ _FIELD = "quantization"
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """This rank's rows of a quantised weight, and the buffers of what is stored of them, by suffix."""
+    """The format of a quantised weight, and buffers for this rank's rows by suffix."""
 
     form: Format
     buffers: Mapping[str, torch.Tensor]
@@ -80,7 +80,7 @@ class Quantized:
                     matrix.buffers[suffix].copy_(made)
 
     def _forms(self, model: nn.Module, layout: RankLayout) -> dict[str, Format]:
-        """Return the formats of linear layers, by name. Raises ConfigError for what a rank cannot make."""
+        """Return formats of linear layers by name. Raises ConfigError if a rank cannot quantise one."""
         buffers = {
             unwrapped(f"{path}.weight")
             for path, module in model.named_modules()
@@ -106,7 +106,7 @@ class Quantized:
         stored: Mapping[str, tuple[TensorMeta, ...]],
         device: torch.device,
     ) -> list[Segment]:
-        """Return what is stored of a rank's rows. Raises ConfigError if they cut a block."""
+        """Return the segments of a rank's quantised rows. Raises ConfigError if the rows cut a block."""
         first, end, rows = segment.box.offset[0], segment.box.end[0], meta.shape[0]
         block = form.block[0]
         if segment.box.extent[1] != meta.shape[1] or first % block or (end % block and end != rows):
@@ -130,7 +130,7 @@ class Quantized:
         return segments
 
     def _buffer(self, meta: TensorMeta, box: Box, device: torch.device) -> torch.Tensor:
-        """Return this rank's part of a stored tensor, which stays where it is."""
+        """Return memory for this rank's part of a stored tensor. The memory does not move."""
         name, dtype = _buffer_name(meta), getattr(torch, meta.dtype)
         held = self._buffers.get(name)
         if held is None or held.shape != box.extent or held.device != device:

@@ -1,4 +1,4 @@
-"""Which of a rank's tensors travel, and under which names."""
+"""Selects and renames the tensors of a rank that travel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Named:
     """A layout in a checkpoint's names.
 
     Attributes:
-        wrapped: by name, the name with those of wrappers, where they were taken off.
+        wrapped: for each name that lost wrappers, the name with the wrappers.
     """
 
     layout: RankLayout
@@ -84,7 +84,7 @@ class _Named:
 
     @classmethod
     def of(cls, layout: RankLayout) -> _Named:
-        """Take names of wrappers off, unless two tensors would get one name. They stay as aliases."""
+        """Remove wrappers from names, unless two tensors would get one name. Old names become aliases."""
         names = [*(meta.name for meta in layout.tensors), *(alias for alias, _ in layout.tied)]
         bare = {name: unwrapped(name) for name in names}
         counts = Counter(bare.values())
@@ -103,7 +103,7 @@ class _Named:
 
 
 class Selection:
-    """Renames a layout's tensors, takes names of wrappers off, and then leaves some tensors out."""
+    """Renames a layout's tensors, removes wrappers from names, and leaves tensors out."""
 
     def __init__(
         self, exclude: Collection[str] = (), names: Names | None = None, frozen: Collection[str] = ()
@@ -149,7 +149,7 @@ class Selection:
                 yield Unmatched(setting, pattern, most_alike(pattern, names))
 
     def of(self, layout: RankLayout) -> RankLayout:
-        """Return `layout` with a checkpoint's names, without what is excluded, and what is frozen."""
+        """Return `layout` with a checkpoint's names and frozen tensors, without excluded tensors."""
         named = _Named.of(self._renamed(layout))
         still = set(named.layout.frozen)
         names = [meta.name for meta in named.layout.tensors]

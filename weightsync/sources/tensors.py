@@ -45,10 +45,10 @@ logger = logging.getLogger("weightsync.sources")
 
 
 class Guard(Protocol):
-    """What a model's tensors were when they were prepared, compared before each version.
+    """Compares a model's tensors with the tensors at the last preparation.
 
     Attributes:
-        strays: names of tensors that have to be looked up for each version.
+        strays: names of tensors that must be looked up for each version.
     """
 
     strays: frozenset[str]
@@ -63,14 +63,14 @@ class Guard(Protocol):
 class TensorSource(ABC):
     """Base class of sources whose weights are tensors in this process.
 
-    A subclass describes what a rank holds, in `_weights`, and how it notices a change, in `_watch`.
+    A subclass describes a rank's weights in `_weights`, and notices changes in `_watch`.
 
-    If ranks hold the same box, each of them declares it, and the plan chooses which rank sends it. Weights
-    that are all on one GPU are read in place if they can be shared, see `Source`. With `offloads` they are
-    not, since memory that a holder has mapped could not be released.
+    If several ranks hold a box, all of them declare the box, and the plan chooses the sender. If all weights
+    are on one GPU and can be shared, holders read the weights in place, see `Source`. With `offloads` holders
+    get copies, since memory that a holder has mapped cannot be released.
 
     Attributes:
-        model: the model. `replace` changes it for another of the same layout.
+        model: the model. `replace` sets another model of the same layout.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class TensorSource(ABC):
 
     @abstractmethod
     def _weights(self) -> LocalWeights:
-        """Describe what this rank holds now, in a checkpoint's names."""
+        """Describe this rank's weights as they are now, in a checkpoint's names."""
 
     @abstractmethod
     def _watch(self, weights: LocalWeights) -> Guard:
-        """Return a guard of `weights`, which were described just now."""
+        """Return a guard of `weights`, the result of the last `_weights`."""
 
     @property
     def _module(self) -> Any:  # noqa: ANN401 - a framework's
@@ -133,13 +133,13 @@ class TensorSource(ABC):
         return self._weights().tensors
 
     def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Have all weights of this version in the tensors of `_weights`, which was called before.
+        """Complete this version in the tensors of `_weights`, which was called before.
 
-        Raises StateError if that cannot be had.
+        Raises StateError if the version cannot be completed.
         """
 
     def _complete(self) -> None:
-        """Finish the weights of this version, and compute the tensors that travel in their place."""
+        """Finish the weights of this version, and run all transforms."""
         self._finish()
         for each in (*self._before, *self._after):
             each.run(self._module, self._tensors())
@@ -170,7 +170,7 @@ class TensorSource(ABC):
         return self._layout
 
     def describe(self) -> LocalWeights:
-        """Return what this rank holds now, under the names of the checkpoint, without what is excluded.
+        """Return this rank's weights with the checkpoint's names, without excluded tensors.
 
         Raises ConfigError if a setting fits none of the names.
         """
@@ -183,11 +183,11 @@ class TensorSource(ABC):
         return dataclasses.replace(weights, layout=dataclasses.replace(weights.layout, stage=stage))
 
     def trial_handle(self) -> DeviceHandle | None:
-        """Return the handle of one tensor that `layout` exported, if it exported any."""
+        """Return the handle of a tensor that `layout` exported, or None."""
         return self._exported.first() if self._exported else None
 
     def _selected(self, weights: LocalWeights) -> LocalWeights:
-        """Return the weights that travel, of those that were transformed by `before`."""
+        """Rename and select weights, and apply the transforms of `after`."""
         layout = self._selection.of(self._as_in_files(weights.layout))
         layout = stack_experts(layout, weights.num_experts) if weights.num_experts else layout
         return self._transformed(dataclasses.replace(weights, layout=layout), self._after)
@@ -198,7 +198,7 @@ class TensorSource(ABC):
         return weights
 
     def _as_in_files(self, layout: RankLayout) -> RankLayout:
-        """Return a layout with the names that transformers gives its model's tensors in files."""
+        """Return a layout with the names that transformers writes to files."""
         given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
         key = type(self.model), given
         if isinstance(self.model, torch.nn.Module) and self._names[0] != key:
@@ -206,7 +206,7 @@ class TensorSource(ABC):
         return layout.renamed(self._names[1]) if self._names[1] else layout
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
-        """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
+        """Use the weights of `model` from now on. Raises StateError while weights are offloaded."""
         if self._offloaded:
             raise StateError(
                 f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
@@ -244,7 +244,7 @@ class TensorSource(ABC):
 
     @collector_paused
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
-        """Lock the weights' pages, and connect to the holder that asks for them."""
+        """Lock the weights' pages, and connect to the holder that asks for buckets."""
         self._begin(plan, trainer)
         warm_up()
         self._pushes = Pushes(plan, trainer, ticket)
@@ -275,11 +275,11 @@ class TensorSource(ABC):
         self._copies = PieceCopies(self._plan, pieces, self._live(), self._guard.strays, memory)
 
     def ready(self) -> bool:
-        """Have weights that are read in place written. Returns False for others.
+        """Finish writing weights that are read in place. Returns False for other weights.
 
-        To look through thousands of tensors for those that moved takes as long as to move them all. `publish`
-        does it, while holders read: what they read stays allocated. If it is no longer the model's, `publish`
-        raises, and no engine serves it. Raises as `publish`.
+        To look through thousands of tensors for moved ones takes as long as to send all of them. `publish`
+        looks while holders read: the memory stays allocated. If the model uses other memory by then,
+        `publish` raises, and no engine serves the bytes. Raises as `publish`.
         """
         if self._pushes:
             self._follow()
@@ -299,8 +299,8 @@ class TensorSource(ABC):
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
 
-        Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
-        returned.
+        If the engine has another float dtype, copies cast. While weights are offloaded, the result of
+        `offload` is returned.
 
         Raises:
             MovedError: weights that are read in place are at other addresses, with the same layout.
@@ -325,7 +325,7 @@ class TensorSource(ABC):
         return self._confirmed(self._in_place.result(count), self._in_place.digest_again)
 
     def compare_replicas(self, rounds: Sequence[int]) -> Compared:
-        """Digest boxes that other ranks hold, too, see `ComparesReplicas`. Follows `publish`."""
+        """Digest boxes that other ranks also hold, see `ComparesReplicas`. Called after `publish`."""
         if self._in_send_buffer is not None:
             made = [self._before_offload[number] for number in rounds]
             return Compared(combine([x.digests for x in made]), combine([x.agreement for x in made]))
@@ -343,7 +343,7 @@ class TensorSource(ABC):
     def offload(self) -> None:
         """Copy all tensors to the send buffer, and release their memory.
 
-        Tensors that the send buffer has in another dtype, or not completely, are also kept on the host.
+        If the send buffer has a tensor in another dtype, or only in part, the host stores a copy, too.
         Raises StateError without `offloads`, since the holder may have mapped the memory.
         """
         if not self._offloads:
@@ -362,7 +362,7 @@ class TensorSource(ABC):
                     stored.setdefault(copy.segment.buffer, []).append(
                         Stored(copy.segment, copy.index, self._copies.place(copy))
                     )
-            # They have memory of their own on the GPU; `onload` has them made again.
+            # Both own memory on the GPU, and are made again after `onload`.
             self._copies = self._claimed = None
             self._offloaded = Offloaded(self._live(), stored)
             self._in_send_buffer = published
@@ -424,8 +424,8 @@ class TensorSource(ABC):
     def _confirmed(self, published: Published, digest_again: Callable[[], Digests]) -> Published:
         """Digest the weights once more, and name the tensors that were written meanwhile.
 
-        If both passes find the same, everything was published as it was between them. Torch's counters of
-        writes would not say that: they miss those to DTensors, through ``.data`` and by other libraries.
+        If both passes find the same digests, the weights did not change between the passes. Torch's counters
+        of writes prove less: they miss writes to DTensors, through ``.data`` and by other libraries.
         """
         assert self._plan is not None
         self._complete()
@@ -454,19 +454,19 @@ class TensorSource(ABC):
 
 
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:
-    """Return the pieces that `trainer` sends, each with its segment in `layout`."""
+    """Return pairs of a piece that `trainer` sends and the segment in `layout` that has the piece."""
     held = [deque(segments) for segments in by_tensor(plan, layout)]
     return tuple((piece, holding(held[piece.tensor], piece.box)) for piece in plan.trainer_pieces(trainer))
 
 
 def _view(buffer: torch.Tensor, segment: Segment, box: Box) -> torch.Tensor:
-    """View `box`, a part of `segment`, in its buffer. Mostly it is all of it, of ten thousands."""
+    """View `box`, a part of `segment`, in the buffer. Most boxes are whole segments."""
     whole = segment_view(buffer, segment)
     return whole if box == segment.box else whole[box.slices(segment.box)]
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | None]:
-    """Return the device and the memory of all `tensors`: "" and None if they need a send buffer."""
+    """Return the device and memory of `tensors`, or "" and None if a send buffer is needed."""
     devices = {name: tensor.device for name, tensor in tensors.items()}
     gpu = next((device for device in devices.values() if device.type == "cuda"), None)
     if gpu is None:
@@ -485,7 +485,7 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | Non
 
 
 def _load_kernels(gpu: torch.device, layout: RankLayout) -> None:
-    """Load kernels while the plan is made, so that `attach` need not wait for them. It reports errors."""
+    """Load kernels while the plan is made, so that `attach` need not wait. `attach` reports errors."""
     with torch.cuda.device(gpu):
         load_digests((meta.itemsize for meta in layout.tensors), flags=True)
 

@@ -38,11 +38,11 @@ class _Trained:
     """A or B of one of PEFT's modules.
 
     Attributes:
-        name: its own in a checkpoint, or that of all experts' together.
-        module: PEFT's.
-        parameter: what the trainer optimises.
+        name: the name in a checkpoint, or one name for all stacked experts.
+        module: PEFT's module.
+        parameter: the parameter that the trainer optimises.
         suffix: `LORA_A` or `LORA_B`.
-        experts: those that it is of, if they are stacked.
+        experts: the stacked experts that the parameter adapts, if any.
     """
 
     name: str
@@ -53,11 +53,11 @@ class _Trained:
 
     @property
     def is_b(self) -> bool:
-        """Return True if it is B, which the module's scaling multiplies."""
+        """Return True for B, which the module's scaling multiplies."""
         return self.suffix == LORA_B
 
     def metas(self) -> Iterator[TensorMeta]:
-        """Yield the tensors that it is for engines, with its dtype."""
+        """Yield the tensors that engines get, in the parameter's dtype."""
         whole, _ = declare(self.name, self.parameter)
         if self.experts:
             yield from self.experts.metas(whole, self.suffix)
@@ -69,18 +69,18 @@ class _Trained:
         return attached_part(part_of(self.parameter))
 
     def live(self) -> torch.Tensor:
-        """Return a view of this rank's part, as it is copied."""
+        """Return a view of this rank's part in the order of the copy."""
         return self.cut(self.local())
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a view of `local`, the parameter's part on this rank, as it is copied."""
+        """Return a view of `local`, the result of `local()`, in the order of the copy."""
         if is_partitioned(self.parameter):
             start, stop = run_of(self.parameter)
             return local[: stop - start]
         return self.experts.by_expert(local, self.suffix) if self.experts else local
 
     def segments(self, held: torch.Tensor) -> Iterator[Segment]:
-        """Yield which boxes are where in `held`, a copy of `live` without gaps."""
+        """Yield the segments of `held`, a copy of `live` without gaps."""
         whole, segments = declare(self.name, self.parameter)
         copied = dataclasses.replace(whole, dtype=meta_of(self.name, held).dtype)
         if is_partitioned(self.parameter):
@@ -92,10 +92,10 @@ class _Trained:
 
 
 class LoraSource(TensorSource):
-    """One adapter of a PEFT model. Each version is a copy where the model is: A, and B times the scaling.
+    """Publishes one adapter of a PEFT model: A, and B times the scaling.
 
-    Engines then need not know ``lora_alpha``, and whether PEFT divides it by the rank or by its root. On a
-    GPU, holders read the copy in place.
+    Each version is a copy on the model's device. Engines need not know ``lora_alpha``, nor whether PEFT
+    divides by the rank or by the rank's root. On a GPU, holders read the copy in place.
     """
 
     def __init__(self, model: Any, adapter: str) -> None:  # noqa: ANN401 - PEFT's, or what wraps it
@@ -117,7 +117,7 @@ class LoraSource(TensorSource):
         return AdapterSpec.of(name, [meta for its in found for meta in its.metas()], shares_a)
 
     def cast(self, dtype: str) -> None:
-        """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
+        """Copy to the dtype of the engines' slots, such as ``bfloat16``, from the next `layout` on."""
         self._dtype = dtype
 
     @property
@@ -126,10 +126,10 @@ class LoraSource(TensorSource):
         return all(its.local().is_cuda for its in self._look_up().values())
 
     def _look_up(self) -> Mapping[str, _Trained]:
-        """Find the adapter's parameters, by their names.
+        """Return the adapter's parameters by name.
 
         Raises ConfigError if there are none, if the adapter does more than A and B, if PEFT changed the base,
-        or if a rank's part of them cannot be read.
+        or if a rank's part of a parameter cannot be read.
         """
         if hasattr(self.model, "autotp_size"):  # as DeepSpeed's engines have
             check_engine(self.model)
@@ -172,7 +172,7 @@ class LoraSource(TensorSource):
         return True
 
     def _finish(self) -> None:
-        """Copy the adapter as it is now. Raises StateError if partitions are not."""
+        """Copy the adapter as it is now. Raises StateError if partitions are out of date."""
         if self._adapter_copies is None or not self._adapter_copies.have_memory():
             self._follow()
         assert self._adapter_copies
@@ -207,10 +207,10 @@ def _trained(path: str, module: Any, adapter: str) -> Iterator[_Trained]:  # noq
 
 
 class _Copies:
-    """Copies what is trained, on whatever stream, to memory that stays where it is.
+    """Copies A and B, trained on any stream, to memory that does not move.
 
     Attributes:
-        partitioned: the parameters that ZeRO-3 partitions, with their names.
+        partitioned: names and parameters that ZeRO-3 has partitioned.
     """
 
     def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
@@ -225,18 +225,18 @@ class _Copies:
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
-        """Return True if what is copied is still allocated. The model may use other memory by now."""
+        """Return True if the parameters are still at the same addresses."""
         return self._find() == self._addresses
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
+        """Copy all parameters in few kernels: hundreds of small copies would take longer than the bytes."""
         for device in self._devices:
             torch.cuda.synchronize(device)
         values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
-        # B is rounded once, after its product. Holders may read the copy while it is made again:
-        # it must never have B without the factor.
+        # B is rounded once, after the product. Holders may read the copy at any time, so the copy
+        # must never have B without the factor.
         products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
         for number, product in zip(self._rows_of_b, products, strict=True):
             values[number] = product

@@ -21,14 +21,14 @@ _OUTER = ".base_layer"
 class StackedExperts:
     """A parameter with the weights of all experts, [experts, outputs, inputs], that PEFT adapts.
 
-    A has the rows of one expert after another, [experts * rank, inputs]. The columns of B begin with the
-    first one of each expert, [outputs, rank * experts]. Projections that the parameter has one below the
-    other have the same A, and rows of B.
+    A has the rows of one expert after another, [experts * rank, inputs]. B begins with the first column of
+    each expert, [outputs, rank * experts]. If the parameter stacks two projections, both use the same A, and
+    each projection has rows of B.
 
     Attributes:
-        path: the experts' in a checkpoint, such as ``model.layers.0.mlp.experts``.
-        parameter: its name.
-        count: how many experts it has.
+        path: the experts' name in a checkpoint, such as ``model.layers.0.mlp.experts``.
+        parameter: the parameter's name.
+        count: the number of experts.
     """
 
     path: str
@@ -37,7 +37,9 @@ class StackedExperts:
 
     @classmethod
     def of(cls, path: str, module: Any) -> StackedExperts | None:  # noqa: ANN401 - PEFT's
-        """Return what one of PEFT's modules adapts, if it is a parameter. `path` is its name in PEFT's model.
+        """Return the stacked experts that one of PEFT's modules adapts, or None.
+
+        `path` is the module's name in PEFT's model.
 
         Raises ConfigError for other parameters than those of experts, and for transposed ones.
         """
@@ -50,7 +52,7 @@ class StackedExperts:
         if parameter not in _PROJECTIONS or len(module.get_param().shape) != 3:
             known = " and ".join(_PROJECTIONS)
             raise ConfigError("target_parameters", name, f"leave it out: {known} of stacked experts are read")
-        # Where it is false, PEFT takes the inputs for the outputs.
+        # If it is false, PEFT mistakes the inputs for the outputs.
         if not getattr(module, "_did_swap_in_out_features", False):
             remedy = "leave it out: its experts are read as [experts, outputs, inputs], by PEFT 0.19 or newer"
             raise ConfigError("target_parameters", name, remedy)
@@ -58,7 +60,7 @@ class StackedExperts:
 
     @property
     def name(self) -> str:
-        """Its name in a checkpoint of the model."""
+        """The parameter's name in a checkpoint of the model."""
         return f"{self.path}.{self.parameter}"
 
     def metas(self, whole: TensorMeta, suffix: str) -> Iterator[TensorMeta]:
@@ -74,16 +76,16 @@ class StackedExperts:
                 yield replace(whole, name=self._name_of(expert, projection, suffix), shape=shape)
 
     def by_expert(self, local: torch.Tensor, suffix: str) -> torch.Tensor:
-        """Return a view of a rank's rows of A or B, with those of one expert after another."""
+        """Return a view of a rank's rows of A or B, one expert after another."""
         if suffix == LORA_A:
             return local
         rows, columns = local.shape
         return local.view(rows, columns // self.count, self.count).permute(2, 0, 1)
 
     def segments(self, whole: TensorMeta, held: Segment, suffix: str) -> Iterator[Segment]:
-        """Yield the boxes of the experts' A or B that a rank has in a copy of `by_expert`, without gaps.
+        """Yield the segments of a rank's copy of `by_expert`, which has no gaps.
 
-        `held` says which box of `whole` the rank has. Raises ConfigError if a box of B has some columns only.
+        `held` has the rank's box of `whole`. Raises ConfigError if a box of B only has some of the columns.
         """
         (top, left), (rows, columns) = held.box.offset, held.box.extent
         projections, is_a = _PROJECTIONS[self.parameter], suffix == LORA_A

@@ -1,4 +1,4 @@
-"""How Megatron cuts a parameter over ranks, and which boxes of the checkpoint's tensors a rank then holds."""
+"""Finds the boxes of a checkpoint's tensors in a parameter that Megatron cuts over ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weightsync.plan import Box
 
 @unique
 class Cut(Enum):
-    """How one parameter is cut, and how many tensors it holds. n is the size of the tensor-parallel group.
+    """How one parameter is cut. n is the size of the tensor-parallel group.
 
-    Experts take the expert-tensor-parallel group instead.
+    Experts use the expert-tensor-parallel group instead.
     """
 
     WHOLE = "whole"
@@ -31,12 +31,12 @@ class Cut(Enum):
     GATED = "gated"
     """Two tensors, gate and up. Each rank holds its rows of gate, then its rows of up."""
     QKV = "qkv"
-    """Three tensors, interleaved by query group: its query heads, its key head, its value head. The
-    interleaved rows are cut evenly, so a group is split where there are fewer groups than ranks."""
+    """Three tensors, interleaved by query group: query heads, a key head and a value head. The interleaved
+    rows are cut evenly, so a group is split if there are fewer groups than ranks."""
     Q_LATENT = "q_latent"
     """The rows of MLA's query down-projection: whole on each rank, or cut, by the layer's kind."""
     KV_LATENT = "kv_latent"
-    """The rows of MLA's key-value down-projection, with those of the rotary key: whole, or cut."""
+    """The rows of MLA's key-value down-projection and the rotary key: whole, or cut."""
     STACKED_GATED = "stacked_gated"
     """Gate and up of all local experts, input-major: memory of shape [experts, inputs, 2 · outputs / n]."""
     STACKED_ROWS = "stacked_rows"
@@ -46,17 +46,17 @@ class Cut(Enum):
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors a parameter that is cut so holds."""
+        """The number of tensors in a parameter with this cut."""
         return {Cut.QKV: 3, Cut.GATED: 2, Cut.STACKED_GATED: 2}.get(self, 1)
 
     @property
     def is_latent(self) -> bool:
-        """Return True if the layer's kind decides if it is cut at all."""
+        """Return True if the layer's kind decides whether the parameter is cut."""
         return self in (Cut.Q_LATENT, Cut.KV_LATENT)
 
     @property
     def axis(self) -> int | None:
-        """The parameter's dimension that is cut over ranks. None if it is whole."""
+        """The parameter's dimension that is cut over ranks. None for `WHOLE`."""
         if self is Cut.WHOLE:
             return None
         return 1 if self in (Cut.COLUMNS, Cut.STACKED_GATED, Cut.STACKED_ROWS) else 0
@@ -72,7 +72,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of the model that a local parameter's shape does not tell.
+    """Sizes of the model that do not follow from a local parameter's shape.
 
     Attributes:
         vocab_size: the checkpoint's rows of the embedding, without padding.
@@ -92,7 +92,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A parameter as this rank holds it: its name, its shape, and bytes from one element to the next."""
+    """A parameter on this rank: name, shape, and bytes from one element to the next."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,12 +104,12 @@ class HeldBox:
     """A box of a checkpoint's tensor in a local parameter.
 
     Attributes:
-        tensor: number of the tensor among those that the parameter holds.
+        tensor: number of the tensor among the parameter's tensors.
         shape: the tensor's shape.
         box: the part that this rank holds.
         start: bytes from the parameter's first element to the box's first.
         strides: bytes from one element of the box to the next, per dimension.
-        expert: number of the expert among this rank's, in a stack of them.
+        expert: number of the expert among this rank's stacked experts.
     """
 
     tensor: int
@@ -165,7 +165,7 @@ def _gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
 
 
 def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    """Yield the overlaps of this rank's rows with each group's queries, key and value."""
+    """Yield the overlaps of this rank's rows with queries, key and value of all groups."""
     groups, dim, rows = sizes.num_query_groups, sizes.head_dim, array.shape[0]
     queries = sizes.num_heads // groups
     per_group = (queries + 2) * dim

@@ -1,4 +1,4 @@
-"""Weights of DeepSpeed's engine: ZeRO-3 partitions where they lie, whole parameters of ZeRO-0, 1 and 2.
+"""Reads weights of DeepSpeed's engine: partitions of ZeRO-3, whole parameters of ZeRO-0, 1 and 2.
 
 Nothing is gathered.
 """
@@ -21,9 +21,9 @@ from weightsync.sources.zero_partitions import PART, is_partitioned, require_cur
 
 
 class DeepSpeedSource(ModuleSource):
-    """Reads the engine that ``deepspeed.initialize`` returns, under the names of its module's ``state_dict``.
+    """Reads the engine of ``deepspeed.initialize``, with the names of the module's ``state_dict``.
 
-    Partitions are read where they are, on the GPU or offloaded to the host. So are those of parameters that
+    Partitions are read in place, on the GPU or offloaded to the host, also the partitions of parameters that
     persist whole on every rank.
     """
 
@@ -46,7 +46,7 @@ class DeepSpeedSource(ModuleSource):
     def _finish(self) -> None:
         """Require that partitions are up to date.
 
-        Those of offloaded weights were looked at before they were released.
+        Partitions of offloaded weights were checked before the offload.
         """
         if not self._offloaded:
             require_current(self._rank, self._partitioned)
