@@ -1,8 +1,8 @@
-"""Weights of an `nn.Module` that travel as a quantised checkpoint stores them."""
+"""Quantises the linear layers of a module, as a quantised checkpoint stores them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,6 @@ from weightsync.plan.layout.formats import MICROSCALING, NEAREST, Format, Quanti
 from weightsync.plan.wrappers import unwrapped
 from weightsync.quantising.quantize import quantize
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.module import ModuleSource
-from weightsync.sources.own_tensors import OwnTensors
 from weightsync.sources.readable import require_values
 
 DTYPE = "bfloat16"
@@ -28,73 +26,36 @@ _FIELD = "quantization"
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """This rank's rows of a quantised weight, and the buffers of what is stored of them, by suffix."""
+    """The format of a quantised weight, and buffers for this rank's rows by suffix."""
 
     form: Format
     buffers: Mapping[str, torch.Tensor]
 
 
-class QuantizedModuleSource(ModuleSource):
-    """A `ModuleSource` whose linear layers are quantised by the rank that holds their rows.
+class Quantized:
+    """A `Transform` with which each rank quantises its rows of linear layers.
 
-    Only engines that are quantised alike take them. Bytes do not depend on how the model is cut: each rank
-    holds whole blocks.
+    Engines have to use the same format. Bytes do not depend on how the model is cut: each rank holds whole
+    blocks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        quantization: Mapping[str, Any],
-        exclude: Collection[str] = (),
-        *,
-        frozen: Collection[str] = (),
-    ) -> None:
-        """
-        Args:
-            quantization: the ``quantization_config`` of the engines.
-            exclude, frozen: those of `TrainerShard`.
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        """`quantization` is the ``quantization_config`` of the engines.
 
-        Raises:
-            ConfigError: a format that is not known, or that needs more than a rank's rows.
+        Raises ConfigError if the format is not known.
         """
-        super().__init__(model, exclude, frozen=frozen)
         self._quantization = Quantization.read(quantization)
-        self._stored: RankLayout | None = None
         self._matrices: dict[str, _Matrix] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def _weights(self) -> LocalWeights:
-        weights = super()._weights()
-        selected = super()._selected(weights)
-        require_values(selected, weights.tensors)
-        self._stored = self._store(selected, weights.tensors)
-        return replace(weights, tensors={**weights.tensors, **self._buffers})
+    def apply(self, model: nn.Module, weights: LocalWeights) -> LocalWeights:
+        """Return the layout of a quantised checkpoint, see `Transform`.
 
-    def _selected(self, weights: LocalWeights) -> RankLayout:
-        assert self._stored is not None
-        return self._stored
-
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return {**super()._tensors(), **self._buffers}
-
-    def _watch(self, weights: LocalWeights) -> OwnTensors:
-        own = {n: t for n, t in weights.tensors.items() if n not in self._buffers}
-        return OwnTensors(super()._watch(replace(weights, tensors=own)), own)
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """Quantise this rank's rows, as they are now."""
-        super()._finish()
-        live = super()._tensors()
-        for name, matrix in self._matrices.items():
-            rows = local_tensor(live[name]).to(getattr(torch, DTYPE))
-            for suffix, made in quantize(rows, matrix.form) if len(rows) else ():
-                if suffix in matrix.buffers:
-                    matrix.buffers[suffix].copy_(made)
-
-    def _store(self, layout: RankLayout, live: Mapping[str, torch.Tensor]) -> RankLayout:
-        """Return the layout of what is stored, and allocate buffers for it the first time."""
-        forms = self._forms(layout)
+        Raises ConfigError if a format needs more than a rank's rows, PlanError for a tensor without values.
+        """
+        layout, live = weights.layout, weights.tensors
+        require_values(layout, live)
+        forms = self._forms(model, layout)
         metas = {meta.name: meta for meta in layout.tensors}
         stored = {name: forms[name].stored(replace(metas[name], dtype=DTYPE)) for name in forms}
         segments: list[Segment] = []
@@ -106,13 +67,23 @@ class QuantizedModuleSource(ModuleSource):
                 segments.append(segment)
         tensors = tuple(each for meta in layout.tensors for each in stored.get(meta.name, (meta,)))
         frozen = tuple(each.name for name in layout.frozen for each in stored.get(name, (metas[name],)))
-        return replace(layout, tensors=tensors, segments=tuple(segments), frozen=frozen)
+        layout = replace(layout, tensors=tensors, segments=tuple(segments), frozen=frozen)
+        return replace(weights, layout=layout, computed={**weights.computed, **self._buffers})
 
-    def _forms(self, layout: RankLayout) -> dict[str, Format]:
-        """Return the formats of linear layers, by name. Raises ConfigError for what a rank cannot make."""
+    @torch.no_grad()
+    def run(self, model: nn.Module, live: Mapping[str, torch.Tensor]) -> None:
+        """Quantise this rank's rows, as they are now."""
+        for name, matrix in self._matrices.items():
+            rows = local_tensor(live[name]).to(getattr(torch, DTYPE))
+            for suffix, made in quantize(rows, matrix.form) if len(rows) else ():
+                if suffix in matrix.buffers:
+                    matrix.buffers[suffix].copy_(made)
+
+    def _forms(self, model: nn.Module, layout: RankLayout) -> dict[str, Format]:
+        """Return formats of linear layers by name. Raises ConfigError if a rank cannot quantise one."""
         buffers = {
             unwrapped(f"{path}.weight")
-            for path, module in self.model.named_modules()
+            for path, module in model.named_modules()
             if isinstance(module, nn.Linear)
         }
         linears = {segment.tensor for segment in layout.segments if unwrapped(segment.buffer) in buffers}
@@ -135,7 +106,7 @@ class QuantizedModuleSource(ModuleSource):
         stored: Mapping[str, tuple[TensorMeta, ...]],
         device: torch.device,
     ) -> list[Segment]:
-        """Return what is stored of a rank's rows. Raises ConfigError if they cut a block."""
+        """Return the segments of a rank's quantised rows. Raises ConfigError if the rows cut a block."""
         first, end, rows = segment.box.offset[0], segment.box.end[0], meta.shape[0]
         block = form.block[0]
         if segment.box.extent[1] != meta.shape[1] or first % block or (end % block and end != rows):
@@ -159,7 +130,7 @@ class QuantizedModuleSource(ModuleSource):
         return segments
 
     def _buffer(self, meta: TensorMeta, box: Box, device: torch.device) -> torch.Tensor:
-        """Return this rank's part of a stored tensor, which stays where it is."""
+        """Return memory for this rank's part of a stored tensor. The memory does not move."""
         name, dtype = _buffer_name(meta), getattr(torch, meta.dtype)
         held = self._buffers.get(name)
         if held is None or held.shape != box.extent or held.device != device:
