@@ -24,13 +24,16 @@ from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.cluster import existing_cluster, local_cluster
+from weightsync.recipes.config.recipe import Recipe, load_recipe
+from weightsync.recipes.config.schema import markdown as as_markdown
+from weightsync.recipes.config.schema import recipe_schema
 from weightsync.recipes.doctor.doctor import diagnosis, diagnosis_json, is_fit
 from weightsync.recipes.forecast.catalog import load
 from weightsync.recipes.forecast.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
+from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
 from weightsync.recipes.forecast.quantised import read_quantization
-from weightsync.recipes.hf_model import read_model
 from weightsync.recipes.inputs import (
     at_least_one,
     check_cluster,
@@ -45,14 +48,11 @@ from weightsync.recipes.inputs import (
     runnable_recipe,
     writable,
 )
-from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.report.page import write_page
 from weightsync.recipes.report.run_folder import RunFolder
 from weightsync.recipes.report.run_report import read_report
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.time_shares import ON_CPUS
-from weightsync.recipes.schema import markdown as as_markdown
-from weightsync.recipes.schema import recipe_schema
 from weightsync.report import Covered
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -421,7 +421,7 @@ def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trac
 def _loop(module: str, screen: Screen) -> Any:  # noqa: ANN401 (a module)
     """Import a loop only now: see local_cluster, and bad input need not wait for torch and transformers."""
     with screen.stage("load torch and transformers"):
-        return importlib.import_module(f"weightsync.recipes.{module}")
+        return importlib.import_module(f"weightsync.recipes.loops.{module}")
 
 
 def _complain(message: object, code: int) -> int:

@@ -13,10 +13,10 @@ from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.recipes.cluster import existing_cluster
+from weightsync.recipes.config.recipe import Recipe, load_recipe
+from weightsync.recipes.config.yaml_lines import located, read_yaml
 from weightsync.recipes.forecast.catalog import find
 from weightsync.recipes.forecast.parallel import EngineParallel
-from weightsync.recipes.recipe import Recipe, load_recipe
-from weightsync.recipes.yaml_lines import located, read_yaml
 from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.text import count_text
 

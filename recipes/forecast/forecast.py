@@ -21,13 +21,13 @@ from weightsync.plan.layout.conversion import IDENTITY, casts, conversion_of, dt
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.formats import Quantization
 from weightsync.plan.layout.match import match
+from weightsync.recipes.config.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.forecast.engine_reads import reads_floor
 from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.forecast.quantised import INT4, explain_formats, formats_text, why_whole
 from weightsync.recipes.forecast.shapes import MixtureShape, ModelShape, checkpoint_tensors
-from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.report import DIRECT, Covered, coverage_table
 from weightsync.text import count_text, size_text, time_text
 

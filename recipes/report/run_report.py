@@ -54,7 +54,7 @@ class StepRow:
         acceptance: share of the tokens drafted for the rollouts that engines accepted, 0 to 1. None if no
             engine speculates.
         mismatch, mismatch_kl: how far the trainers' log-probabilities of the rollouts were from the engines',
-            see :func:`weightsync.recipes.grpo.mismatch`. None in a report of an earlier version.
+            see :func:`weightsync.recipes.training.grpo.mismatch`. None in a report of an earlier version.
     """
 
     step: int

@@ -34,8 +34,8 @@ from weightsync.actors.holders.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.quantize import quantize
+from weightsync.recipes.loops.serve_checkpoint import Fleet, serve
 from weightsync.recipes.report.screen import Screen
-from weightsync.recipes.serve_checkpoint import Fleet, serve
 
 WIDTH = 512
 Make = Callable[..., WeightSync]

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from weightsync.errors import ConfigError
 from weightsync.recipes import cli
+from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape, checkpoint_tensors
-from weightsync.recipes.hf_model import read_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 COMMON = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "dtype": "bfloat16"}

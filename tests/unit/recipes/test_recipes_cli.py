@@ -26,11 +26,11 @@ from weightsync.plan.cross_host.cross_host_parts import Needs
 from weightsync.plan.cross_host.host_bundles import HostBundles
 from weightsync.plan.figures.estimate import Receiver
 from weightsync.recipes import cli
+from weightsync.recipes.config.recipe import Recipe, load_recipe
 from weightsync.recipes.forecast.engine_reads import sample
 from weightsync.recipes.forecast.forecast import planned
 from weightsync.recipes.forecast.quantised import INT4
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
-from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.report.page import page
 from weightsync.recipes.report.run_report import RunReport, read_report
 from weightsync.text import size_text

@@ -9,7 +9,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync import SyncReport, WeightSync
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
 
 Actors = Mapping[str, ActorHandle[Any]]
 Respawn = Callable[[str], ActorHandle[Any]]

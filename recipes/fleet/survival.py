@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.holders.detached import actor_name, detached, find
 from weightsync.errors import StateError
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
 from weightsync.recipes.report.run_report import RunReport, read_report
 from weightsync.text import count_text
 

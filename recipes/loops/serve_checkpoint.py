@@ -22,7 +22,7 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.holders.detached import NAMESPACE, actor_name, end, names, run_prefix
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.recipes.calls import collect
+from weightsync.recipes.fleet.calls import collect
 from weightsync.recipes.report.screen import Screen
 from weightsync.sources.checkpoint.checkpoint_store import Reading
 from weightsync.text import count_text, size_text

@@ -8,8 +8,8 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync.engines import DraftCounts
-from weightsync.recipes.calls import gather
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.calls import gather
 
 
 def count_drafts(recipe: Recipe, engines: Mapping[str, ActorHandle[Any]]) -> dict[str, DraftCounts]:

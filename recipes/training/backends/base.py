@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.grpo import Group
 
 MAX_GRAD_NORM = 1.0
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from weightsync.recipes.backends import make_backend
-from weightsync.recipes.grpo import (
+from weightsync.recipes.config.recipe import LoopSpec, LoraSpec, TrainerSpec
+from weightsync.recipes.training.backends import make_backend
+from weightsync.recipes.training.grpo import (
     Batch,
     Group,
     collate,
@@ -19,8 +20,7 @@ from weightsync.recipes.grpo import (
     policy_loss,
     token_logprobs,
 )
-from weightsync.recipes.recipe import LoopSpec, LoraSpec, TrainerSpec
-from weightsync.recipes.task import PAD, WORDS
+from weightsync.recipes.training.task import PAD, WORDS
 
 
 class Learner:

@@ -8,8 +8,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw
 
 
 class DeepSpeed(Backend):

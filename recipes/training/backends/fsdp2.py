@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
 
 
 class Fsdp2(Backend):

@@ -13,8 +13,8 @@ import yaml
 
 from weightsync.config import Limit, Positive, SyncConfig, at_least, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
-from weightsync.recipes.events import EventSpec, check_events
-from weightsync.recipes.yaml_lines import located, read_yaml
+from weightsync.recipes.config.events import EventSpec, check_events
+from weightsync.recipes.config.yaml_lines import located, read_yaml
 from weightsync.text import count_text
 
 _HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")]
@@ -217,7 +217,7 @@ class LoopSpec:
         group_size: completions sampled for each problem.
         epochs: optimiser steps on each step's rollouts.
         learning_rate: learning rate of AdamW at the first step. It falls to 0 linearly.
-        clip: see :func:`weightsync.recipes.grpo.policy_loss`.
+        clip: see :func:`weightsync.recipes.training.grpo.policy_loss`.
         temperature: sampling temperature. The loss takes the model's own log-probabilities, before it.
         target_reward: the run fails if the mean of its last five rewards is lower.
         sleep: trainers and engines take turns on the GPUs that they share. Engines sleep at this level while

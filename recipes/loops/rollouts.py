@@ -19,10 +19,10 @@ from weightsync.errors import (
     StateError,
     WeightSyncError,
 )
-from weightsync.recipes.calls import gather
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.recipe import LoopSpec
-from weightsync.recipes.task import Problem, reward
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.fleet.calls import gather
+from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.task import Problem, reward
 
 Actor: TypeAlias = "ActorHandle[Any]"
 

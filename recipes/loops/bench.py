@@ -14,16 +14,16 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync import SyncReport, WeightSync
-from weightsync.recipes.calls import collect
-from weightsync.recipes.events import present_at_start
+from weightsync.recipes.config.events import present_at_start
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.calls import collect
+from weightsync.recipes.fleet.launcher import Launcher
 from weightsync.recipes.forecast.hosts import HostSpec
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.policy import Policy, make_policy
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.loops.policy import Policy, make_policy
+from weightsync.recipes.loops.steps import start
 from weightsync.recipes.report.bench_report import BenchReport
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.time_shares import ON_CPUS
-from weightsync.recipes.steps import start
 from weightsync.text import count_text
 
 NUM_WARM = 2

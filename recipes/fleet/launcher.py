@@ -19,11 +19,11 @@ from weightsync.actors.holders.detached import actor_name
 from weightsync.actors.ray.actor_class import actor_class
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
-from weightsync.recipes.calls import collect
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.calls import collect
+from weightsync.recipes.fleet.survival import actor_options
 from weightsync.recipes.forecast.quantised import INT4
-from weightsync.recipes.recipe import Recipe
-from weightsync.recipes.survival import actor_options
-from weightsync.recipes.trainer import GrpoTrainer
+from weightsync.recipes.training.trainer import GrpoTrainer
 from weightsync.text import count_text
 
 _SHARE = 0.4

@@ -24,8 +24,8 @@ from transformers import (
 
 from weightsync.errors import ConfigError
 from weightsync.recipes.cluster import environment
-from weightsync.recipes.recipe import ModelSpec
-from weightsync.recipes.task import EOS, PAD, WORDS, ProblemSampler, encode
+from weightsync.recipes.config.recipe import ModelSpec
+from weightsync.recipes.training.task import EOS, PAD, WORDS, ProblemSampler, encode
 
 MAX_POSITIONS = 128
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from weightsync.memory.tensors import segment_view
 from weightsync.plan.layout.experts import stack_experts
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw
+from weightsync.recipes.training.grpo import Group
 from weightsync.sources.megatron import local_weights
 
 with warnings.catch_warnings():

@@ -10,9 +10,9 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from weightsync import WeightSync
-from weightsync.recipes.calls import collect
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.calls import collect
+from weightsync.recipes.fleet.launcher import Launcher
 from weightsync.recipes.report.screen import Screen
 
 

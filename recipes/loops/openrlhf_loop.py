@@ -1,6 +1,6 @@
 """An OpenRLHF loop with its own actors, in which weightsync replaces its broadcast.
 
-    python -m weightsync.recipes.openrlhf_loop MODEL_FOLDER
+    python -m weightsync.recipes.loops.openrlhf_loop MODEL_FOLDER
 
 Lines ending in "# +" were added for weightsync, lines beginning with "# -" were there before. Code that
 only the broadcast needs may go too. On a CPU, DeepSpeed ZeRO-3 learns by REINFORCE to say small numbers.
@@ -58,7 +58,7 @@ class RolloutActor(VllmActor):  # +
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings: Any = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-        # - settings["worker_extension_cls"] = "weightsync.recipes.openrlhf_loop.WorkerWrap"
+        # - settings["worker_extension_cls"] = "weightsync.recipes.loops.openrlhf_loop.WorkerWrap"
         settings["worker_extension_cls"] = "weightsync.WeightSyncWorker"  # +
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(path, skip_tokenizer_init=True, **settings))
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
 
 
 class Plain(Backend):

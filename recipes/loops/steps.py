@@ -12,19 +12,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from weightsync import SyncReport, WeightSync, WeightSyncError
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
-from weightsync.recipes.calls import collect
-from weightsync.recipes.events import present_at_start
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.policy import Policy
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.events import present_at_start
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.calls import collect
+from weightsync.recipes.fleet.launcher import Launcher
+from weightsync.recipes.fleet.survival import begun, take_trainers
+from weightsync.recipes.loops.policy import Policy
 from weightsync.recipes.report.page import page
 from weightsync.recipes.report.run_folder import RunFolder, replace_text
 from weightsync.recipes.report.run_report import RunReport
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.trace import write_trace
-from weightsync.recipes.survival import begun, take_trainers
+from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.model import build_checkpoint
 
 
 def start(

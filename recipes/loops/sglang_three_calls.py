@@ -1,6 +1,6 @@
 """A loop that updates SGLang by its own three calls, and by weightsync.
 
-On a host with two GPUs and SGLang, ``python -m weightsync.recipes.sglang_three_calls`` starts a small
+On a host with two GPUs and SGLang, ``python -m weightsync.recipes.loops.sglang_three_calls`` starts a small
 Llama on one and an engine with dummy weights on the other. The engine is updated by weightsync first;
 then the trainer trains on and sends its weights itself: ``init_weights_update_group``,
 ``update_weights_from_distributed``.

@@ -14,10 +14,10 @@ from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import Ports
 from weightsync.protocol.ports import listen
 from weightsync.protocol.routes import joined, keep_to_interface_of, own_address
+from weightsync.recipes.config.recipe import LoopSpec, TrainerSpec
 from weightsync.recipes.forecast.quantised import INT4
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.learner import Learner
-from weightsync.recipes.recipe import LoopSpec, TrainerSpec
+from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.learner import Learner
 
 PATIENCE = timedelta(seconds=60)
 
@@ -61,7 +61,7 @@ class GrpoTrainer(TrainerShard):
             self.offload()
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Train on this rank's groups, see :meth:`weightsync.recipes.learner.Learner.train_step`."""
+        """Train on this rank's groups, see :meth:`weightsync.recipes.training.learner.Learner.train_step`."""
         with self._turn():
             return self._learner.train_step(groups)
 

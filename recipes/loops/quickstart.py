@@ -12,18 +12,18 @@ import random
 from weightsync import SyncReport, WeightSync
 from weightsync.actors.holders.detached import end_all
 from weightsync.faults import FaultPlan
-from weightsync.recipes.acceptance import acceptance, count_drafts
-from weightsync.recipes.elastic import Elastic
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.policy import make_policy
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
+from weightsync.recipes.fleet.launcher import Launcher
+from weightsync.recipes.fleet.survival import find_actors, read_back
+from weightsync.recipes.loops.acceptance import acceptance, count_drafts
+from weightsync.recipes.loops.elastic import Elastic
+from weightsync.recipes.loops.policy import make_policy
+from weightsync.recipes.loops.rollouts import roll_out
+from weightsync.recipes.loops.steps import leave, sleep, start, train, update
 from weightsync.recipes.report.run_folder import RunFolder
 from weightsync.recipes.report.run_report import RunReport, StepRow
 from weightsync.recipes.report.screen import Screen
-from weightsync.recipes.rollouts import roll_out
-from weightsync.recipes.steps import leave, sleep, start, train, update
-from weightsync.recipes.survival import find_actors, read_back
-from weightsync.recipes.task import ProblemSampler
+from weightsync.recipes.training.task import ProblemSampler
 from weightsync.report import HealReport, coverage_table
 from weightsync.text import count_text
 

@@ -6,16 +6,16 @@ import importlib
 
 from torch import nn
 
-from weightsync.recipes.backends.base import Backend
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.training.backends.base import Backend
 
 __all__ = ["BACKENDS", "Backend", "make_backend"]
 
 BACKENDS = {
-    "fsdp2": "weightsync.recipes.backends.fsdp2:Fsdp2",
-    "deepspeed": "weightsync.recipes.backends.deepspeed:DeepSpeed",
-    "megatron": "weightsync.recipes.backends.megatron:Megatron",
-    "plain": "weightsync.recipes.backends.plain:Plain",
+    "fsdp2": "weightsync.recipes.training.backends.fsdp2:Fsdp2",
+    "deepspeed": "weightsync.recipes.training.backends.deepspeed:DeepSpeed",
+    "megatron": "weightsync.recipes.training.backends.megatron:Megatron",
+    "plain": "weightsync.recipes.training.backends.plain:Plain",
 }
 """The backend of each ``trainers.kind``, imported on use."""
 

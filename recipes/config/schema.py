@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weightsync.config import are_ports, is_size
-from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.config.recipe import Recipe
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
