@@ -9,6 +9,7 @@ from itertools import combinations
 from weightsync.actors.ray.versions import REMEDY, by_version
 from weightsync.config import Ports
 from weightsync.readers.ways import way_of
+from weightsync.text import table_text
 
 SHARED = ("weightsync", "torch", "nccl")
 """Libraries that should have one version on all hosts."""
@@ -235,9 +236,4 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return aligned columns under their names. A column without values is left out."""
     names = [*dict.fromkeys(name for row in rows for name in row)]
     kept = [name for name in names if any(row.get(name) for row in rows)]
-    lines = [kept, *([row.get(name) or "-" for name in kept] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
-    padded = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
-    return "\n".join(line.rstrip() for line in padded) if rows else ""
+    return table_text([kept, *([row.get(name) or "-" for name in kept] for row in rows)])

@@ -14,7 +14,7 @@ from weightsync.protocol.timing import seconds_of
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.report.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport
-from weightsync.text import count_text, size_text, time_text
+from weightsync.text import count_text, size_text, table_text, time_text
 
 _HEAD = ("process", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
@@ -128,7 +128,8 @@ class BenchReport:
         what = f"{count_text(self.num_updates, 'update')} of {size_text(self.nbytes)}"
         head = f"{self.name}: {what}, all verified, on {self.devices}"
         floors = [f"floors are those of {self.rates.name}"] if self.rates else []
-        return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])
+        table = table_text([_HEAD, *(row.cells() for row in self.rows)], num_left=2)
+        return "\n".join([head, *kinds, table, *floors])
 
 
 def _driver_rows(updates: Sequence[SyncReport]) -> Iterator[BenchRow]:
@@ -152,14 +153,3 @@ def _rank_rows(
             seconds = [seconds_of(update.spans[process], what) for update in updates]
             of_links = (taken.get(process, 0), floors.get(process, 0.0)) if what == "load" else ()
             yield BenchRow.of(process, what, seconds, *of_links)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align names to the left and figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        padded = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(cells)]
-        lines.append("  ".join(padded).rstrip())
-    return lines
