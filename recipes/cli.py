@@ -33,7 +33,6 @@ from weightsync.recipes.forecast.forecast import Scene, forecast, forecast_adapt
 from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
-from weightsync.recipes.forecast.quantised import read_quantization
 from weightsync.recipes.inputs import (
     at_least_one,
     check_cluster,
@@ -212,13 +211,11 @@ def plan(
             model=shape,
             tensors=tensors,
             trainers=parse_trainers(required("--trainers", trainers)),
-            engines=many_engines(parse_engine(required("--engine", engine)), engines),
+            engines=many_engines(parse_engine(required("--engine", engine)), engines, quantization),
             apart=apart,
             offloaded=offloaded,
             cluster=host,
         )
-        if quantization:
-            scene = replace(scene, quantizations=(read_quantization(quantization),) * len(scene.engines))
     print(forecast(scene))
 
 

@@ -16,7 +16,9 @@ from weightsync.recipes.cluster import existing_cluster
 from weightsync.recipes.config.recipe import Recipe, load_recipe
 from weightsync.recipes.config.yaml_lines import located, read_yaml
 from weightsync.recipes.forecast.catalog import find
+from weightsync.recipes.forecast.forecast import PlannedEngine
 from weightsync.recipes.forecast.parallel import EngineParallel
+from weightsync.recipes.forecast.quantised import read_quantization
 from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.text import count_text
 
@@ -126,14 +128,15 @@ def at_least_one(option: str, value: int | None) -> int:
     return value or 1
 
 
-def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParallel, ...]:
+def many_engines(engine: EngineParallel, count: int | None, quantization: str | None) -> list[PlannedEngine]:
     """Return `count` engines, 1 by default. Refuses more than can be planned within seconds."""
     given, most = at_least_one("--engines", count), _MOST_ENGINE_RANKS // engine.num_ranks
     if given > most:
         ranks = count_text(engine.num_ranks, "rank")
         remedy = f"give at most {most}: engines of {ranks} are planned up to a million ranks"
         raise ConfigError("--engines", given, remedy)
-    return (engine,) * given
+    read = read_quantization(quantization) if quantization else None
+    return [PlannedEngine(f"engine-{number}", engine, read) for number in range(given)]
 
 
 def writable(option: str, path: Path) -> None:

@@ -14,7 +14,7 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.layout.experts import expert_parts
 from weightsync.plan.layout.segment import suggest
 from weightsync.recipes.forecast.catalog import load, shipped
-from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape
+from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape, checkpoint_tensors
 from weightsync.sources.checkpoint.safetensors_files import contents
 
 FIELD = "--model"
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_model(given: str) -> tuple[str, ModelShape, tuple[TensorMeta, ...]]:
-    """Return the name, the form and the tensors of a model; none if its form tells them.
+    """Return the name, the form and the tensors of a model.
 
     Args:
         given: a shipped name, a YAML file, a folder as Hugging Face saves it, or a ``config.json``. If a
@@ -43,7 +43,8 @@ def read_model(given: str) -> tuple[str, ModelShape, tuple[TensorMeta, ...]]:
     """
     path = Path(given)
     if given in shipped("models") or not (path.is_dir() or path.suffix == ".json"):
-        return given, load(ModelShape, given, field=FIELD, kind="models"), ()
+        shape = load(ModelShape, given, field=FIELD, kind="models")
+        return given, shape, checkpoint_tensors(shape)
     file = path / "config.json" if path.is_dir() else path
     config = _configuration(given, file)
     if path.is_dir() and any(path.glob("*.safetensors")):
