@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +23,7 @@ _Seed = Annotated[int, Limit(range(1 << 63).__contains__, "give at least 0 and l
 _Pairs = Annotated[int, Limit(range(1, 17).__contains__, "give 1 to 16")]
 _GroupSize = Annotated[int, at_least(2)]
 _Rate = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give a finite number above 0")]
+_Wrong = Iterator[tuple[str, object, str]]
 _Fraction = Annotated[float, Limit(lambda value: 0 <= value <= 1, "give a number from 0 to 1")]
 
 
@@ -71,12 +72,8 @@ class ModelSpec:
     num_hidden_layers: Positive = 2
     num_attention_heads: int = 4
     num_key_value_heads: Positive = 2
-    head_dim: Annotated[
-        int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")
-    ] = 32
-    vocab_size: Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")] = (
-        64
-    )
+    head_dim: _HeadDim = 32
+    vocab_size: _VocabSize = 64
     tie_word_embeddings: bool = False
     pretrain_steps: Annotated[int, at_least(0)] = 0
     moe: MoeSpec | None = None
@@ -276,89 +273,79 @@ class Recipe:
         for group, spec in self.engines.items():
             _check_name(group, f"engines.{group}")
             spec.check(group, self.model)
-        self._check_deployments()
-        self._check_quantize()
-        self._check_lora()
-        self._check_draft()
-        if self.loop.prompts_per_step % self.trainers.count:
-            remedy = f"give a multiple of trainers.count, {self.trainers.count}"
-            raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
-        if self.loop.prompts_per_step < len(self.engine_specs):
-            remedy = f"give each of the {len(self.engine_specs)} engines at least one"
-            raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
-        if self.sync.min_engines > len(self.engine_specs):
-            remedy = f"the recipe has only {count_text(len(self.engine_specs), 'engine')}"
-            raise ConfigError("sync.min_engines", self.sync.min_engines, remedy)
-        elastic = self.loop.kind == "elastic"
-        if self.events and not elastic:
-            raise ConfigError("events", len(self.events), "leave them out, or give loop.kind elastic")
-        if self.resume and elastic:
-            raise ConfigError("resume", True, "leave it out; loop.kind elastic starts from the beginning")
-        if self.loop.sleep and (elastic or self.placement != "colocated"):
-            remedy = (
-                "give 0, or placement colocated and loop.kind grpo, where engines share the trainers' GPUs"
-            )
-            raise ConfigError("loop.sleep", self.loop.sleep, remedy)
+        for wrong in self._contradictions():
+            raise ConfigError(*wrong)
         check_events(self.engine_specs, self.events, self.loop.steps)
-        self._check_joining()
-
-    def _check_deployments(self) -> None:
-        """Raise ConfigError for a deployment that cannot have a name, or has one engine only."""
-        for group, spec in self.engines.items():
-            field = f"engines.{group}.deployment"
-            if spec.deployment:
-                _check_name(spec.deployment, field)
-            if len(self.deployments.get(spec.deployment, (group, group))) == 1:
-                others = {other.deployment for other in self.engines.values()} - {"", spec.deployment}
-                remedy = nearest(spec.deployment, others) if others else "give it to another group as well"
-                raise ConfigError(field, spec.deployment, f"{group}-0 would be alone in it; {remedy}")
-            if spec.deployment and self.trainers.lora:
-                remedy = "leave it out; each engine takes an adapter by itself"
-                raise ConfigError(field, spec.deployment, remedy)
-
-    def _check_joining(self) -> None:
-        """Raise ConfigError for an event that adds an engine to a deployment."""
         for index, event in enumerate(self.events):
             if event.action == "add" and (deployment := self.engine_specs[event.engine].deployment):
                 remedy = f"it is in deployment {deployment}, which nobody joins: give an engine in none"
                 raise ConfigError(f"events[{index}].engine", event.engine, remedy)
 
-    def _check_quantize(self) -> None:
-        """Raise ConfigError if trainers cannot quantise, or no engine takes what they make."""
-        if not self.trainers.quantize:
-            return
-        remedy = ""
-        if any(spec.quantization == "none" for spec in self.engines.values()):
-            remedy = "give all engines a quantization"
-        elif self.trainers.kind not in ("fsdp2", "plain"):
-            remedy = f"give trainers.kind fsdp2 or plain; {self.trainers.kind} cannot"
-        elif self.loop.sleep:
-            remedy = "give loop.sleep 0; trainers that offload cannot"
-        if remedy:
-            raise ConfigError("trainers.quantize", True, remedy)
-
-    def _check_lora(self) -> None:
-        """Raise ConfigError if trainers cannot train an adapter, or engines cannot serve it."""
+    def _contradictions(self) -> _Wrong:
+        """Yield field, value and remedy of each setting that does not fit the other settings."""
+        yield from self._deployments_wrong()
+        if self.trainers.quantize:
+            if any(spec.quantization == "none" for spec in self.engines.values()):
+                yield "trainers.quantize", True, "give all engines a quantization"
+            if self.trainers.kind not in ("fsdp2", "plain"):
+                remedy = f"give trainers.kind fsdp2 or plain; {self.trainers.kind} cannot"
+                yield "trainers.quantize", True, remedy
+            if self.loop.sleep:
+                yield "trainers.quantize", True, "give loop.sleep 0; trainers that offload cannot"
         if self.trainers.lora:
-            self._require_plain("trainers.lora")
+            yield from self._not_plain("trainers.lora")
+        yield from self._draft_wrong()
+        num_prompts, num_engines = self.loop.prompts_per_step, len(self.engine_specs)
+        if num_prompts % self.trainers.count:
+            yield (
+                "loop.prompts_per_step",
+                num_prompts,
+                f"give a multiple of trainers.count, {self.trainers.count}",
+            )
+        if num_prompts < num_engines:
+            yield "loop.prompts_per_step", num_prompts, f"give each of the {num_engines} engines at least one"
+        if self.sync.min_engines > num_engines:
+            remedy = f"the recipe has only {count_text(num_engines, 'engine')}"
+            yield "sync.min_engines", self.sync.min_engines, remedy
+        is_elastic = self.loop.kind == "elastic"
+        if self.events and not is_elastic:
+            yield "events", len(self.events), "leave them out, or give loop.kind elastic"
+        if self.resume and is_elastic:
+            yield "resume", True, "leave it out; loop.kind elastic starts from the beginning"
+        if self.loop.sleep and (is_elastic or self.placement != "colocated"):
+            remedy = (
+                "give 0, or placement colocated and loop.kind grpo, where engines share the trainers' GPUs"
+            )
+            yield "loop.sleep", self.loop.sleep, remedy
 
-    def _check_draft(self) -> None:
-        """Raise ConfigError if trainers cannot train a draft, engines cannot take it, or nobody says so."""
+    def _deployments_wrong(self) -> _Wrong:
+        for group, spec in self.engines.items():
+            name, field = spec.deployment, f"engines.{group}.deployment"
+            if not name:
+                continue
+            _check_name(name, field)
+            if len(self.deployments[name]) == 1:
+                others = {other.deployment for other in self.engines.values()} - {"", name}
+                remedy = nearest(name, others) if others else "give it to another group as well"
+                yield field, name, f"{group}-0 would be alone in it; {remedy}"
+            if self.trainers.lora:
+                yield field, name, "leave it out; each engine takes an adapter by itself"
+
+    def _draft_wrong(self) -> _Wrong:
         treatment = self.sync.components.get("draft")
-        if treatment == "trained" and not self.draft:
+        if self.draft:
+            if treatment != "trained":
+                remedy = "give {draft: trained}: an update brings the draft with the model"
+                yield "sync.components", dict(self.sync.components), remedy
+            if self.trainers.lora:
+                yield "draft", asdict(self.draft), "leave it out, or leave trainers.lora out"
+            yield from self._not_plain("draft")
+        elif treatment == "trained":
             remedy = "leave it out, or give a draft, such as draft: {num_hidden_layers: 1}"
-            raise ConfigError("sync.components.draft", treatment, remedy)
-        if not self.draft:
-            return
-        if treatment != "trained":
-            remedy = "give {draft: trained}: an update brings the draft with the model"
-            raise ConfigError("sync.components", dict(self.sync.components), remedy)
-        if self.trainers.lora:
-            raise ConfigError("draft", asdict(self.draft), "leave it out, or leave trainers.lora out")
-        self._require_plain("draft")
+            yield "sync.components.draft", treatment, remedy
 
-    def _require_plain(self, what: str) -> None:
-        """Raise ConfigError for settings with which neither adapters nor drafts work. `what`: the key."""
+    def _not_plain(self, what: str) -> _Wrong:
+        """Yield settings with which neither adapters nor drafts work. `what`: the key."""
         wanted: list[tuple[str, object, tuple[object, ...]]] = [
             ("trainers.kind", self.trainers.kind, ("fsdp2", "plain")),
             ("trainers.quantize", self.trainers.quantize, (False,)),
@@ -371,8 +358,7 @@ class Recipe:
             wanted.append((f"engines.{group}.quantization", spec.quantization, ("none",)))
         for name, value, valid in wanted:
             if value not in valid:
-                remedy = f"give {' or '.join(str(each) for each in valid)}, or leave {what} out"
-                raise ConfigError(name, value, remedy)
+                yield name, value, f"give {' or '.join(map(str, valid))}, or leave {what} out"
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:
