@@ -74,6 +74,9 @@ app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=
 
 _Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
 _Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")]
+_Cluster = Annotated[
+    str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
+]
 
 
 def _say_version(wanted: bool) -> None:
@@ -111,8 +114,8 @@ def run(
     check_cluster(loaded)
     faults = load_fault_plan(chaos, loaded) if chaos is not None else None
     # A run with faults leaves the results of the one without.
-    folder = loaded.name if faults is None else f"{loaded.name}-chaos"
-    raise typer.Exit(_execute(loaded, out or Path("runs") / folder, faults, trace))
+    name = loaded.name if faults is None else f"{loaded.name}-chaos"
+    raise typer.Exit(_execute(loaded, out or Path("runs") / name, faults, trace))
 
 
 @app.command()
@@ -122,9 +125,7 @@ def bench(
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here, too.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
-    ] = None,
+    cluster: _Cluster = None,
     set_: _Set = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the model and of logs; runs/NAME-bench if not given.")
@@ -253,9 +254,7 @@ def serve_checkpoint(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
-    cluster: Annotated[
-        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
-    ] = None,
+    cluster: _Cluster = None,
 ) -> None:
     """Make a run's report.html again from its report.json, and print a summary.
 
@@ -355,8 +354,19 @@ def _cluster(given: str | None) -> tuple[str, HostSpec] | None:
     return (given, load(HostSpec, given, field="--cluster", kind="clusters")) if given else None
 
 
-def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
-    return _on_cluster(recipe, folder, lambda at: _run_inside(recipe, at, chaos, trace))
+def _execute(recipe: Recipe, out: Path, chaos: FaultPlan | None, trace: bool) -> int:
+    def inside(folder: RunFolder) -> int:
+        screen = Screen(Console())
+        report = _loop("quickstart", screen).run(recipe, folder, screen, chaos, trace=trace)
+        if not folder.complaint():
+            screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
+        if report.status == "done":
+            return DONE
+        reached = f"the mean reward of the last steps is {report.final_reward:.3f}"
+        wanted = f"loop.target_reward {recipe.loop.target_reward:g}"
+        return _complain(f"{wanted} was not reached: {reached}", FAILED)
+
+    return _on_cluster(recipe, out, inside)
 
 
 def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -> int:
@@ -400,19 +410,6 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
         return _complain(error, BAD_INPUT)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
-
-
-def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
-    screen = Screen(Console())
-    report = _loop("quickstart", screen).run(recipe, folder, screen, chaos, trace=trace)
-    if not folder.complaint():
-        screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
-    if report.status != "done":
-        remedy = f"the mean reward of the last steps is {report.final_reward:.3f}"
-        return _complain(
-            f"loop.target_reward {recipe.loop.target_reward:g} was not reached: {remedy}", FAILED
-        )
-    return DONE
 
 
 def _loop(module: str, screen: Screen) -> Any:  # noqa: ANN401 (a module)
