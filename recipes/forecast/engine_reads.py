@@ -79,7 +79,7 @@ class _ReadPlans:
         self.per_host = cluster[1].gpus_per_host if cluster else members.num_holders
         self._gpus = dict(members.engines)
         self._paired: dict[tuple[Layout, bool], Reshard | AlikeReshard] = {}
-        self._in_kinds: dict[str, bool] = {}
+        self._trainer_hosts = {gpu // self.per_host for gpu in members.trainers}
         self._planned: dict[tuple[Layout, int], AlikeReads] = {}
         self._divided: dict[tuple[tuple[Layout, int], ...], HostBundles] = {}
 
@@ -128,19 +128,15 @@ class _ReadPlans:
 
     def _pair(self, name: str) -> Reshard | AlikeReshard:
         engine = self._engines[name]
-        if name not in self._in_kinds:
-            is_far = any(self._is_far(gpu) for gpu in self._gpus[name])
-            self._in_kinds[name] = is_far or not self._has_hosts
-        key = engine, self._in_kinds[name]
+        key = engine, not self._has_hosts or any(map(self._is_far, self._gpus[name]))
         if key not in self._paired:
             found = AlikeReshard.of(self._source, name, engine, self._tensors) if key[1] else None
             self._paired[key] = found or Reshard(self._source.whole, name, engine, only=self._tensors)
         return self._paired[key]
 
     def _is_far(self, gpu: int) -> bool:
-        """Whether a trainer is on another host than `gpu`."""
-        host, trainers = gpu // self.per_host, self._members.trainers
-        return any(each // self.per_host != host for each in trainers)
+        """Return True if a trainer is on another host than `gpu`."""
+        return bool(self._trainer_hosts - {gpu // self.per_host})
 
 
 def alike(
