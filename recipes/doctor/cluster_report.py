@@ -223,7 +223,7 @@ def _counted(names: Sequence[str]) -> str:
 def _pair_cells(pair: Pair) -> dict[str, str]:
     cells = {"from": pair.sender, "to": pair.receiver, "at": pair.endpoint, "interface": pair.interface}
     if pair.problem:
-        return cells | {"round trip": "unreachable", "rate": "", "broadcast": "", "refill": ""}
+        return cells | {"round trip": "unreachable"}
     return cells | {
         "round trip": f"{pair.rtt_ms:.3f} ms",
         "rate": f"{pair.gb_per_s:.4g} GB/s",

@@ -192,11 +192,7 @@ def _on_host(device: int) -> dict[str, Any]:
 
 def _visible_devices(bundles: PlacementGroup, devices: Sequence[int]) -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES on each of these bundles."""
-    ask = ray.remote(num_cpus=0, num_gpus=0.01)(_visible)
+    ask = ray.remote(num_cpus=0, num_gpus=0.01)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     places = {f"GPU {device}": PlacementGroupSchedulingStrategy(bundles, device) for device in devices}
     asked = {gpu: ask.options(scheduling_strategy=place).remote() for gpu, place in places.items()}
     return [*collect(asked, "place", 60.0).values()]
-
-
-def _visible() -> str:
-    return os.environ["CUDA_VISIBLE_DEVICES"]

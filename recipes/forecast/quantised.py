@@ -14,6 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.direct.stored_reads import cuts_block
 from weightsync.plan.layout.formats import FIELD, Format, Quantization, unproven
+from weightsync.plan.layout.layout import Int64
 from weightsync.text import count_text, size_text
 
 INT4 = {
@@ -113,21 +114,18 @@ def explain_formats(
         if form and (why := unproven(meta.name, form)):
             refusals[f"{why}: connect() refuses it"] = None
         alike[form, meta.dtype, meta.shape].append(meta)
-    groups: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    groups: defaultdict[str, Int64] = defaultdict(lambda: np.zeros(4, np.int64))
     for (form, dtype, _), metas in alike.items():
-        count, first = len(metas), metas[0]
+        first = metas[0]
         values, *others = form.stored(first) if form else (first,)
-        nbytes = first.nbytes, values.nbytes, sum(each.nbytes for each in others)
-        groups[f"become {form}" if form else f"stay {dtype}"].append((count, *(count * n for n in nbytes)))
+        sizes = 1, first.nbytes, values.nbytes, sum(each.nbytes for each in others)
+        groups[f"become {form}" if form else f"stay {dtype}"] += len(metas) * np.array(sizes)
     lines = []
-    for change, rows in groups.items():
-        count, whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
-        said = f"{count_text(count, 'tensor')} {change}: {size_text(values_nbytes)}"
+    for change, (count, whole, of_values, of_scales) in groups.items():
+        lines.append(f"{count_text(count, 'tensor')} {change}: {size_text(of_values)}")
         if change.startswith("become"):
-            said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
-        lines.append(said)
-    if refusals:
-        return [*lines, *refusals]
+            lines[-1] += f", scales {size_text(of_scales)}, in place of {size_text(whole)}"
+    way = "each engine rank gets whole tensors by broadcast, quantised on its own device"
     if in_parts:
-        return [*lines, "each engine rank's holder reads what the rank keeps, and quantises it on its device"]
-    return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]
+        way = "each engine rank's holder reads what the rank keeps, and quantises it on its device"
+    return [*lines, *(refusals or [way])]

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from weightsync.recipes.config.recipe import LoopSpec
@@ -39,9 +41,13 @@ class Backend(ABC):
         logits: Tensor = self._module(tokens, use_cache=False).logits
         return logits
 
-    @abstractmethod
     def descend(self, loss: Tensor) -> float:
         """Take one optimiser step. Returns the norm of the gradients before clipping."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(self._module.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @abstractmethod
     def scramble(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightsync.recipes.config.recipe import LoopSpec
-from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
+from weightsync.recipes.training.backends.base import Backend, adamw, is_trained
 
 
 class Fsdp2(Backend):
@@ -23,15 +23,6 @@ class Fsdp2(Backend):
             fully_shard(block, mesh=mesh)
         self.model = self._module = model
         self.optimizer = adamw(model, loop)
-
-    def descend(self, loss: Tensor) -> float:
-        """Take one optimiser step, as `Backend.descend` says."""
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        norm = nn.utils.clip_grad_norm_(self._module.parameters(), MAX_GRAD_NORM)
-        self.optimizer.step()
-        assert isinstance(norm, DTensor)
-        return norm.full_tensor().item()
 
     @torch.no_grad()
     def scramble(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from weightsync.recipes.config.recipe import LoopSpec
-from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
+from weightsync.recipes.training.backends.base import Backend, adamw, is_trained
 
 
 class Plain(Backend):
@@ -18,14 +18,6 @@ class Plain(Backend):
         del device  # the model is there
         self.model, self._module = model, DistributedDataParallel(model)
         self.optimizer = adamw(model, loop)
-
-    def descend(self, loss: Tensor) -> float:
-        """Take one optimiser step, as `Backend.descend` says."""
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        self.optimizer.step()
-        return norm.item()
 
     @torch.no_grad()
     def scramble(self) -> None:
