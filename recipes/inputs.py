@@ -27,7 +27,7 @@ _MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe by path or name, if this machine can start its trainers and engines."""
+    """Load a recipe by path or name, if this machine can start the trainers and engines."""
     recipe = load_recipe(recipe_file(given), overrides)
     kind = recipe.trainers.kind
     library = {"deepspeed": "DeepSpeed", "megatron": "Megatron-Core"}.get(kind)
@@ -86,7 +86,7 @@ def check_models(models: Sequence[Path]) -> None:
 
 
 def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    """Load a fault plan by path or name, if `recipe` has its processes."""
+    """Load a fault plan by path or name, if `recipe` has the processes."""
     path = find(chaos, "chaos", shipped_recipes(plans=True))
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
@@ -140,7 +140,7 @@ def many_engines(engine: EngineParallel, count: int | None, quantization: str | 
 
 
 def writable(option: str, path: Path) -> None:
-    """Check that a file can be written later, and make its folder."""
+    """Check that a file can be written later, and make the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,12 +12,12 @@ from weightsync.errors import ConfigError, nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSpec:
-    """Something that happens to an engine. An engine that is added is absent at the start.
+    """A change of the fleet. An engine that is added is absent at the start.
 
     Attributes:
-        step: the step before whose rollouts it happens.
-        action: ``add`` starts the engine, which joins as soon as it is up; ``remove`` removes the engine and
-            ends it; ``kill`` ends its process, and it has to heal.
+        step: the event happens before the rollouts of this step.
+        action: ``add`` starts an engine, which joins once it is up; ``remove`` removes and ends the engine;
+            ``kill`` ends the process, and the engine has to heal.
         engine: ``main-0`` is the first one of the group ``main``.
     """
 
@@ -30,7 +30,7 @@ class EventSpec:
 
 
 def present_at_start(engines: Collection[str], events: Sequence[EventSpec]) -> tuple[str, ...]:
-    """Return the `engines` that are there at the start: those whose first event is not ``add``."""
+    """Return the `engines` of the start: engines whose first event is not ``add``."""
     firsts: dict[str, str] = {}
     for event in sorted(events, key=lambda event: event.step):
         firsts.setdefault(event.engine, event.action)

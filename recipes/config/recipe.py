@@ -98,14 +98,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSpec:
-    """A draft with which vLLM speculates: a model of the form of `model`, with layers of its own number.
+    """A draft with which vLLM speculates: a model like `model` with another number of layers.
 
-    Trainers teach it to say what the model says, and an update brings both, in one commit. It starts with
-    random weights.
+    Trainers teach the draft to predict the model's tokens, and an update moves both, in one commit. The draft
+    starts with random weights.
 
     Attributes:
         num_hidden_layers: number of layers.
-        num_speculative_tokens: tokens that an engine has the draft propose, before the model checks them.
+        num_speculative_tokens: tokens that the draft proposes before the model checks them.
     """
 
     num_hidden_layers: Positive = 1
@@ -140,12 +140,12 @@ class TrainerSpec:
     """The trainer's shards.
 
     Attributes:
-        kind: what trains. ``fsdp2`` shards each tensor by rows, ``deepspeed`` gives each rank a run of each
-            tensor's elements (ZeRO-3), ``megatron`` cuts a dense model by tensor parallelism and a
-            mixture by its experts, ``plain`` has the whole model on each rank (DDP).
-        count: number of ranks, each an actor.
-        quantize: whether trainers quantise linear layers, in place of engines, so that fewer bytes travel.
-        lora: an adapter, which is trained and updated in place of the model. Without it the model is.
+        kind: the training library. ``fsdp2`` shards each tensor by rows, ``deepspeed`` gives each rank
+            a run of each tensor's elements (ZeRO-3), ``megatron`` cuts a dense model by tensor parallelism
+            and a mixture by experts, ``plain`` has the whole model on each rank (DDP).
+        count: number of ranks. Each rank is an actor.
+        quantize: trainers quantise linear layers, in place of engines, so that fewer bytes travel.
+        lora: an adapter that is trained and updated in place of the model.
     """
 
     kind: Literal["fsdp2", "deepspeed", "megatron", "plain"] = "fsdp2"
@@ -169,16 +169,16 @@ class TrainerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """A named group of equal engines. Those of a group ``main`` are called ``main-0``, ``main-1``, and so on.
+    """A named group of equal engines. Group ``main`` has engines ``main-0``, ``main-1``, and so on.
 
     Attributes:
-        kind: ``auto`` takes vLLM if it is installed, else torch (transformers).
+        kind: ``auto`` chooses vLLM if installed, else torch (transformers).
         count: number of engines.
         tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
-        quantization: ``int4`` has vLLM hold linear layers in four bits, in groups of 32, and the rest in
-            bfloat16. Groups may differ: an engine casts what travels in another dtype.
+        quantization: with ``int4``, vLLM stores linear layers in four bits, in groups of 32, and the rest in
+            bfloat16. Groups may differ: an engine casts tensors that travel in another dtype.
         deployment: engines of all groups that name the same deployment serve one version together, or none,
-            such as a group of prefill engines and one of decode engines. Without it each serves by itself.
+            such as prefill engines and decode engines. Empty for engines that serve by themselves.
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
@@ -188,7 +188,7 @@ class EngineSpec:
     deployment: str = ""
 
     def check(self, group: str, model: ModelSpec) -> None:
-        """Raise ConfigError for settings that no engine can have, with `model` cut over its ranks."""
+        """Raise ConfigError for settings that no engine can have, with `model` cut over the ranks."""
         check_fields(self, field=f"engines.{group}")
         ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
         if ranks > 1 and self.kind == "torch":
@@ -210,16 +210,16 @@ class LoopSpec:
         steps: rollouts, each followed by training and by an update of the engines.
         seed: seed of the model's first weights and of the problems.
         prompts_per_step: problems per step, split among the trainers.
-        num_pairs: pairs of digits in each problem, and so tokens of its answer.
+        num_pairs: pairs of digits in each problem, and tokens of the answer.
         group_size: completions sampled for each problem.
         epochs: optimiser steps on each step's rollouts.
         learning_rate: learning rate of AdamW at the first step. It falls to 0 linearly.
         clip: see :func:`weightsync.recipes.training.grpo.policy_loss`.
-        temperature: sampling temperature. The loss takes the model's own log-probabilities, before it.
-        target_reward: the run fails if the mean of its last five rewards is lower.
-        sleep: trainers and engines take turns on the GPUs that they share. Engines sleep at this level while
-            trainers train: 1 keeps their weights on the host, 2 drops them. Trainers are offloaded at other
-            times. 0 leaves both where they are. On CPUs, only torch engines can sleep.
+        temperature: sampling temperature. The loss uses log-probabilities before temperature.
+        target_reward: the run fails if the mean of the last five rewards is lower.
+        sleep: trainers and engines share GPUs in turns. Engines sleep at this level while trainers train: 1
+            moves the engines' weights to the host, 2 drops them. Trainers are offloaded at other times. With
+            0 both stay on the GPUs. On CPUs, only torch engines can sleep.
     """
 
     kind: Literal["grpo", "elastic"] = "grpo"
@@ -244,14 +244,14 @@ class Recipe:
     """A run.
 
     Attributes:
-        name: name of the run, and of its folder under ``runs/``.
+        name: name of the run, and of the folder under ``runs/``.
         engines: groups of engines by name.
-        draft: a draft with which engines speculate. It needs ``sync.components: {draft: trained}``.
-        placement: which ranks share a GPU, or without enough GPUs a slot in host memory. ``colocated`` puts
+        draft: a draft with which engines speculate. Needs ``sync.components: {draft: trained}``.
+        placement: ranks on one GPU, or without enough GPUs on one slot in host memory. ``colocated`` puts
             trainer ranks and engine ranks on the same devices, from the first on. ``disaggregated`` puts
-            engines on devices after the trainers'. Slots go round the cluster's hosts, the driver's first.
-        events: what happens to engines during the loop ``elastic``.
-        resume: take over the actors that the dead driver of an earlier run of the same name left.
+            engines on devices after the trainers'. Slots go round the hosts, from the driver's host on.
+        events: engines that join, leave or die during the loop ``elastic``.
+        resume: take over the actors of an earlier run of the same name whose driver died.
     """
 
     name: str
@@ -393,7 +393,7 @@ class Recipe:
 
     @property
     def slots(self) -> dict[int, str]:
-        """Slot names of devices without a GPU, as `EngineActor` names its ranks' slots."""
+        """Slot names of devices without a GPU, as in `EngineActor`."""
         names = {device: str(device) for device in range(self.num_devices)}
         for process, (first, *others) in self.devices.items():
             if process.startswith("engine "):
@@ -409,7 +409,7 @@ class Recipe:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe at `path`, with overrides such as ``engines.main.count=4``.
 
-    An override's value is YAML. Its path must exist in the complete recipe.
+    The value of an override is YAML. The path must exist in the complete recipe.
 
     Raises:
         ConfigError: names the file and line or the override, the field, the value and a remedy.
@@ -427,7 +427,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _override(data: dict[str, object], override: str) -> str:
-    """Apply one override to `data` and return its path."""
+    """Apply one override to `data`. Returns the path of the value."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError("--set", override, "give key=value, such as loop.steps=10")

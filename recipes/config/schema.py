@@ -112,7 +112,7 @@ def _one_line(text: str) -> str:
 
 
 def _sections(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
-    """Yield each mapping with named keys and its path, such as ``engines.<name>`` or ``events[]``."""
+    """Yield path and schema of each mapping with named keys. Paths are ``engines.<name>``, ``events[]``."""
     if "properties" in schema:
         yield path, schema
         for name, each in schema["properties"].items():

@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError
 
 
 def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
-    """Return the value and its places, ``{"sync.timeout_s": "recipes/x.yaml:12", "faults[0]": …}``.
+    """Return the value, and the places ``{"sync.timeout_s": "recipes/x.yaml:12", "faults[0]": …}``.
 
     Raises:
         ConfigError: of `field`, with the line: the file cannot be read or is not YAML, or a key is given
@@ -44,9 +44,9 @@ def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
 
 @contextmanager
 def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
-    """Add to ConfigErrors raised inside the place of their field, or `otherwise`.
+    """Add the place of the field, or `otherwise`, to each ConfigError raised inside.
 
-    If the field is not in the file, it takes the place of a field that the remedy names, or of its parent.
+    If the field is not in the file, the place of a field in the remedy, or of the parent, is added.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
 
 
 def _keys(node: yaml.Node | None, path: str, seen: set[int]) -> Iterator[tuple[str, int, object]]:
-    """Yield each key, such as ``key[0]`` for list items, its line and literal value."""
+    """Yield key, line and literal value. Keys of list items are ``key[0]`` and so on."""
     if id(node) in seen:
         return  # an alias, whose anchor was visited before
     seen.add(id(node))
@@ -81,7 +81,7 @@ def _written(node: yaml.Node) -> object:
 
 
 def _no_yaml(error: Exception, text: str, path: Path, field: str) -> ConfigError:
-    """Return an error that quotes the line unchanged, as blanks may be wrong."""
+    """Return an error that quotes the line unchanged, since blanks may be wrong."""
     lines = [*text.splitlines(), ""]
     index, problem = 0, "it is nested too deep"
     if isinstance(error, yaml.MarkedYAMLError):

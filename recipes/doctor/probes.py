@@ -33,11 +33,11 @@ _PATIENCE_S = 30.0
 version_of = tested.installed
 
 MOONCAKE = tuple(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda"))
-"""Packages with Mooncake, by what they were built for."""
+"""Packages with Mooncake, one per build."""
 
 
 def diagnose() -> list[Row]:
-    """Return all rows: what is installed, then how each edge would move bytes."""
+    """Return all rows: first the installed things, then the way of bytes on each edge."""
     probes: list[Callable[[], Row]] = [
         python, pytorch, gpus, peer_access, nccl, allocator, shared_memory, locked_memory,
         rdma, mooncake, ray_package, ray_cluster,
@@ -131,7 +131,7 @@ def locked_memory() -> Row:
     if soft == resource.RLIM_INFINITY:
         return Row("locked memory", "unlimited")
     if rdma_devices():
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers what is kept"
+        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers snapshots"
         return Row("locked memory", f"at most {size_text(soft)}", "warn", remedy)
     return Row("locked memory", f"at most {size_text(soft)}; enough without RDMA")
 
@@ -161,7 +161,7 @@ def ray_package() -> Row:
 
 
 def ray_cluster() -> Row:
-    """Check a run's cluster in another process, as a failing Ray ends its own."""
+    """Check a run's cluster in another process, since Ray ends a process in which it fails."""
     address = existing_cluster()
     if not address:
         return Row("ray cluster", "RAY_ADDRESS is not set: a run starts one of its own")
@@ -184,7 +184,7 @@ def ray_cluster() -> Row:
 
 
 def engines() -> Iterator[Row]:
-    """Check each kind of engine, and what ``auto`` takes."""
+    """Check each kind of engine, and the choice of ``auto``."""
     torch_on = "cuda" if _gpus() else "cpu"
     for kind in ENGINES:
         name, found = f"engine {kind}", " ".join(installed(kind)).strip()
@@ -202,7 +202,7 @@ def engines() -> Iterator[Row]:
 
 
 def trainers() -> Iterator[Row]:
-    """Check the training libraries that have a source of their own."""
+    """Check the training libraries for which there is a source."""
     for library in tested.TESTED:
         yield _library(f"trainer {library}", tested.installed(library), tested.untested(library))
 

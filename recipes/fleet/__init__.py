@@ -1,1 +1,1 @@
-"""Starts the actors of a recipe, waits for them, and finds those of an earlier driver."""
+"""Starts the actors of a recipe, waits for them, and finds the actors of an earlier driver."""

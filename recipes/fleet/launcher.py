@@ -27,7 +27,7 @@ from weightsync.recipes.training.trainer import GrpoTrainer
 from weightsync.text import count_text
 
 _SHARE = 0.4
-"""Fraction of a GPU for its trainer and for its engine; their holder reserves none."""
+"""Fraction of a GPU for a trainer and for an engine. A holder reserves none."""
 
 _ON_GPU: dict[str, dict[str, Any]] = {
     "torch": {"device": "cuda"},
@@ -43,13 +43,11 @@ _SLEEPS: dict[str, tuple[str, ...]] = {
 }
 
 _KIND = "accelerator_type:"
-"""Prefix of the resource by which Ray names the type of a cluster's GPUs."""
+"""Prefix of the resource with which Ray names the type of GPUs."""
 
 
 class Launcher:
-    """Starts trainers and engines of `recipe`, which load the checkpoint at `model`.
-
-    A draft's is beside it.
+    """Starts trainers and engines of `recipe`, which load the checkpoint at `model`, and a draft beside it.
 
     A placement group reserves one bundle for each of the recipe's devices, until `close`.
 
@@ -81,7 +79,7 @@ class Launcher:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether actors run on GPUs rather than on CPU slots."""
+        """True if actors run on GPUs, and not on CPU slots."""
         return self._bundles is not None
 
     def _refuse_engines_for_gpus(self) -> None:
@@ -96,7 +94,7 @@ class Launcher:
                 raise ConfigError(f"engines.{group}.kind", kind, remedy)
 
     def engine(self, name: str) -> ActorHandle[Any]:
-        """Start or restart the engine of that name, with dummy weights."""
+        """Start or restart an engine, with dummy weights."""
         spec, process = self._recipe.engine_specs[name], f"engine {name}"
         options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
         kind = choose_engine(spec.kind)[0]
@@ -118,7 +116,7 @@ class Launcher:
         return engine
 
     def trainers(self) -> dict[str, ActorHandle[Any]]:
-        """Start all trainer ranks. Returns when they have joined and hold their shards."""
+        """Start all trainer ranks. Returns once the ranks have joined and loaded."""
         recipe, device = self._recipe, "cuda" if self._bundles else "cpu"
         timeout_s, trainers = recipe.sync.connect_timeout_s, {}
         for rank in range(recipe.trainers.count):
@@ -141,9 +139,9 @@ class Launcher:
             remove_placement_group(self._bundles)
 
     def options(self, process: str) -> dict[str, Any]:
-        """Return Ray's options for an actor on its device.
+        """Return Ray's options for an actor.
 
-        It sees the GPUs of all its ranks. On CPUs, devices go round the hosts that are there.
+        The actor sees the GPUs of all ranks. On CPUs, devices go round the hosts.
         """
         options, devices = actor_options(self._recipe, process), self._recipe.devices[process]
         if self._bundles is None:
@@ -177,9 +175,9 @@ def _reserve(recipe: Recipe) -> PlacementGroup:
 
 
 def _on_host(device: int) -> dict[str, Any]:
-    """Return Ray's option that puts a device without a GPU on its host, the driver's being the first.
+    """Return Ray's option that places a device without a GPU. The driver's host is the first host.
 
-    Ray itself takes any host for an actor that reserves nothing, also with a soft affinity.
+    Ray chooses any host for an actor that reserves nothing, also with a soft affinity.
     """
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]

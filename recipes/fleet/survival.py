@@ -1,4 +1,4 @@
-"""What a run leaves for the next driver if this one dies."""
+"""Actors and results of a run that outlive the driver."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from weightsync.text import count_text
 
 
 def actor_options(recipe: Recipe, process: str) -> dict[str, Any]:
-    """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``.
-
-    It reserves nothing.
-    """
+    """Return Ray's options for an actor such as ``trainer 0``, which reserves nothing."""
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     return options | (detached(actor_name(recipe.name, process)) if recipe.resume else {})
 
@@ -31,7 +28,7 @@ def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
 
 
 def begun(recipe: Recipe, engines: Collection[str], left: Collection[str]) -> str:
-    """Say how many trainers and `engines` are started, and how many of them are `left` and taken over."""
+    """Return a line with the numbers of trainers and `engines` that are started, or `left` and taken over."""
     num_left = sum(f"engine {name}" in left for name in engines)
     trainers = count_text(recipe.trainers.count, "trainer")
     new = count_text(len(engines) - num_left, "engine")
@@ -57,7 +54,7 @@ def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[
 
 
 def read_back(path: Path, report: RunReport) -> None:
-    """Start `report` with what an earlier driver wrote to `path`, if it did."""
+    """Copy the steps and heals of an earlier driver's report at `path`, if there is one."""
     if path.exists():
         earlier = read_report(path)
         report.started = earlier.started

@@ -1,4 +1,4 @@
-"""Forecasts what engine ranks read in the trainers' memory, and the least time that it takes."""
+"""Forecasts the reads of engine ranks from the trainers' memory, and the least time for them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def reads_floor(
 
     Args:
         source: the trainers' layout.
-        engines: the layout of each engine. Those of one kind share it.
-        members: which GPU each rank has.
-        tensors: what is read.
-        cluster: the hosts' name, and what they have. Without it, all GPUs are of one host without rates.
+        engines: the layout of each engine. Equal engines share a layout.
+        members: the GPU of each rank.
+        tensors: names of the tensors that are read.
+        cluster: name and rates of the hosts. Without them, all GPUs are on one host without rates.
     """
     plans = _ReadPlans(source, engines, members, tensors, cluster)
     every = [EngineRank(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
@@ -60,7 +60,7 @@ def reads_floor(
 
 
 class _ReadPlans:
-    """Plans what engine ranks read, as the driver does: in kinds of tensors where they read other hosts.
+    """Plans the reads of engine ranks like the driver: by kinds of tensors for reads from other hosts.
 
     Attributes:
         per_host: number of GPUs of a host.
@@ -92,7 +92,7 @@ class _ReadPlans:
         return len(ranks) if num_plans <= most else min(len(ranks), most)
 
     def receivers(self, ranks: Sequence[EngineRank]) -> list[Receiver]:
-        """Return what `ranks`, all of one host, receive."""
+        """Return the receivers for `ranks`, all of one host."""
         reads = [self._reads(each) for each in ranks]
         planned = [
             (f"{each.engine} rank {each.rank}", each.gpu, its) for each, its in zip(ranks, reads, strict=True)
@@ -120,7 +120,7 @@ class _ReadPlans:
         return reads
 
     def _key(self, its: EngineRank) -> tuple[Layout, int] | None:
-        """Return what ranks that read the same have in common. None if that depends on where they are."""
+        """Return a key that ranks with the same reads share. None if reads depend on the rank's host."""
         pairs = self._pair(its.engine)
         if isinstance(pairs, Reshard) or pairs.has_replicas:
             return None
@@ -174,7 +174,7 @@ def alike(
 def sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
     """Choose at most `num_planned` ranks, in whole hosts, evenly spread, with the first rank.
 
-    Whole hosts, because the limit is mostly what all ranks of a host read together.
+    Whole hosts, because mostly the reads of all ranks of a host together are the limit.
     """
     if num_planned >= num_ranks:
         return list(range(num_ranks))

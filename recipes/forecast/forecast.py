@@ -34,12 +34,12 @@ from weightsync.text import count_text, size_text, time_text
 _MOST_REASONS = 3
 
 _Row = tuple[str, Sequence[TensorMeta], str, str]
-"""A component, its tensors, their route and their conversion."""
+"""A component, with tensors, route and conversion."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine of a forecast. `quantization`: how its checkpoint is quantised, None if it is not."""
+    """One engine of a forecast. `quantization`: of the checkpoint, None if it is not quantised."""
 
     name: str
     parallel: EngineParallel
@@ -91,7 +91,7 @@ class Scene:
 
     @cached_property
     def why_whole(self) -> str:
-        """Why quantised engines take whole tensors; "" if they read only what their ranks keep, or none is.
+        """Why quantised engines take whole tensors; "" if they read only their own parts, or none is.
 
         One engine that takes whole tensors speaks for all.
         """
@@ -139,7 +139,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
 
 
 def forecast_adapter(recipe: Recipe) -> str:
-    """Describe what an update of the recipe's adapter moves."""
+    """Describe an update of the recipe's adapter."""
     lora, tensors = recipe.trainers.lora, checkpoint_tensors(_shape(recipe.model))
     assert lora
     pairs = _adapter_tensors(lora.rank, tensors)
@@ -168,7 +168,7 @@ def _adapter_tensors(rank: int, tensors: Sequence[TensorMeta]) -> list[TensorMet
 
 
 def planned(recipe: Recipe) -> list[Covered]:
-    """Return the rows of what a recipe's engines are to serve, before anything has moved.
+    """Return the coverage of a recipe's engines, before anything has moved.
 
     Raises ConfigError as `forecast`.
     """
@@ -250,7 +250,7 @@ def _held(tensors: Sequence[TensorMeta], quantization: Quantization | None) -> l
 
 
 def _served(scene: Scene) -> list[Covered]:
-    """Return the rows of what each engine is to serve."""
+    """Return the coverage of each engine."""
     layouts, source = scene.layouts, scene.source.stated
     travelling = match(source, sorted(layouts.items())).tensors
     parts = {

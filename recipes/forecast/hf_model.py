@@ -1,4 +1,4 @@
-"""Reads a model as Hugging Face saves it: by its configuration, and by its files if they are there."""
+"""Reads a model as Hugging Face saves it: the configuration, and the files if there are any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CUT = re.compile(
     r"|mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj\.weight"
     r"|mlp\.(?:gate\.(?:weight|e_score_correction_bias)|shared_expert_gate\.weight))"
 )
-"""Tensors of which it is known how trainers and engines cut them. Norms are whole on each rank."""
+"""Tensors with a known cut on trainers and engines. Norms are whole on each rank."""
 _NORM = re.compile(r"model\.(?:layers\.\d+\.(?:self_attn\.)?)?\w*norm\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -38,8 +38,8 @@ def read_model(given: str) -> tuple[str, ModelShape, tuple[TensorMeta, ...]]:
             without memory.
 
     Raises:
-        ConfigError: it is none of these; its configuration is of several models, or of one that transformers
-            does not know; or it is not known how ranks cut its tensors.
+        ConfigError: `given` is none of these; the configuration is of several models, or of a model that
+            transformers does not know; or the cut of a tensor is not known.
     """
     path = Path(given)
     if given in shipped("models") or not (path.is_dir() or path.suffix == ".json"):
@@ -108,7 +108,7 @@ def _of_checkpoint(found: Sequence[TensorMeta], num_layers: object) -> Iterator[
 
 
 def _form(given: str, config: Mapping[str, Any], tensors: Sequence[TensorMeta]) -> ModelShape:
-    """Return what the cuts of trainers and engines depend on. Sizes are those of the tensors."""
+    """Return the numbers on which the cuts of trainers and engines depend. Tensors give the sizes."""
     for meta in tensors:
         if not _CUT.fullmatch(meta.name) and not (_NORM.fullmatch(meta.name) and len(meta.shape) == 1):
             remedy = (

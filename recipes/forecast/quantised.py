@@ -1,4 +1,4 @@
-"""Describes what a quantised engine makes of the tensors of a model."""
+"""Describes the formats of a model's tensors on a quantised engine."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ INT4 = {
 """The ``quantization_config`` of a recipe's int4 engines."""
 
 _OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
-"""Matrices that are no linear layers of a model: its embedding, and routers."""
+"""Matrices that are not linear layers: the embedding, and routers."""
 
 
 def read_quantization(given: str) -> Quantization:
-    """Read what `quantization_config` returns. Also raises ConfigError if the format is not known here."""
+    """Read the format of a `quantization_config`. Raises ConfigError for an unknown format."""
     return Quantization.read(quantization_config(given))
 
 
@@ -70,16 +70,16 @@ def _format_of(meta: TensorMeta, quantization: Quantization) -> Format | None:
 
 
 def formats_text(tensors: Sequence[TensorMeta], quantization: Quantization) -> str:
-    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``."""
+    """Return the number of tensors by format, such as ``28 become int4 with a scale for 1 x 32``."""
     forms = (_format_of(meta, quantization) for meta in tensors)
     counts = Counter(str(form) for form in forms if form)
     return ", ".join(f"{count} become {form}" for form, count in counts.items())
 
 
 def why_whole(engine: Layout, quantization: Quantization) -> str:
-    """Return why the ranks of an engine take whole tensors; "" if each can read just what it keeps.
+    """Return why the ranks of an engine take whole tensors; "" if each rank can read only its part.
 
-    It can if it keeps all that shares a scale, and kernels read values as a checkpoint stores them.
+    A rank can if it has all elements of each scale, and kernels read values as a checkpoint stores them.
     """
     numbers: defaultdict[Format, list[int]] = defaultdict(list)
     for number, meta in enumerate(engine.tensors):
@@ -100,9 +100,9 @@ def why_whole(engine: Layout, quantization: Quantization) -> str:
 def explain_formats(
     tensors: Sequence[TensorMeta], quantization: Quantization, *, in_parts: bool
 ) -> list[str]:
-    """Return a line for each format, with its bytes, and one for what stays as it is.
+    """Return a line with the bytes of each format, and a line for tensors that stay.
 
-    `in_parts`: each engine rank reads just what it keeps.
+    `in_parts`: each engine rank reads only its part.
 
     Raises:
         PlanError: a weight does not fit its format.

@@ -1,4 +1,4 @@
-"""How many of the tokens that drafts proposed for a step's rollouts engines accepted."""
+"""Counts the tokens that drafts proposed in a step's rollouts, and the accepted tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.recipes.fleet.calls import gather
 
 
 def count_drafts(recipe: Recipe, engines: Mapping[str, ActorHandle[Any]]) -> dict[str, DraftCounts]:
-    """Ask `engines` what they have drafted since they started, if the recipe has a draft.
+    """Ask `engines` for the drafted tokens since their start, if the recipe has a draft.
 
     Engines that fail or do not count are left out.
     """

@@ -27,7 +27,7 @@ from weightsync.recipes.report.time_shares import ON_CPUS
 from weightsync.text import count_text
 
 NUM_WARM = 2
-"""Updates that are not measured: they touch memory for the first time."""
+"""Number of updates before the measured updates. They touch memory for the first time."""
 
 
 def run(
@@ -37,12 +37,12 @@ def run(
     num_updates: int,
     cluster: tuple[str, HostSpec] | None = None,
 ) -> BenchReport:
-    """Start a recipe's fleet and measure its updates. Needs a Ray cluster.
+    """Start the fleet of a recipe and measure updates. Needs a Ray cluster.
 
     Engines that events add later are left out. `cluster` is the name and the link rates of the hosts.
 
     Raises:
-        WeightSyncError: an engine or an update failed. The others' times would not be representative.
+        WeightSyncError: an engine or an update failed. Other times would not be representative.
     """
     with screen.waiting(f"place {count_text(recipe.num_devices, 'device')}"):
         launcher = Launcher(recipe, folder / "model")
@@ -66,7 +66,7 @@ def run(
 def _update(
     policy: Policy, sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: Recipe
 ) -> SyncReport:
-    """Update to new weights, once no holder copies the last version any more."""
+    """Update to new weights, after holders have copied the last version."""
     patience_s = recipe.sync.connect_timeout_s
     sync.settle(patience_s)
     if recipe.loop.sleep:

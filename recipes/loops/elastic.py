@@ -1,4 +1,4 @@
-"""Engines that are added, removed and killed during a run, as a recipe's events say."""
+"""Adds, removes and kills engines during a run, as in a recipe's events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Elastic:
     """Carries out the events of `recipe`. Training does not wait for engines that start.
 
     Attributes:
-        infos: what engines that joined say of themselves.
+        infos: the `info` of engines that joined.
     """
 
     def __init__(self, recipe: Recipe, sync: WeightSync, launcher: Launcher, screen: Screen) -> None:

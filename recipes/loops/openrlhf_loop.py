@@ -1,4 +1,4 @@
-"""An OpenRLHF loop with its own actors, in which weightsync replaces its broadcast.
+"""An OpenRLHF loop with OpenRLHF's actors, in which weightsync replaces the broadcast.
 
     python -m weightsync.recipes.loops.openrlhf_loop MODEL_FOLDER
 

@@ -1,4 +1,4 @@
-"""What a run trains and updates: the whole model, or a LoRA adapter of it."""
+"""The weights that a run trains and updates: the whole model, or a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Policy:
 
     @property
     def is_served(self) -> bool:
-        """Whether an engine serves a version."""
+        """True if an engine serves a version."""
         return bool(self._sync.serving())
 
     def connect(self, trainers: Actors, engines: Actors, respawn: Respawn | None) -> None:
@@ -49,7 +49,7 @@ class Policy:
 
 
 class AdapterPolicy(Policy):
-    """An adapter. The model that it adapts comes from the checkpoint that trainers started with."""
+    """An adapter. The base model comes from the trainers' first checkpoint."""
 
     adapter = "policy"
 
@@ -77,5 +77,5 @@ class AdapterPolicy(Policy):
 
 
 def make_policy(recipe: Recipe, sync: WeightSync, model: Path) -> Policy:
-    """Return what `recipe` trains. `model`: the checkpoint that trainers start with."""
+    """Return the policy of `recipe`. `model`: the trainers' first checkpoint."""
     return AdapterPolicy(sync, model) if recipe.trainers.lora else Policy(sync, recipe.deployments)

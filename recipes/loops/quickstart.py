@@ -33,11 +33,11 @@ def run(
 ) -> RunReport:
     """Run the whole loop. Needs a Ray cluster.
 
-    However it ends, `folder` has a ``report.json`` and its page, if the disk has room. `trace` adds a
-    ``trace.json``, see `write_trace`.
+    At the end, also after an error, `folder` has a ``report.json`` and a page, if the disk has room. `trace`
+    adds a ``trace.json``, see `write_trace`.
 
-    `chaos` is injected once all processes are connected. With it, or with events in the recipe, the run ends
-    when all are healed.
+    `chaos` is injected once all processes are connected. With faults, or with
+    events in the recipe, the run ends after all heals.
 
     With ``resume: true``, the run continues after the version that an earlier, dead driver committed. A step
     interrupted by the driver's death is repeated. Raises StateError if trainers are gone.
@@ -77,7 +77,7 @@ def run(
         report.steps = [row for row in report.steps if row.version <= policy.version]
 
         problems, seeds = ProblemSampler(loop.seed, loop.num_pairs), random.Random(loop.seed)
-        for _ in range(1, policy.version):  # draw what the finished steps drew
+        for _ in range(1, policy.version):  # draw the numbers of the finished steps
             problems.sample(loop.prompts_per_step)
             for _ in recipe.engine_specs:
                 seeds.getrandbits(32)

@@ -1,4 +1,4 @@
-"""One step's rollouts: splits prompts among serving engines and retries those of failed engines."""
+"""Rollouts of a step: splits prompts among serving engines, and retries prompts of failed engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightsync.recipes.training.task import Problem, reward
 Actor: TypeAlias = "ActorHandle[Any]"
 
 _THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)
-"""Also, with an adapter, ConfigError and StateError: an engine that came back may not have it yet."""
+"""With an adapter also ConfigError and StateError: a healed engine may not have the adapter yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Rollouts:
     Attributes:
         groups: one per problem, in no order.
         versions: the versions that made them, ascending.
-        lost: the engines that failed, and their errors. Other engines took their prompts.
+        lost: the errors of engines that failed. Other engines took over the prompts.
     """
 
     groups: list[Group]
@@ -91,11 +91,9 @@ def _generate(
     timeout_s: float,
     adapter: str,
 ) -> tuple[dict[str, Rollout], dict[str, WeightSyncError]]:
-    """Ask each engine for its share.
+    """Ask each engine for a share of the rollouts. Returns rollouts and errors by engine.
 
-    Returns rollouts and errors, both by engine.
-
-    Each call has its own seed: engines with the same seed would explore the same way.
+    Each call has another seed: engines with the same seed would explore the same way.
     """
     named: dict[str, object] = {"max_tokens": loop.num_pairs, "temperature": loop.temperature}
     named["n"] = loop.group_size

@@ -1,4 +1,4 @@
-"""A loop that updates SGLang by its own three calls, and by weightsync.
+"""A loop that updates SGLang by SGLang's own three calls, and by weightsync.
 
 On a host with two GPUs and SGLang, ``python -m weightsync.recipes.loops.sglang_three_calls`` starts a small
 Llama on one and an engine with dummy weights on the other. The engine is updated by weightsync first;
@@ -42,7 +42,7 @@ ENGINE = {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fra
 
 
 class Trainer(TrainerShard):
-    """One rank that holds the whole model on its GPU."""
+    """One rank with the whole model on a GPU."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

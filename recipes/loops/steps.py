@@ -37,7 +37,7 @@ def start(
 ) -> tuple[Mapping[str, ActorHandle[Any]], dict[str, Mapping[str, str]]]:
     """Build the model, start the actors that are not `left` of an earlier run, and connect them.
 
-    Engines that events add are left out. Returns the trainers, and what the engines say of themselves.
+    Engines that events add are left out. Returns the trainers, and the `info` of each engine.
     """
     disable_progress_bar()
     with screen.stage("build the model"):
@@ -58,7 +58,7 @@ def start(
 def train(
     groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float
 ) -> dict[str, float]:
-    """Train each rank on its share of `groups`. Returns the mean of the ranks' figures, by name."""
+    """Train each rank on a share of `groups`. Returns the mean of each of the ranks' figures."""
     calls = {
         name: trainer.train_step.remote(groups[rank :: len(trainers)])
         for rank, (name, trainer) in enumerate(trainers.items())
@@ -68,10 +68,7 @@ def train(
 
 
 def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
-    """Make engines sleep if the recipe asks for it.
-
-    Reports engines that fail to sleep.
-    """
+    """Let engines sleep if the recipe has ``loop.sleep``. Reports engines that fail to sleep."""
     if recipe.loop.sleep:
         try:
             sync.sleep(level=recipe.loop.sleep)

@@ -1,4 +1,4 @@
-"""Results of a bench: each rank's median times, and floors of its links."""
+"""Results of a bench: median times of each rank, and floors of the links."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class BenchRow:
     """One phase or span of a process, over all measured updates.
 
     Attributes:
-        what: a phase of the driver, its whole ``update``, or a span of a rank.
+        what: a phase or the whole ``update`` of the driver, or a span of a rank.
         median, least, most: seconds.
-        nbytes: bytes that it moved; 0 if it moves none, or another row has them.
-        floor_s: seconds that its links need at least, by the rates given; 0 without rates.
+        nbytes: bytes that the process moved; 0 if another row has the bytes.
+        floor_s: least seconds for the links, by the given rates; 0 without rates.
     """
 
     process: str
@@ -65,11 +65,11 @@ class BenchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Result of a bench. `str()` is a table of its rows.
+    """Result of a bench. `str()` is a table of the rows.
 
     Attributes:
-        devices: what its trainers and engines run on.
-        engines: what each engine reported about itself at start.
+        devices: the devices of trainers and engines.
+        engines: the `info` of each engine at the start.
         routes: as in `SyncReport`.
         nbytes: payload bytes of the model.
         rates: the link rates behind the floors, if given.
@@ -99,7 +99,7 @@ class BenchReport:
         links: Sequence[Link],
         cluster: tuple[str, HostSpec] | None,
     ) -> BenchReport:
-        """Make a report of at least one of `updates`, which all of `engines` took."""
+        """Make a report of `updates`, at least one, in which no engine failed."""
         last, rates, floors = updates[-1], None, {}
         if cluster:
             rates = cluster[1].link_rates(cluster[0])

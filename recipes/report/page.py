@@ -96,7 +96,7 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
 
 
 def _reasons(report: RunReport) -> list[str]:
-    """Return why engines take broadcasts, each reason once with its engines."""
+    """Return the reasons for broadcasts, each with the engines of that reason."""
     why: dict[str, list[str]] = {}
     for row in report.coverage:
         if row.component == "model" and row.route and not is_direct(row.route):

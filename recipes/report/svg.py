@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Colours are the page's: number i is its class ``s<i>``."""
+"""Charts as inline SVG. Colour number i is the class ``s<i>`` of the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bar:
 class Axis:
     """An axis of length `size` from `first`.
 
-    `label` is the text of its last number.
+    `label` is the text of the last number.
     """
 
     size: float
@@ -71,7 +71,7 @@ def line(
 
 
 def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int, y_max: float) -> Markup:
-    """Draw a column of bars for each of `stacks`, labelled with its name."""
+    """Draw a labelled column of bars for each of `stacks`."""
     height = 220
     each = (width - _LEFT - _RIGHT) / max(len(stacks), 1)
     scale = (height - _TOP - _BOTTOM) / (y_max or 1)

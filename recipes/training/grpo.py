@@ -19,7 +19,8 @@ from torch import Tensor
 class Group:
     """One prompt, the completions sampled for it, and the reward of each.
 
-    `logprobs`: the engine's log-probability of each token. Without them, the trainer's first ones are taken.
+    `logprobs`: the engine's log-probability of each token. Without them, the trainer's first
+    ones are used.
     """
 
     prompt: list[int]
@@ -51,7 +52,7 @@ class Batch:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Normalise each reward in its group: subtract the mean, divide by the standard deviation.
+    """Normalise rewards by group: subtract the mean, divide by the standard deviation.
 
     Args:
         rewards: float ``[num_groups, group_size]``.
@@ -64,7 +65,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return each token's log-probability given those before it.
+    """Return each token's log-probability, given the tokens before.
 
     Args:
         logits: float ``[S, T, vocab]``.
@@ -83,7 +84,7 @@ def policy_loss(new: Tensor, old: Tensor, batch: Batch, clip: float) -> Tensor:
     Args:
         new: log-probabilities under the policy being trained, float ``[S, T - 1]``, with gradient.
         old: the same under the policy that sampled, without gradient.
-        batch: its mask and advantages are used.
+        batch: only mask and advantages are used.
         clip: how far the probability ratio may leave 1 before it stops paying.
     """
     ratio = (new - old).exp()
@@ -108,7 +109,7 @@ def mismatch(trainer: Tensor, batch: Batch) -> dict[str, float]:
 
 
 def distillation_loss(draft: Tensor, target: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Return a draft's cross-entropy to what its target would sample, the mean over sampled tokens.
+    """Return a draft's cross-entropy to the target's distribution, the mean over sampled tokens.
 
     Args:
         draft, target: logits, float ``[S, T, vocab]``; the draft's with gradient.

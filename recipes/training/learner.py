@@ -1,4 +1,4 @@
-"""One rank of the policy and its optimiser, on CPUs or GPUs."""
+"""One rank of the policy with an optimiser, on CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Learner:
     Needs ``torch.distributed`` initialised.
 
     Attributes:
-        model, draft, hf_config: what `TrainerShard` reads. The draft is None without `draft_path`.
+        model, draft, hf_config: attributes for `TrainerShard`. The draft is None without `draft_path`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Learner:
         return {"loss": loss.item(), "grad_norm": grad_norm, **mismatch(first, batch)}
 
     def _distil(self, batch: Batch) -> None:
-        """Teach the draft, if there is one, to say what the model says now."""
+        """Teach the draft, if there is one, to predict the model's tokens."""
         if not self._draft_backend:
             return
         with torch.no_grad():

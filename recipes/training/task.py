@@ -26,7 +26,7 @@ def encode(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question: which of two digits is the larger? With `further` pairs, the same of each."""
+    """One question: the larger of two digits, for one pair and for each of the `further` pairs."""
 
     left: int
     right: int

@@ -87,7 +87,7 @@ class GrpoTrainer(TrainerShard):
 
 
 def rendezvous(address: str, ports: Ports | None) -> tuple[TCPStore, tuple[str, int]]:
-    """Open a rendezvous on one of `ports`, or a free one. Returns it, and its address and port."""
+    """Open a rendezvous on one of `ports`, or a free port. Returns store, and address and port."""
     listening = listen(address, ports, "no rendezvous of trainers can be served")
     port: int = listening.getsockname()[1]
     store = TCPStore(

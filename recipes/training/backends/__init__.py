@@ -1,4 +1,4 @@
-"""What trains a policy's ranks: FSDP2, DeepSpeed ZeRO-3, Megatron-Core, or replicas of a plain module."""
+"""Backends for training: FSDP2, DeepSpeed ZeRO-3, Megatron-Core, or replicas of a plain module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between the learner and the library that shards and trains its model."""
+"""The interface between the learner and the library that shards and trains the model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Backend(ABC):
     """One rank of a model in training. Every rank calls every method.
 
     Attributes:
-        model: what `TrainerShard` reads.
+        model: the model for `TrainerShard`.
         hf_config: the checkpoint's configuration, if the model does not name its tensors.
-        optimizer: the optimiser; the learner's schedule sets its learning rate.
+        optimizer: the optimiser. The learner's schedule sets the learning rate.
     """
 
     model: Any
     hf_config: Any = None
     optimizer: Optimizer
     _module: nn.Module
-    """What runs a forward pass."""
+    """The module of a forward pass."""
 
     def share(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return what this rank trains on, given its share of a step's groups."""
+        """Return the groups that this rank trains on, given the rank's share of a step's groups."""
         return groups
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -62,5 +62,5 @@ def adamw(module: nn.Module, loop: LoopSpec) -> AdamW:
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Whether a parameter is trained. If there is an adapter, only its own are."""
+    """Return True if a parameter is trained. With an adapter, only the adapter's parameters are."""
     return parameter.requires_grad

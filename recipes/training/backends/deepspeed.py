@@ -16,9 +16,9 @@ class DeepSpeed(Backend):
     """One ZeRO-3 rank."""
 
     def __init__(self, model: nn.Module, loop: LoopSpec, device: str) -> None:
-        os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor its own GPU
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows an actor only one GPU
         if device == "cpu":
-            # Its collective in shared memory would be compiled first, for minutes.
+            # Compiling the collective in shared memory would take minutes.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.optimizer = adamw(model, loop)
         config = {

@@ -1,4 +1,4 @@
-"""Trains with Megatron-Core: a dense model is cut by tensor parallelism, a mixture by its experts."""
+"""Trains with Megatron-Core: a dense model is cut by tensor parallelism, a mixture by experts."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class Megatron(Backend):
                 dist.broadcast(parameter, src=0)
 
     def _clip(self) -> float:
-        """Clip all gradients by their norm, of which each rank has a share. Returns the norm before."""
+        """Clip all gradients by the norm over all ranks. Returns the norm before."""
         parameters = list(self.model.parameters())
-        squares = torch.zeros(2, device=parameters[0].device)  # of what all ranks have, and of what one has
+        squares = torch.zeros(2, device=parameters[0].device)  # of replicated and of sharded parameters
         for parameter in parameters:
             squares[int(self._is_share(parameter))] += parameter.grad.square().sum()
         dist.all_reduce(squares[1:])
@@ -103,7 +103,7 @@ class Megatron(Backend):
         return norm.item()
 
     def _is_share(self, parameter: nn.Parameter) -> bool:
-        """Whether other ranks have other elements of this parameter, or other experts."""
+        """Return True if other ranks have other elements of this parameter, or other experts."""
         if self._num_experts:
             return not getattr(parameter, "allreduce", True)
         return self._is_cut and bool(getattr(parameter, "tensor_model_parallel", False))
@@ -146,7 +146,7 @@ def _build(config: TransformerConfig, wanted: Any) -> nn.Module:  # noqa: ANN401
 
 
 def _config(wanted: Any) -> TransformerConfig:  # noqa: ANN401 - transformers' configuration
-    """Return Megatron's settings for a Qwen3, or a mixture of its kind."""
+    """Return Megatron's settings for a Qwen3, or a Qwen3-MoE."""
     mixture: dict[str, Any] = {}
     if num_experts := getattr(wanted, "num_experts", 0):
         mixture = {
