@@ -174,7 +174,7 @@ def _clocks(hosts: Sequence[Host]) -> Iterator[str]:
     apart, doubt = high - low, slow.uncertainty_ms + fast.uncertainty_ms
     if apart - doubt > MAX_APART_MS:
         yield (
-            f"the clock of {fast.label} is {apart / 1e3:.3f} s ahead of that of {slow.label} "
+            f"the clock of {fast.label} is {apart / 1e3:.3f} s ahead of the clock of {slow.label} "
             f"(± {doubt / 1e3:.3f} s): run an NTP client, such as chrony, on both"
         )
 
@@ -185,7 +185,11 @@ def _ports(hosts: Sequence[Host], ports: Ports | None) -> Iterator[str]:
             yield f"{host.label}: {host.ports_problem}; give the address of an interface to ray start there"
         elif ports and host.free_ports is not None and host.free_ports < host.num_ports:
             total = ports[1] - ports[0] + 1
-            why = "give a wider range" if total < host.num_ports else "end what listens there, or give others"
+            why = (
+                "give a wider range"
+                if total < host.num_ports
+                else "stop the processes that listen there, or give other ports"
+            )
             yield (
                 f"{host.label}: of ports {ports[0]}-{ports[1]}, {host.free_ports} of {total} are free, and "
                 f"its holders and a driver need {host.num_ports}: {why}"

@@ -47,8 +47,8 @@ def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[
     gone = [process for process in trainers if left and process not in left]
     if gone:
         raise StateError(
-            f"{', '.join(gone)} of run {recipe.name} is gone, and with it the state of the training: what"
-            " is left of the run is ended now, and the same command starts it from the beginning"
+            f"{', '.join(gone)} of run {recipe.name} is gone, and with it the state of the training. All"
+            " other actors are ended now: give the same command to start the run from the beginning"
         )
     return {process: left[process] for process in trainers if left}
 

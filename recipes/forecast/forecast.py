@@ -102,7 +102,7 @@ class Scene:
         if self.sync.mode != "auto":
             return f"sync.mode is {self.sync.mode}"
         if members.num_holders == 1:
-            return "its holder has the trainer's memory on its own GPU"
+            return "the engine's holder has the trainer's memory on the same GPU"
         if casts(dtypes(self.tensors), next(iter(kinds))[0].tensors):
             return "they are cast"
         per_host = self.cluster[1].gpus_per_host if self.cluster else members.num_holders

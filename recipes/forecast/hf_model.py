@@ -66,7 +66,7 @@ def _configuration(given: str, file: Path) -> Mapping[str, Any]:
     parts = [key for key in config if key.endswith("_config") and isinstance(config[key], dict)]
     if several := [key for key in parts if key != "quantization_config"]:
         one = "text_config" if "text_config" in several else several[0]
-        remedy = f"it is of several models ({', '.join(several)}): give {one} in a config.json of its own"
+        remedy = f"it has several models ({', '.join(several)}): give a config.json with only {one}"
         raise ConfigError(FIELD, given, remedy)
     return config
 
@@ -112,8 +112,8 @@ def _form(given: str, config: Mapping[str, Any], tensors: Sequence[TensorMeta]) 
     for meta in tensors:
         if not _CUT.fullmatch(meta.name) and not (_NORM.fullmatch(meta.name) and len(meta.shape) == 1):
             remedy = (
-                f"it is a {config['model_type']}, and it is not known how ranks cut its {meta.name} "
-                f"{meta.shape}: models with the layers of Llama, Qwen3, GLM4-MoE and DeepSeek-V3 are planned"
+                f"the cut of {meta.name} {meta.shape} in a {config['model_type']} is not known: "
+                "give a model with the layers of Llama, Qwen3, GLM4-MoE or DeepSeek-V3"
             )
             raise ConfigError(FIELD, given, remedy)
     shapes = {meta.name: meta.shape for meta in tensors}

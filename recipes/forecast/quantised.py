@@ -93,7 +93,7 @@ def why_whole(engine: Layout, quantization: Quantization) -> str:
         end, whole = first + engine.extent[held, :2], engine.shape[tensor, :2]
         cut = cuts_block(first, end, whole, np.where(form.block, form.block, whole))
         if cut.any():
-            return f"a rank keeps a part of what shares a scale, of {engine.names[tensor[cut.argmax()]]}"
+            return f"a rank has only a part of a scale's block in {engine.names[tensor[cut.argmax()]]}"
     return ""
 
 

@@ -90,7 +90,7 @@ def run(
                 rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s, policy.adapter)
                 accepted = acceptance(counted, count_drafts(recipe, sync.serving()), rollouts.lost)
                 for error in rollouts.lost.values():
-                    screen.line(f"{error}; others took over its prompts")
+                    screen.line(f"{error}; other engines took over the prompts")
                 sleep(sync, recipe, screen)
                 trained = train(rollouts.groups, trainers, recipe.sync.timeout_s)
                 done, retried = update(policy, sync, step + 1, recipe, screen)

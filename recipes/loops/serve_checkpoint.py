@@ -72,7 +72,7 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
     """
     begun = time.monotonic()
     if serving := names(run_prefix(fleet.name)):
-        raise ConfigError("--name", fleet.name, f"choose another: it is that of {', '.join(serving)}")
+        raise ConfigError("--name", fleet.name, f"choose another name: it belongs to {', '.join(serving)}")
     engines = {name: fleet.start(name, models[0]) for name in (f"e{i}" for i in range(fleet.count))}
     try:
         with WeightSync(SyncConfig(connect_timeout_s=_PATIENCE_S)) as sync:

@@ -134,7 +134,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}},
-            "it is of several models (text_config, vision_config): give text_config in a config",
+            "it has several models (text_config, vision_config): give a config.json with only text_config",
         ),
         (
             {"model_type": "vit"},
@@ -142,7 +142,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2},
-            "it is a gpt2, and it is not known how ranks cut its transformer.wte.weight (50257, 8): ",
+            "the cut of transformer.wte.weight (50257, 8) in a gpt2 is not known: give a model ",
         ),
         ({"model_type": "qwen3", "hidden_size": "many"}, "give a model that transformers builds"),
     ],
