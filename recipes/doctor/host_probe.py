@@ -49,7 +49,7 @@ class HostProbe:
         """
         from weightsync.readers import choose_protocol, rdma_devices
         from weightsync.recipes.doctor.cluster_report import Host
-        from weightsync.recipes.doctor.probes import holder_to_engine
+        from weightsync.recipes.doctor.probes import moves_on_gpus
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         gpus = _gpus()
@@ -63,7 +63,7 @@ class HostProbe:
             devices=[device for device, _ in gpus] or [f"slot:{node}"],
             rdma=rdma_devices(),
             refill=choose_protocol("auto"),
-            within="CUDA IPC" if "CUDA IPC" in holder_to_engine().found else "shared memory",
+            within="CUDA IPC" if moves_on_gpus() else "shared memory",
         )
         if ports is None:
             return found

@@ -42,8 +42,7 @@ def diagnose() -> list[Row]:
         python, pytorch, gpus, peer_access, nccl, allocator, shared_memory, locked_memory,
         rdma, mooncake, ray_package, ray_cluster,
     ]  # fmt: skip
-    edges: list[Callable[[], Row]] = [trainer_to_holder, holder_to_holder, holder_to_engine, refill]
-    return [*(probe() for probe in probes), *engines(), *trainers(), *(edge() for edge in edges)]
+    return [*(probe() for probe in probes), *engines(), *trainers(), *edges()]
 
 
 def python() -> Row:
@@ -213,33 +212,22 @@ def _library(name: str, found: str, warning: str) -> Row:
     return Row(name, found or "not installed")
 
 
-def trainer_to_holder() -> Row:
-    """Show how trainers would publish."""
-    if _moves_on_gpus():
-        return Row("trainer → holder", "read in place through CUDA IPC; offloaded: pinned host memory")
-    return Row("trainer → holder", "shared memory")
+def edges() -> Iterator[Row]:
+    """Show the way of bytes on each edge."""
+    on_gpus = moves_on_gpus()
+    direct = (
+        "direct reads between GPUs of this host, else " if on_gpus and peer_access().state == "ok" else ""
+    )
+    published = "read in place through CUDA IPC; offloaded: pinned host memory"
+    written = "a kernel into live parameters through CUDA IPC"
+    yield Row("trainer → holder", published if on_gpus else "shared memory")
+    yield Row("holder → holder", f"{direct}NCCL" if on_gpus else "gloo")
+    yield Row("holder → engine", written if on_gpus else "shared memory")
+    yield Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
 
 
-def holder_to_holder() -> Row:
-    """Show how holders would broadcast."""
-    if not _moves_on_gpus():
-        return Row("holder → holder", "gloo")
-    direct = "direct reads between GPUs of this host, else " if peer_access().state == "ok" else ""
-    return Row("holder → holder", f"{direct}NCCL")
-
-
-def holder_to_engine() -> Row:
-    """Show how holders would write engines."""
-    gpu = "a kernel into live parameters through CUDA IPC"
-    return Row("holder → engine", gpu if _moves_on_gpus() else "shared memory")
-
-
-def refill() -> Row:
-    """Show how engines would be refilled."""
-    return Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
-
-
-def _moves_on_gpus() -> bool:
+def moves_on_gpus() -> bool:
+    """Return True if weights move between GPUs, through CuPy and CUDA IPC."""
     return bool(_gpus()) and nccl().state != "missing"
 
 
