@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol
 
 from weightsync.protocol.timing import Span
-from weightsync.text import count_text, rate_text, size_text, time_text
+from weightsync.text import count_text, rate_text, size_text, table_text, time_text
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
 DIRECT = "direct"
@@ -142,9 +142,7 @@ def coverage_table(rows: Sequence[Covered], *, planned: bool = False) -> str:
     lines = [COVERAGE_HEAD, *coverage_cells(rows)]
     if planned:
         lines = [line[: COVERAGE_HEAD.index("version")] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in line).rstrip() for line in padded)
+    return table_text(lines)
 
 
 def _names(names: Sequence[str]) -> str:
