@@ -94,6 +94,25 @@ def test_files_that_pages_name_are_there() -> None:
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_that_pages_name_are_there() -> None:
+    found = [
+        (page, page.parent / link if link else page, anchor)
+        for page in pages()
+        for link, anchor in re.findall(
+            r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(found) > 50
+    assert [(str(page), anchor) for page, target, anchor in found if anchor not in anchors(target)] == []
+
+
 def rows_without_tests(text: str) -> dict[str, list[str]]:
     """Return rows of "What verified means" that name no test, or tests that are not there, with these."""
     section = text.split("## What verified means")[1].split("\n## ")[0]
