@@ -59,6 +59,7 @@ setup(
         "megatron": ["megatron-core>=0.16"],
         "peft": ["peft>=0.18"],
         "mbridge": ["mbridge>=0.15", "megatron-core>=0.16"],
+        "docs": ["mkdocs>=1.6"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -13,7 +13,7 @@ FILES = Path(__file__).parent / "results"
 MOST_ROWS = 40
 HEAD = """# Results
 
-Made by `python -m benchmarks.results` from [results](results), for GPUs: the newest file for each benchmark,
+Made by `python -m benchmarks.results` from `results/`, for GPUs: the newest file for each benchmark,
 model, placement and hardware. Of more than 40 rows, the oldest without a comparison are left out.
 Figures are medians in ms, with the least and the greatest of the rounds. If a file has several ways, the
 quickest one counts. A host may have more GPUs than a case uses. [Benchmarks](README.md) explains the clocks.
