@@ -67,7 +67,7 @@ def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
         python=platform.python_version(),
         versions=_versions(packages) | _device_versions(),
         commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 

@@ -360,7 +360,7 @@ class SyncConfig:
         rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
         components: what else engines serve than the model, and what updates do with it. With ``{"draft":
             "frozen"}`` engines speculate with a draft model, which updates leave as it is, and compare. With
-            ``{"draft": "trained"}`` it comes from trainers, in the model's versions. See docs/components.md.
+            ``{"draft": "trained"}`` it comes from trainers, in the model's versions. See docs/drafts.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             Without it they listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from weightsync import LinkRates, efficiency
@@ -85,7 +85,7 @@ class BenchReport:
     rates: LinkRates | None
     links: Sequence[Link]
     rows: Sequence[BenchRow]
-    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: Mapping[str, str | int | None] = field(default_factory=this_host)
     packages: Mapping[str, str] = field(default_factory=packages_here)
 

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -139,7 +139,7 @@ class RunReport:
 
     name: str
     seed: int
-    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: dict[str, str | int | None] = field(default_factory=this_host)
     packages: dict[str, str] = field(default_factory=packages_here)
     devices: str = ""

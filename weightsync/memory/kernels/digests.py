@@ -66,9 +66,9 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     if in_lanes(starts, run, word, flat.data_ptr()):
         starts, run = starts * word // LANE_NBYTES, run * word // LANE_NBYTES
         words: _Words = host_bytes(flat).view(np.uint32)
-        return digest(words, starts, run, lane_factors(word), lane_ones(word))
+        return int(digest(words, starts, run, lane_factors(word), lane_ones(word)))
     words = host_bytes(flat).view(_WORD_TYPES[word])
-    return digest(words, starts, run, column_factors(word), 1)
+    return int(digest(words, starts, run, column_factors(word), 1))
 
 
 def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -> bool:

@@ -86,7 +86,7 @@ def _copy(_context: object, target: Any, source: Any, nbytes: Any) -> Any:  # no
 
 
 @_compiled
-def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int) -> int:
+def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int) -> np.uint64:
     """Digest runs of words. Torch's integer operations took three to six times as long.
 
     Args:
@@ -114,11 +114,11 @@ def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int)
             index += count
             at += count
             left -= count
-    return total  # type: ignore[no-any-return]  # numba's uint64
+    return total
 
 
 @_compiled
-def _count_words(words: _Words, mask: int) -> int:
+def _count_words(words: _Words, mask: np.unsignedinteger[Any]) -> int:
     total = 0
     for at in range(0, len(words), _COUNTED):
         part = words[at : at + _COUNTED]
@@ -153,7 +153,9 @@ def count_nonfinite(
 
 
 @_compiled
-def _share(address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int) -> int:
+def _share(
+    address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int
+) -> np.uint64:
     # The digest is of the original, not of the copy, so that it reveals a wrong copy.
     if kind == _BYTES:
         return digest(carray(_at8(address), nbytes), first, run, columns, ones)
