@@ -1,11 +1,11 @@
-"""A control channel: a driver's calls to one process over a socket, and that process's end.
+"""A control channel: a driver's calls to one process over a socket, and the process's end.
 
-An update has three calls one after another while engines do not serve. Through Ray each takes one to two
-milliseconds; benchmarks/README.md compares the two.
+While engines do not serve, an update makes three calls in a row. A call through Ray takes one to two
+milliseconds; benchmarks/README.md compares both ways.
 
-Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
-show the secret of its own offer. A holder that calls the others of its host does so on channels of its own:
-it is their driver here.
+Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials must
+show the secret of its offer. A holder that calls the other holders of a host acts as their driver here, on
+separate channels.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ logger = logging.getLogger("weightsync.channel.control")
 MAX_FRAME_NBYTES = 1 << 20
 _ENVELOPE_NBYTES = 64
 _LOOK_S = 1.0
-"""How often a process looks whether its driver has opened a newer channel."""
+"""Seconds between checks of a process for a newer channel."""
 _SEND_S = 10.0
-"""Time for a process to connect, and for its driver to make room for an answer."""
+"""Time for a process to connect, and for the driver to make room for an answer."""
 
 
 class ControlOffer(msgspec.Struct, frozen=True):
-    """How a process reaches its driver. Carries a secret: do not log it.
+    """The driver's endpoint, and a secret for one process. Do not log the secret.
 
-    Each process has a secret of its own, by which the driver knows the process.
+    Every process has a different secret, by which the driver knows the process.
     """
 
     endpoint: str
@@ -60,14 +60,14 @@ class ControlOffer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The types of a method's arguments and of its answer."""
+    """Types of a method's arguments and answer."""
 
     args: Any
     answer: Any
 
 
 HostTasks: TypeAlias = tuple[tuple[bool, UpdateTask, tuple[int, ...]], ...]
-"""Whether holders feed their engine ranks, their task, and which these are. Most of a host are alike."""
+"""Tasks of a host's holders: whether they feed engine ranks, the task, and the holders with this task."""
 
 HostMoved: TypeAlias = tuple[dict[int, Moved], dict[int, SentError], tuple[int, ...]]
 """Outcomes and errors by holder, and the holders that could not be called."""
@@ -88,18 +88,18 @@ CALLS: Mapping[str, Call] = {
 }
 """The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve.
 
-`publish_all`, `move_all` and `moved` are a holder's, for its host. `publish_all` takes the task, the
-trainers' tickets and its deadline, and returns reports and errors by rank. `move_all` begins an attempt of
-the host's holders; it and `moved` return what is new of them.
+One holder of a host answers `publish_all`, `move_all` and `moved` for the host. `publish_all` takes the task,
+the trainers' tickets and a deadline, and returns reports and errors by rank. `move_all` begins an attempt of
+the host's holders. Both `move_all` and `moved` return the new outcomes and errors.
 
-`readable` and `publish_in_place` are a trainer's, before or in place of `publish`, and take its ticket. The
-first returns whether holders may read the weights already. The second, called only then, also takes the
-task. It returns None for a report that no frame holds: Ray brings it.
+A trainer answers `readable` and `publish_in_place`, before or instead of `publish`. Both take the ticket of
+`publish`. `readable` returns whether holders may read the weights already. If they may, `publish_in_place` is
+called with the task. It returns None if the report is too long for a frame: Ray then brings the report.
 """
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Driver → process: call `method`. An empty one hangs up."""
+    """Driver → process: call `method`. An empty `method` hangs up."""
 
     ticket: int
     method: str
@@ -107,14 +107,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Process → driver: what the call of `ticket` returned."""
+    """Process → driver: the call of `ticket` returned `value`."""
 
     ticket: int
     value: msgspec.Raw
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """Process → driver: what the call of `ticket` raised; if it is no error of ours, its `text`."""
+    """Process → driver: the call of `ticket` raised `error`, or, if not a WeightSyncError, `text`."""
 
     ticket: int
     error: SentError | None
@@ -122,37 +122,37 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
 
 
 class Readable(msgspec.Struct, frozen=True, tag="readable"):
-    """Trainer → driver: holders may read its weights in place. `ticket` is that of its `publish`."""
+    """Trainer → driver: holders may read the weights of `publish` number `ticket` in place."""
 
     ticket: int
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """Trainer → driver: what its `publish` returned, a `PublishReport`. Ray's answer takes longer."""
+    """Trainer → driver: `publish` returned this `PublishReport`. Ray's answer takes longer."""
 
     ticket: int
     report: msgspec.Raw
 
 
 Reply: TypeAlias = Answer | Raised | Readable | Published
-"""What a process sends to the driver."""
+"""Messages from a process to the driver."""
 
 _asks = msgspec.msgpack.Decoder(Ask)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode what a process sends to the driver. Raises WireError for anything else."""
+    """Decode a process's message to the driver. Raises WireError for anything else."""
     return decoded(_replies.decode, data)
 
 
 def pack(value: object) -> msgspec.Raw:
-    """Encode arguments, or an answer."""
+    """Encode arguments or an answer."""
     return msgspec.Raw(_encoder.encode(value))
 
 
 def fits(value: object) -> bool:
-    """Return True if a frame holds `value` as an answer."""
+    """Return True if `value` as an answer fits in a frame."""
     return len(pack(value)) < MAX_FRAME_NBYTES - _ENVELOPE_NBYTES
 
 
@@ -162,13 +162,13 @@ def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance o
 
 
 class Turns:
-    """Numbers the channels of one process. Calls that come late, by an earlier one, are not carried out."""
+    """Numbers the channels of one process, so that late calls by an earlier channel are ignored."""
 
     def __init__(self) -> None:
         self._lock, self._newest = threading.Lock(), 0
 
     def begin(self) -> Callable[[], bool]:
-        """Begin the newest channel. Returns a function that says whether it still is."""
+        """Begin a channel. Returns a function that returns True while no newer channel began."""
         with self._lock:
             self._newest = turn = self._newest + 1
         return lambda: self._newest == turn
@@ -181,8 +181,8 @@ def answer_calls(
 ) -> None:
     """Answer the driver's calls of `methods`, one at a time, until the connection is lost.
 
-    Also ends when the driver hangs up, and once the channel is not the newest, see `Turns`: what the driver
-    asked by it, it has given up. Raises WireError for what is no call.
+    Also ends if the driver hangs up or opens a newer channel, see `Turns`: the driver has then given up its
+    calls on this channel. Raises WireError for a message that is not a call.
     """
     try:
         with closing(Stream(offer.endpoint, offer.secret, MAX_FRAME_NBYTES, _SEND_S)) as stream:
