@@ -16,7 +16,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # weightsync/actors and weightsync/recipes are links to the folders beside it.
     packages=find_packages(include=["weightsync", "weightsync.*"]),
     package_data={
@@ -59,6 +59,7 @@ setup(
         "megatron": ["megatron-core>=0.16"],
         "peft": ["peft>=0.18"],
         "mbridge": ["mbridge>=0.15", "megatron-core>=0.16"],
+        "docs": ["mkdocs>=1.6"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -73,7 +74,9 @@ setup(
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
-        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Typing :: Typed",
     ],
 )

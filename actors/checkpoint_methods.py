@@ -40,7 +40,7 @@ class CheckpointMethods:
                 draft begin with ``draft/``.
             stored: serve quantised tensors as the files store them, to engines that are quantised alike.
                 Otherwise float8 weights become bfloat16.
-            draft: files of a trained draft that engines speculate with. See docs/components.md.
+            draft: files of a trained draft that engines speculate with. See docs/drafts.md.
 
         Returns:
             A future with the bytes and seconds of the reading. It raises SourceChangedError if a file has

@@ -41,7 +41,7 @@ class TrainerShard(Shard):
     If the weights are not in such a model, set ``self.source`` instead, to your own `Source`.
 
     A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, with or
-    without ``self.model``. MTP layers may also be in ``self.model``. See docs/components.md.
+    without ``self.model``. MTP layers may also be in ``self.model``. See docs/drafts.md.
 
     WeightSync calls methods named ``sync_…`` between your own. Wait for your own calls with `ray.get` before
     `WeightSync.update_weights`: weights have to be final when it begins. If trainers are on more than 8

@@ -1,14 +1,14 @@
-"""A LoRA adapter to a real vLLM: into its slots, and by vLLM's own loader, in turns.
+"""Updates a LoRA adapter of a real vLLM: in vLLM's slots, and by vLLM's own loader, in turns.
 
     python -m benchmarks.bench_adapters [--hidden 1024] [--layers 8] [--rank 32] [--rounds 9] [--json FILE]
     python -m benchmarks.bench_adapters --gpu --hidden 4096 --layers 36      a Qwen3-8B's adapter, on one GPU
 
-One trainer has two PEFT adapters of the same shapes, on all linear layers of a Qwen3 in float32, on a GPU in
-bfloat16, which it shares with vLLM and its CUDA graphs. ``ours`` is
+One trainer has two PEFT adapters of the same shapes, on all linear layers of a Qwen3: in float32, or in
+bfloat16 on a GPU that the trainer shares with vLLM and vLLM's CUDA graphs. ``ours`` is
 `WeightSync.update_adapter`, from the call until requests get the new version; live slots are compared with
-the trainer's digests. ``theirs`` is what frameworks do: the trainer saves the adapter as PEFT does, in
+the trainer's digests. ``theirs`` is the way of frameworks: the trainer saves the adapter as PEFT does, in
 ``/dev/shm``, and vLLM's ``add_lora`` loads it in place; nothing is compared. vLLM serves no requests during a
-round. The adapters change before each round, outside of both clocks. The first two rounds are left out.
+round. The adapters change before a round, outside of both clocks. The first two rounds are left out.
 """
 
 from __future__ import annotations

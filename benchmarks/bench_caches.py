@@ -3,12 +3,11 @@
     python -m benchmarks.bench_caches [--requests 1 4 8] [--prompt 1024] [--rounds 5] [--json FILE]
     python -m benchmarks.bench_caches --hidden 4096 --layers 36 --prompt 8192    # on a GPU
 
-One trainer and one vLLM: on one GPU in bfloat16, without CUDA graphs, or on a CPU in float32. Before each
-update, requests with prompts of random tokens have each made a token. The update freezes them.
+One trainer and one vLLM: on one GPU in bfloat16, without CUDA graphs, or on a CPU in float32. Before an
+update, all requests, with prompts of random tokens, have made a token. The update freezes the requests.
 
-  next token   from the call by which the engine commits until each request has made its next token: of the
-               first and of the last request
-  computed     tokens that vLLM computed in this time
+  next token   from the call by which the engine commits to the next token of the first and of the last
+  request computed     tokens that vLLM computed in this time
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WARM_ROUNDS = 1
 _TREATMENTS: tuple[PrefixCache, ...] = ("drop", "salt")
 _VOCABULARY = 4096
 _MAX_TOKENS = 64
-"""Of each request: more than it makes before the update pauses it."""
+"""Tokens of a request: more than a request makes before the update pauses it."""
 _PATIENCE_S = 300.0
 
 
@@ -65,9 +64,9 @@ class _Steps:
 
     Attributes:
         computed: tokens that vLLM computed.
-        made: tokens of each request that runs, also those made before.
-        next_s: when each request had its first token since the commit.
-        computed_by: `computed`, then.
+        made: tokens by running request, including tokens from before the commit.
+        next_s: by request, the time of the first token since the commit.
+        computed_by: `computed` at this time.
     """
 
     begun: float = 0.0
@@ -78,7 +77,7 @@ class _Steps:
 
 
 class Engine(EngineActor):
-    """A vLLM whose steps are noted."""
+    """A vLLM whose steps are recorded."""
 
     _engine: Any
 
@@ -88,7 +87,7 @@ class Engine(EngineActor):
         self._engine.call(self._watch)
 
     async def treat(self, treatment: PrefixCache) -> None:
-        """Do with caches from the next commit on what ``sync.prefix_cache`` would have it do."""
+        """Set ``sync.prefix_cache`` from the next commit on."""
         self._engine.use_prefix_cache(treatment)
 
     def _sync_resume(self, version: int) -> None:
@@ -96,11 +95,11 @@ class Engine(EngineActor):
         super()._sync_resume(version)
 
     async def num_making(self) -> int:
-        """Return how many requests that run have made a token."""
+        """Return the number of running requests that have made a token."""
         return len(self._steps.made)
 
     async def steps(self) -> _Steps:
-        """Return what was noted since the last commit."""
+        """Return the steps since the last commit."""
         return self._steps
 
     def _watch(self, vllm: Any) -> None:  # noqa: ANN401 (vLLM's LLMEngine)
@@ -192,7 +191,7 @@ def _measure(
 def _round(
     sync: WeightSync, engine: ActorHandle[Any], seed: int, num_requests: int, num_tokens: int
 ) -> _Steps:
-    """Have requests run through an update. Returns what was noted of it."""
+    """Let requests run through an update. Returns the steps since the commit."""
     prompts = [_prompt(seed * 1000 + index, num_tokens) for index in range(num_requests)]
     running = engine.generate.remote(prompts, {"temperature": 0.0, "max_tokens": _MAX_TOKENS})
     deadline = time.monotonic() + _PATIENCE_S

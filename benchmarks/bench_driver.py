@@ -1,17 +1,17 @@
-"""Costs of the driver alone as a fleet grows, without weights, GPUs and other processes.
+"""Costs of the driver as a fleet grows, without weights, GPUs and other processes.
 
     python -m benchmarks.bench_driver [--ranks 1000] [--tensors 70000] [--rounds 5] [--json FILE]
     python -m benchmarks.bench_driver --mode direct --colocated
     python -m benchmarks.bench_driver --actors 50
 
-The controller, the planner and the messages are the real ones. Peers are objects in the same process, which
-answer at once (`benchmarks.driver_peers`): FSDP ranks with rows of every tensor, engines of 8 tensor-parallel
-ranks, and a holder for each rank, on hosts of 8 GPUs. There are as many engine ranks as trainer ranks, on
-hosts of their own or, with ``--colocated``, on the same GPUs. With ``--shards 8``, trainers hold replicas of
-8 parts of each tensor, as under HSDP.
-Tensors are those of `bench_plan`. Fleets of 10, 100 and ``--ranks`` trainer ranks are measured, each in a
-process that may take ``--part-timeout`` seconds and ``--memory-gib`` of memory. If one needs more, that is
-reported with the rows that it had, and the others go on.
+The controller, the planner and the messages are real. Peers are objects in the same process, which answer at
+once (`benchmarks.driver_peers`): FSDP ranks with rows of every tensor, engines of 8 tensor-parallel ranks,
+and a holder for each rank, on hosts of 8 GPUs. There are as many engine ranks as trainer ranks, on separate
+hosts or, with ``--colocated``, on the same GPUs. With ``--shards 8``, trainers hold replicas of 8 parts of
+each tensor, as under HSDP.
+The tensors come from `bench_plan`. Fleets of 10, 100 and ``--ranks`` trainer ranks are measured in separate
+processes, limited to ``--part-timeout`` seconds and ``--memory-gib`` of memory. If a fleet exceeds a limit,
+the report says so, the fleet's rows so far are written, and the next fleet is measured.
 
 ``connect``, ``update`` and ``snapshots`` (holders copy what engines already serve) each have a row:
 
@@ -25,15 +25,15 @@ reported with the rows that it had, and the others go on.
   and what engine ranks read from other hosts, which peers get by reference, are pickled once (``share``)
   and count once for each host.
 - ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
-  an engine's answers, one trainer's at a time and, after connecting, one holder's plan; all else is the
-  driver's.
+  an engine's answers, one trainer's answers at a time and, after connecting, one holder's plan; all other
+  memory is the driver's.
 
-``connect: plan`` and ``update: verify`` are those phases of the driver, in which no peer is called. Updates
-are medians of the rounds. A second table has the methods of at least 1 MiB or 10 ms.
+The driver calls no peer in ``connect: plan`` and ``update: verify``. Updates are medians of the rounds. A
+second table has the methods of at least 1 MiB or 10 ms.
 
-In direct mode, a table says what the plan of its messages between hosts takes one holder, of a trainer and
-of an engine rank, which the driver's rows leave out: each holder makes its own, all at once. Its ``peak MiB``
-is what the plan allocates.
+In direct mode, a third table has the costs for a holder, of a trainer and of an engine rank, to plan the
+messages between hosts. The driver's rows do not include these costs: all holders plan at once. ``peak MiB``
+of this table is the memory that the plan allocates.
 
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, as `actors.ray.remote` calls engines: through Ray and by nodes, in turns. The first
@@ -93,7 +93,7 @@ class Measured:
 
     @classmethod
     async def of(cls, ledger: Ledger, work: Callable[[], Awaitable[object]]) -> Measured:
-        """Clear `ledger`, await `work`, and return its time and its calls."""
+        """Clear `ledger`, await `work`, and return the time and the calls of `work`."""
         ledger.clear()
         started = Instant.now()
         await work()
@@ -191,13 +191,13 @@ def _run_part(spec: Mapping[str, object]) -> None:
 
 
 async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s: float) -> None:
-    """Connect and update one fleet, with a row for each phase. `fleet` is what rows say of it."""
+    """Connect and update one fleet, with a row per phase. Rows include the columns of `fleet`."""
     ledger = Ledger()
     stage(" ".join(f"{name}={value}" for name, value in fleet.items()))
     num_tensors, num_ranks, num_engines = (int(str(fleet[name])) for name in ("tensors", "ranks", "engines"))
     colocated, num_shards = bool(fleet["colocated"]), int(str(fleet["shards"]))
     made = make_fleet(num_tensors, num_ranks, num_engines, ledger, colocated=colocated, num_shards=num_shards)
-    # The peers take their time within the driver's deadlines.
+    # The driver's deadlines include the peers' time.
     config = SyncConfig.from_dict(
         {"mode": fleet["mode"], "timeout_s": timeout_s, "connect_timeout_s": timeout_s}
     )
@@ -233,7 +233,7 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
 
 
 def emit_plans(fleet: Mapping[str, object], ledger: Ledger) -> None:
-    """Plan the messages of the first trainer and of the first engine rank, as their holders do."""
+    """Plan the messages of the holders of the first trainer and the first engine rank."""
     terms, table = ledger.shared.get(CrossHostTerms), ledger.shared.get(BundleTable)
     if not isinstance(terms, CrossHostTerms) or not isinstance(table, BundleTable):
         return
@@ -253,14 +253,14 @@ def emit_plans(fleet: Mapping[str, object], ledger: Ledger) -> None:
 
 
 def check(report: SyncReport, version: int, fleet: Mapping[str, object]) -> None:
-    """Assert that every engine took `version`, in the way that was asked for."""
+    """Assert that every engine took `version`, by the requested route."""
     assert set(report.engines.values()) == {version}, report.failures
     assert len(report.engines) == fleet["engines"]
     assert {route == "direct" for route in report.routes.values()} == {fleet["mode"] == "direct"}
 
 
 def emit_rows(fleet: Mapping[str, object], phase: str, rounds: Sequence[Measured]) -> None:
-    """Send a row with the medians of `rounds`, and one for each method that counts, of the last round."""
+    """Send a row with the medians of `rounds`, and a row per costly method of the last round."""
     whole = [each.row() for each in rounds]
     medians = {name: statistics.median(float(str(row[name])) for row in whole) for name in whole[0]}
     medians["calls"] = int(medians["calls"])
@@ -288,7 +288,7 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
     peers: dict[str, RemoteEngine] = {}
 
     async def start() -> None:
-        """Start as many actors at once as there are cores, since each starts a process."""
+        """Start as many actors at once as there are cores, since an actor starts a process."""
         at_once = len(os.sched_getaffinity(0))
         for first in range(0, num_actors, at_once):
             stage(f"start of actor {first}")

@@ -5,25 +5,25 @@
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
         [--head-start 10] [--join]
 
-One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
-two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
-trainer's tensors are cut along their first dimension, the engine's as tensor parallelism cuts them.
-Before each round the trainers write other values and the engine's memory is filled with 0xFF. After
-it every element is compared. Neither is timed.
+One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between both,
+``disaggregated`` gives the first half of the GPUs to trainers, the second half to the engine. Trainers cut
+tensors along the first dimension, the engine as tensor parallelism does. Before a round the trainers write
+other values and the engine's memory is filled with 0xFF. After the round every element is compared. This
+preparation and comparison are not timed.
 
 Clocks: ``total`` is the wall clock of `update_weights`, from the call until every rank serves the
 version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
-Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is its wall
-clock. It begins `--head-start` seconds after registration. Holders start in this time, which real engines
-need to load. With `--join` the engine is killed after the last round. Another one, which has started, takes
-its place, and is filled from copies on the host, which holders then keep. ``join s`` is the wall clock of
+Connecting is not included: memory, communicators and mappings are made once. ``connect s`` is the wall clock
+of connecting, which begins `--head-start` seconds after registration. Holders start in this time, in which
+real engines load. With `--join` the engine is killed after the last round. Another engine, which has started,
+replaces it, and is filled from copies on the host, which holders then store. ``join s`` is the wall clock of
 `add_engine`. ``bare`` rows run from a barrier until the last rank has one bucket, the same calls in the same
 processes round after round.
-``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
+``extra MiB`` is device memory that all processes allocated on the fullest GPU since before connecting,
 with the holder's CUDA context (some 500 MiB) and NCCL's memory. benchmarks/README.md explains
 ``floor ms`` and ``share``. The file also has the last report of each row, with the cost of connecting.
 
-Each fleet (source x world x placement) is a process with its own time limit.
+Every fleet (source x world x placement) is a process with a time limit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = ["main", "shown"]
 
 _LONG_MARKS = (10, 100, 200)
 _Slots = list[str | None]
-"""GPUs. None is a slot of a CPU."""
+"""GPUs. None is a CPU slot."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,7 +126,7 @@ _PLACEMENTS = ("colocated", "disaggregated")
 
 
 def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Iterator[dict[str, Any]]:
-    """Yield what each process measures."""
+    """Yield the spec of each process."""
     common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
     common |= {
         "host_weights": args.host_weights,
@@ -176,7 +176,7 @@ def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
     fleet.used()
     stage("and filled")
     version = new_version()
-    fleet.prepare(version)  # load what the checks need first, so that it does not count as our memory
+    fleet.prepare(version)  # load the checks' kernels first, so that they do not count as our memory
     stage("and compared")
     fleet.wrong(version)
     return fleet
@@ -245,7 +245,7 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
 
 
 def _join(sync: WeightSync, fleet: Fleet, spec: Mapping[str, Any]) -> float:
-    """Kill the engine, and add another. Returns the seconds until it serves the same version, verified."""
+    """Kill the engine and add another. Returns the seconds until it serves the version, verified."""
     sync.settle(60)  # holders have copied the version
     stage("the engine is killed")
     fleet.kill_engine()
@@ -254,10 +254,10 @@ def _join(sync: WeightSync, fleet: Fleet, spec: Mapping[str, Any]) -> float:
         if time.monotonic() > deadline:
             raise DeadlineError("noticing its end", ("engine",), 60)
         time.sleep(0.1)
-    sync.settle(60)  # holders have let go of its memory
+    sync.settle(60)  # holders have released the engine's memory
     stage("another engine starts")
     joining = start_engine(_model(spec), (), _placements(spec, gpu_uuids())[1])
-    joining.wrong(sync.version)  # its processes stand, and have loaded what the checks need
+    joining.wrong(sync.version)  # the engine's processes have started, and have loaded the checks' kernels
     ray.get([rank.poison.remote() for rank in joining.ranks])
     stage("another engine joins")
     started = time.perf_counter()

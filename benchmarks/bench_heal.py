@@ -1,15 +1,15 @@
-"""Times from `kill -9` of an engine to serving again, against starting it alone.
+"""Times an engine from `kill -9` to serving again, against only starting the engine.
 
     python -m benchmarks.bench_heal [--megabytes 1000] [--rounds 3] [--refill auto] [--json FILE]
 
 One trainer and two engines (transformers on the CPU, a Qwen3 of that many bytes in float32) on one
 host. Each round kills one engine while it idles and waits until it serves again. Clocks, by the driver:
 
-- ``kill to serving``: from noticing its death, which Ray reports within milliseconds, until the refilled
-  engine serves, verified.
-- ``engine start``: starting the same actor alone, before, from the call until it answers.
-- ``ours``: their difference.
-- ``refill``: from the new process being ready until it serves: connecting, reading, loading, verifying,
+- ``kill to serving``: from Ray's report of the death, within milliseconds, until the refilled engine serves,
+  verified.
+- ``engine start``: starting only the same actor, before, from the call until the actor answers.
+- ``ours``: the difference of both.
+- ``refill``: from the start of the new process until it serves: connecting, reading, loading, verifying,
   resuming.
 
 Medians, with minimum and maximum. Digests prove each refill; the sum of all elements is also compared with

@@ -1,16 +1,16 @@
-"""Times updates between two hosts over sockets, against bare sends. The hosts are two GPUs of this one.
+"""Times updates between two hosts over sockets, against bare sends. Two GPUs of this host act as hosts.
 
     python -m benchmarks.bench_hosts --engine vllm --model 8b
     python -m benchmarks.bench_hosts --cpu --engine torch --model tiny      on a CPU, as a smoke test
 
-Ray has two nodes, which are hosts to weightsync: a trainer on one with the first GPU, a real engine with
-dummy weights on the other with the second. NCCL may use neither NVLink, nor PCIe, nor shared memory
-(``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``, ``NCCL_IB_DISABLE``), so every byte takes a socket. Before each
-update the trainer has new weights and the engine 0xFF, and every element is compared after it. Neither is
-timed.
+Ray has two nodes, which are hosts to weightsync: a trainer on a node with the first GPU, and a real engine
+with dummy weights on a node with the second GPU. NCCL may use neither NVLink, nor PCIe, nor shared memory
+(``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``, ``NCCL_IB_DISABLE``), so every byte uses a socket. Before an
+update the trainer gets new weights and the engine 0xFF, and afterwards every element is compared. This
+preparation and comparison are not timed.
 
   direct     messages as planned between hosts, unpacked into live weights
-  broadcast  buckets, copied from there
+  broadcast  buckets, copied into live weights
   bare       the same number of bytes by ``torch.distributed.send`` and ``recv``, in messages of a bucket,
              between two processes on the same GPUs and nodes, in turns with the updates
   share      bare / move: `move` is the phase in which bytes arrive, are written and are digested
@@ -130,7 +130,7 @@ class _BareRank:
     """One of two processes that send and receive, and do nothing else."""
 
     def join(self, meeting: str, rank: int) -> None:
-        """Join the other one."""
+        """Join the other process."""
         backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
         self._rank, self._device = rank, device
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)

@@ -9,11 +9,10 @@ Copies go from shards, as in a trainer or an engine, to one packed buffer:
 - columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB;
 - swapped: transposed matrices, as for experts that a trainer stores input-major.
 
-GB/s of copies count bytes read and written, those of digests bytes read. Copies with digests of what they
-wrote are in milliseconds: a copy and a digest one after the other, and both by one kernel. Medians over
-calls between CUDA events on an idle stream, of random data. Consecutive calls use different memory, more
-than the L2 cache.
-Needs 24 GiB of device memory.
+GB/s of copies count bytes read and written, GB/s of digests count bytes read. Copies with digests of the
+written bytes are in milliseconds: a copy and then a digest, and both by one kernel. Medians over calls
+between CUDA events on an idle stream, of random data. Consecutive calls use different memory, more than the
+L2 cache. Needs 24 GiB of device memory.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Pools:
         return cls(shards, torch.zeros(max(SIZES) // 2, dtype=torch.int16, device="cuda"))
 
     def turns(self, nbytes: int) -> Iterator[Pair]:
-        """Yield for up to 4 calls shards of 4 * `nbytes`, and a packed buffer."""
+        """Yield shards of 4 * `nbytes` and a packed buffer, for up to 4 calls."""
         for turn in range(min(4, max(SIZES) // nbytes)):
             first = turn * nbytes // 2
             yield (
@@ -109,7 +108,7 @@ def copies(pairs: Sequence[Pair]) -> Copies:
 
 
 def seconds(calls: Sequence[Call]) -> float:
-    """Return the median seconds of one call. Calls take turns, after one warm-up each."""
+    """Return the median seconds of one call. Calls take turns, after a warm-up."""
     for call in calls:
         call()
     times: list[float] = []
@@ -202,7 +201,7 @@ def digest_call(pairs: Sequence[Pair], itemsize: int, num_blocks: int | None = N
 
 
 def written_rows(pools: Pools) -> Iterator[Row]:
-    """Yield milliseconds of copies and of digests after them, and of both by one kernel."""
+    """Yield milliseconds of copies and later digests, and of both by one kernel."""
     for nbytes in SIZES:
         for layout in CONTIGUOUS:
             turns = [segments(layout, *turn) for turn in pools.turns(nbytes)]

@@ -1,4 +1,4 @@
-"""Times each layer of a real engine's update, by its own calls and ours.
+"""Times the layers of a real engine's update, by the engine's own calls and ours.
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
     python -m benchmarks.bench_latency --engine vllm --quantization config.json    quantised, by ours alone
@@ -7,10 +7,10 @@
     python -m benchmarks.bench_latency --way loop --apart --model 100m    as in README's loop
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
 
-One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
-GPUs. All ways update that engine in turns, round after round. Each update begins with new weights in the
-trainers and 0xFF in the engine's, and every element is compared after it. Neither is timed. Of engines that
-convert weights, as quantised ones do, neither is done: updates compare digests.
+One part is an engine with dummy weights, and as many FSDP ranks as the engine has tensor-parallel ranks, on
+the same GPUs. All ways update this engine in turns, round after round. Before an update the trainers get new
+weights and the engine 0xFF, and afterwards every element is compared. This preparation and comparison are not
+timed. Engines that convert weights, such as quantised engines, are not prepared: updates compare digests.
 
 Ways:
   per-tensor              SGLang: ``update_weights_from_tensor``, a CUDA IPC handle for each tensor, all in
@@ -21,25 +21,26 @@ Ways:
   direct                  `update_weights`
   loop                    the same with default settings, and a rollout of 16 tokens after each update
 
-Layers of the engine's own ways, with the device idle before and after each. A round's add up to its total:
+Layers of the engine's own ways, with an idle device before and after a layer. A round's layers add up to the
+round's total:
   gather    shards to whole tensors on every trainer rank, by NCCL; none with one rank
   pack      SGLang's buckets: tensors into one. vLLM's packing counts as metadata
-  metadata  IPC handles and names, serialised, and all ranks' payloads sent to the first one
-  open      in the engine's rank, the slowest one: unpickling, mapping the handles; vLLM packed: copying, too
-  load      in the same rank: the model's ``load_weights``, for vLLM with the layerwise reload after it
-  way       what is left of the engine's calls: Ray to its actor, ZMQ or vLLM's queue to its ranks, and back
+  metadata  IPC handles and names, serialised, and all ranks' payloads sent to the first rank
+  open      in the engine's slowest rank: unpickling, mapping the handles; vLLM packed: copying, too
+  load      in the same rank: the model's ``load_weights``, for vLLM with the layerwise reload
+  way       the rest of the engine's calls: Ray to the actor, ZMQ or vLLM's queue to the ranks, and back
   session   vLLM: ``start_weight_update`` and ``finish_weight_update``
   cache     dropping cached prefixes
-  rest      what is left of the total: the driver's calls, barriers of the trainer's ranks
-``empty call`` is the median of 20 such calls that do nothing, from trainer to ranks and back. Times
-``calls``, it is about `way`. ``total`` is the driver's wall clock, without verification.
+  rest      the rest of the total: the driver's calls, barriers of the trainer's ranks
+``empty call`` is the median of 20 calls that do nothing, from trainer to ranks and back. Times ``calls``, it
+is about `way`. ``total`` is the driver's wall clock, without verification.
 
 Ours: the phases of the report, by the driver's clock, and ``load`` and ``verify`` of the slowest rank, which
 are inside `move`. The digests of both sides and their comparison are part of the total.
 
-vLLM 0.24 keeps a packed buffer mapped after each update, in the engine's process.
-Medians with minimum and maximum, without the first two rounds of each way. Each part is a process with its
-own time limit.
+vLLM 0.24 does not unmap a packed buffer in the engine's process after an update.
+Medians with minimum and maximum, without the first two rounds of each way. Every part is a process with a
+time limit.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield what each process measures. Adds to `notes` what is left out."""
+    """Yield the spec of each process. Adds left out cases to `notes`."""
     engines = args.engine or (["torch"] if args.cpu else ["sglang", "vllm"])
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}

@@ -1,37 +1,37 @@
-"""Compares other systems for weight updates with ours: same tensors and GPUs, each alone.
+"""Compares other systems for weight updates with ours, on the same tensors and GPUs.
 
     python -m benchmarks.bench_peers --only checkpoint_engine [--world 4] [--gib 16]     all GPUs
     python -m benchmarks.bench_peers --only vllm [--bucket-mib 256]                      two GPUs
     python -m benchmarks.bench_peers --only awex [--ranks 1:1] [--moe-layers 4]          as many GPUs as ranks
 
-The peer and ours run one after the other in their own processes, ``--turns`` times. No process of one is
-alive while the other runs, and a peer is started as in its own examples. Before each update the source
-gets new values and the destination is filled with 0xFF; after it every element is compared. Neither is timed,
-nor are connecting, NCCL set-up and reused pinned or shared memory, for all systems. Rows have the number of
-their turn. Quote a peer's best turn.
+The peer and ours run one after the other in separate processes, ``--turns`` times. A peer is started as in
+the peer's own examples. Before an update the source gets new values and the destination is filled with 0xFF;
+afterwards every element is compared. For all systems, this preparation and comparison, connecting, NCCL
+set-up and the allocation of reused pinned or shared memory are not timed. Rows have the number of the turn.
+Quote a peer's best turn.
 
 ``ours`` is always `update_weights` on the driver's wall clock, with Ray's calls, digests of both sides and
-their comparison. ``applied`` is its phases pause + move + verify: from published to live and proven.
+their comparison. ``applied`` is the phases pause + move + verify: from published to live and proven.
 
 ``checkpoint_engine``: a source sharded over all GPUs to an engine of as many ranks on the same GPUs.
   checkpoint-engine   torchrun, a server and a consumer process on each GPU. ``register`` (copy into pinned
-                      memory) + ``gather`` + ``update`` (buckets, copies by the consumers, tear-down), each
-                      until the slowest rank is done. Nothing is verified. Its best bucket size of five,
-                      found first. Its tensors are whole on their owners: gathering is not counted.
+                      memory) + ``gather`` + ``update`` (buckets, copies by the consumers, tear-down), until
+                      the slowest rank is done. Nothing is verified. The best bucket size of five, found
+                      first. Tensors are whole on their owners: gathering is not counted.
 ``awex``: the first layers and the embeddings of Qwen3-30B-A3B, from trainer GPUs to the GPUs of one
  engine; ``--ranks 3:1`` is 3 trainer ranks to 1 engine rank, whose shards are uneven.
-  awex                torchrun. Building its send and receive operations (``build``, the slowest rank)
-                      and running them over NCCL until every rank has synchronised (``run``), as it does
-                      each time. Nothing is verified. Its plan is made once (``plan ms``) and its
-                      process group stays.
+  awex                torchrun. Building send and receive operations (``build``, the slowest rank) and
+                      running them over NCCL until every rank has synchronised (``run``), as awex does in
+                      every update. Nothing is verified. The plan is made once (``plan ms``), and the process
+                      group is reused.
 ``vllm``: Qwen3-8B, the whole model on one trainer GPU, to a real vLLM of one rank with dummy weights;
- ``ipc`` on the trainer's own GPU, the others on another.
+ ``ipc`` on the trainer's own GPU, the other ways on another GPU.
   nccl, ipc, nccl_m2n, sharded_rdt
                       a trainer actor and an actor with a ``vllm.LLM``, joined by vLLM's own trainer side:
-                      its ``send_weights``, packed or not, on the driver's wall clock
+                      ``send_weights``, packed or not, on the driver's wall clock
   tensor by tensor    one call and one NCCL broadcast for each parameter, vLLM's loader, as in OpenRLHF
 
-Every part has its own time limit. A peer that is not installed is left out.
+Every part has a time limit. A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Way = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One system alone on the host: what starts, and its rows' first columns."""
+    """One system alone on the host: the module to start, and the first columns of rows."""
 
     row: Mapping[str, object]
     spec: Mapping[str, Any]
@@ -274,7 +274,7 @@ def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, 
 
 
 def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
-    """Return vLLM's ways by `backend`. Each connects in its first round, which is not timed."""
+    """Return vLLM's ways by `backend`. A way connects in the first round, which is not timed."""
 
     def way(**settings: object) -> Way:
         opened = functools.cache(lambda: ray.get(trainer.open.remote(engine, backend, settings)))

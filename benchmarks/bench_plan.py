@@ -5,15 +5,14 @@
 The model has the shape of Kimi K2 (61 layers, hidden size 7168, 384 experts of 2048, 3 matrices
 each, 1 byte an element), cut to the wanted number of tensors:
 
-- 128 trainer ranks in 16 groups of 8. Each expert belongs to one group, whose ranks hold a row
-  block each. Dense tensors (8 in a layer) are row blocks over all 128 ranks.
-- 16 engines of 8 ranks (128 engine ranks, 256 holders). Each rank holds every eighth expert, whole,
-  and row blocks of the dense tensors; each of its tensors is a live parameter, so that coverage
-  is proven byte for byte.
+- 128 trainer ranks in 16 groups of 8. An expert belongs to one group, and the group's ranks hold row
+  blocks of the expert. Dense tensors (8 in a layer) are row blocks over all 128 ranks.
+- 16 engines of 8 ranks (128 engine ranks, 256 holders). A rank holds every eighth expert, whole, and row
+  blocks of the dense tensors. All tensors are live parameters, so that coverage is proven byte for byte.
 
 Direct plans are timed on the layouts of `weightsync plan`: for all ranks of an engine, or for one rank
-of Kimi K2 from 256 trainers to engines of 16 ranks. Peak memory is what Python and numpy allocate for
-the layouts of both sides and for the plan, without the list of tensors.
+of Kimi K2 from 256 trainers to engines of 16 ranks. Peak memory is the memory that Python and numpy allocate
+for the layouts of both sides and for the plan, without the list of tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SIZES = (1_000, 5_000, 20_000, 70_000)
 
 
 def tensors(count: int) -> tuple[TensorMeta, ...]:
-    """Return the first `count` tensors: per layer the dense ones, then its experts."""
+    """Return the first `count` tensors: per layer the dense tensors, then the experts."""
     layer = DENSE + 3 * NUM_EXPERTS
     return tuple(_tensor(number // layer, number % layer) for number in range(count))
 
@@ -189,7 +188,7 @@ def direct(model_name: str, trainers: str, engine_cut: str, only: int | None) ->
 
 
 def plan_ranks(source: Layout, engine: Layout, ranks: range) -> Reads:
-    """Plan each of `ranks` and return what the last one reads."""
+    """Plan all `ranks`. Returns the last rank's reads."""
     reshard = Reshard(source, "e0", engine)
     return [reshard.reads(rank, [1] * source.num_ranks) for rank in ranks][-1]
 

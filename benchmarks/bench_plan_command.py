@@ -2,9 +2,8 @@
 
     python -m benchmarks.bench_plan_command [--json FILE] [--limit-s 600]
 
-Each fleet is planned in a process of its own, by the command as a user gives it, on hosts of 8 GPUs. Peak
-memory is the process's largest resident set. What the command printed of the engines' reads says how many
-ranks it planned.
+Every fleet is planned in a separate process, by the command of a user, on hosts of 8 GPUs. Peak memory is the
+process's largest resident set. The printed line on the engines' reads has the number of planned ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FLEETS = (
 
 
 def run(trainers: str, engine: str, engines: int, option: str, limit_s: float) -> dict[str, object]:
-    """Plan one fleet. A command that fails or takes longer has no figures, but its last line."""
+    """Plan one fleet. If the command fails or is too slow, returns the last printed line."""
     fleet = f"--trainers {trainers} --engine {engine} --engines {engines} {option}".strip()
     command = [
         sys.executable,

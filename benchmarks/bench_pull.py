@@ -2,13 +2,13 @@
 
     python -m benchmarks.bench_pull [--gib 4] [--json FILE]                              two GPUs
 
-``GB/s`` rows: contiguous blocks of one size, `--gib` in all, out of the other GPU's memory into this one's;
-by one launch of the kernel (``kernel``, with the thread blocks of a direct copy) and by one asynchronous copy
-per block (``engine``). Medians over calls between CUDA events on an idle stream.
+``GB/s`` rows: contiguous blocks of one size, `--gib` in all, from the other GPU's memory to this GPU's
+memory, by one launch of the kernel (``kernel``, with the thread blocks of a direct copy) and by one
+asynchronous copy per block (``engine``). Medians over calls between CUDA events on an idle stream.
 
 ``decode`` rows: a chain of matrix-vector products, bound by this GPU's memory as decoding is, runs alone and
-while reads of either kind run on another stream, from before its start until after its end.
-``slower`` is the ratio of its times. Both clocks are CUDA events around the chain.
+during reads of either kind on another stream. ``slower`` is the ratio of both times, by CUDA events around
+the chain.
 """
 
 from __future__ import annotations

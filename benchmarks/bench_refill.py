@@ -1,18 +1,18 @@
-"""Reads a buffer from peers on this host in each way, against bare Mooncake.
+"""Reads a buffer from peers on this host in all ways, against bare Mooncake.
 
     python -m benchmarks.bench_refill [--mib 1024] [--peers 1 2] [--rounds 9] [--json FILE]
 
-Every peer is a process that serves the same bytes over ZeroMQ and, if Mooncake loads, over its TCP.
-This process reads an equal part from each peer, all at once,
+Every peer is a process that serves the same bytes over ZeroMQ and, if Mooncake loads, over Mooncake's TCP.
+This process reads equal parts from all peers at once,
 
 - ``mapped``, ``zeromq``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
-- ``Mooncake sync``, ``Mooncake async``: by Mooncake alone, in a process that uses only our memory, from the
-  same memory as ``tcp``: one `batch_transfer_sync_read` per peer, each in a thread, and
+- ``Mooncake sync``, ``Mooncake async``: by bare Mooncake, in a process that only uses our memory, from the
+  same memory as ``tcp``: one `batch_transfer_sync_read` per peer, in threads, and
   `batch_transfer_async_read` with as many pieces in flight as ours, polled in the same way.
 
-The ways take turns, round after round. Connections exist before a call is timed. Before it the target is
-filled with 0xFF, after it every byte is compared. ``ratio`` is the median throughput over that of the
-better bare call. Medians, with minimum and maximum, without the first two rounds.
+The ways take turns, round after round. Connections exist before a timed call. Before the call the target is
+filled with 0xFF, afterwards every byte is compared. ``ratio`` is the median throughput over the throughput of
+the better bare call. Medians, with minimum and maximum, without the first two rounds.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ Piece = tuple[str, int, int, int]
 
 
 class Bare(Protocol):
-    """Types of the Mooncake calls that are used.
-
-    They return 0 for success, or a batch's number.
-    """
+    """Types of Mooncake's calls, which return 0 for success, or a batch's number."""
 
     def batch_transfer_sync_read(
         self, endpoint: str, ours: Sequence[int], theirs: Sequence[int], sizes: Sequence[int]
@@ -144,7 +141,7 @@ def _content(nbytes: int) -> torch.Tensor:
 
 
 def _spawn(stack: ExitStack, work: Callable[..., None], *args: object) -> Connection:
-    """Run ``work(connection, *args)`` in its own process, which ends with the stack."""
+    """Run ``work(connection, *args)`` in a process that ends with the stack."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args))

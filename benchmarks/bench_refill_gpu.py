@@ -2,14 +2,14 @@
 
     python -m benchmarks.bench_refill_gpu [--gib 16] [--rounds 7] [--json FILE]
 
-Each GPU has one trainer rank, read in place. With several GPUs, two engines have half of them each. The
-first is refilled from its own holders' snapshots (``own``), the second from its neighbours', mapped
-(``mapped``). With one GPU there is one engine.
+Every GPU has one trainer rank, read in place. With several GPUs, two engines have half of the GPUs. The first
+engine is refilled from the snapshots of its own holders (``own``), the second from mapped snapshots of the
+first engine's holders (``mapped``). With one GPU there is one engine.
 
-Each round poisons one engine, calls `heal`, and compares every element. ``read`` is the report's move:
-all ranks at once, from the call until every byte is in live memory and digested. ``link`` is
-`cudaMemcpyAsync` of as many bytes from page-locked memory to as many GPUs at once, by separate processes, in
-the same round. ``ratio`` is the ratio of the median rates.
+A round poisons one engine, calls `heal`, and compares every element. ``read`` is the report's move: all ranks
+at once, from the call until every byte is in live memory and digested. ``link`` is `cudaMemcpyAsync` of as
+many bytes from page-locked memory to as many GPUs at once, by separate processes, in the same round.
+``ratio`` is the ratio of the median rates.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class Link:
-    """Page-locked memory of one process, and a buffer for it on its GPU."""
+    """Page-locked memory of one process, and a buffer on the process's GPU."""
 
     def __init__(self, nbytes: int) -> None:
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

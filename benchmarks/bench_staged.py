@@ -1,21 +1,21 @@
-"""Counts a real engine's tokens while updates are staged, and times its pauses.
+"""Counts a real engine's tokens while updates are staged, and times the pauses.
 
     python -m benchmarks.bench_staged --engine vllm --model 8b [--stage device]
     python -m benchmarks.bench_staged --cpu --engine torch --model tiny     on a CPU, as a smoke test
 
-One engine with dummy weights and one trainer share a GPU. Each update begins with new weights in the trainer
-and goes through the host (``stage="host"``) or on to a second copy on the GPU (``device``), while clients ask
-for short completions. Every element of the engine is compared after it, untimed. The first two updates have
-no clients and are not measured.
+One engine with dummy weights and one trainer share a GPU. Before an update the trainer gets new weights. The
+update goes through the host (``stage="host"``) or on to a second copy on the GPU (``device``), while clients
+ask for short completions. Afterwards every element of the engine is compared, untimed. The first two updates
+have no clients and are not measured.
 
   arriving   from the call until engines pause: `publish` and `stage`
-  tokens/s   of all clients while a version arrives, and before it with nothing else to do; a completion's
-             tokens are spread evenly over its time
-  pause      from the first call to pause until the last engine serves: the phases after `stage`, of which
-             `pause` waits for the step that runs, and `move` copies and verifies
-  stopped    the part of it after that step, in which no token is made
+  tokens/s   of all clients while a version arrives, and before, without an update; the tokens of a completion
+             are spread evenly over the completion's time
+  pause      from the first call to pause until the last engine serves: the phases after `stage`. The phase
+             `pause` waits for the running step, and `move` copies and verifies
+  stopped    the part of the pause after this step, in which no token is made
   copy       the model's bytes from page-locked memory to the GPU, at the rate of a bare copy in the same run
-  verify     the slowest rank's digests of its live weights
+  verify     the slowest rank's digests of live weights
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """One update, and the clients' tokens each second before it and while it arrived."""
+    """One update, and the clients' tokens per second before and while it arrived."""
 
     round: Round
     idle: float
@@ -128,7 +128,7 @@ def _rounds(rig: Rig, spec: Mapping[str, Any]) -> Iterator[_Staged]:
 
 
 def _train(rig: Rig) -> int:
-    """Give the trainer other weights. Returns their number."""
+    """Give the trainer other weights. Returns the version's number."""
     version = new_version()
     ray.get([trainer.change.remote(version) for trainer in rig.trainers])
     return version
@@ -136,12 +136,12 @@ def _train(rig: Rig) -> int:
 
 @dataclass(slots=True)
 class _Served:
-    """Completions: when each began and ended, by the clients' clock, and its number of tokens."""
+    """Begin, end and number of tokens of completions, by the clients' clock."""
 
     calls: list[tuple[float, float, int]] = field(default_factory=list)
 
     def rate(self, begin: float, end: float) -> float:
-        """Return the tokens each second between two times."""
+        """Return the tokens per second between two times."""
         inside = (
             (max(0.0, min(end, till) - max(begin, since)), till - since, n) for since, till, n in self.calls
         )
@@ -150,7 +150,7 @@ class _Served:
 
 @contextmanager
 def _clients(engine: ActorHandle[Any], num_clients: int) -> Iterator[_Served]:
-    """Have clients ask `engine` for completions, one after the other, while the context lasts."""
+    """Let clients ask `engine` for completions, one after the other, while the context lasts."""
     served, ending = _Served(), threading.Event()
 
     def ask(_: int) -> None:
@@ -194,10 +194,10 @@ def _rank_verify(report: SyncReport) -> float:
 
 
 class _Bare:
-    """An actor that times copies of page-locked memory to its GPU."""
+    """An actor that times copies of page-locked memory to the actor's GPU."""
 
     def rate(self) -> float:
-        """Return bytes each second, the median of five copies of 1 GiB."""
+        """Return bytes per second, the median of five copies of 1 GiB."""
         held = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
         place, seconds = torch.empty_like(held, device="cuda"), []
         for _ in range(6):

@@ -4,20 +4,19 @@
     python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours  on 4 GPUs
 
 A Qwen3 with random weights is saved as safetensors files of up to 4 GB, once in `--folder` on a disk and once
-in /dev/shm. Each round starts a fleet from each place in each way, in turn, with new processes each time:
+in /dev/shm. A round starts a fleet from both places in all ways, in turn, with new processes:
 
-- ``own``: the engine loads its weights itself, as it does anywhere.
-- ``ours``: engines start with dummy weights while the files are read once; then all are filled at once.
-- ``dummy``: vLLM by itself with dummy weights, which are never filled: no way can be quicker.
+- ``own``: the engine loads the weights itself.
+- ``ours``: engines start with dummy weights while the files are read once; then all engines are filled.
+- ``dummy``: only vLLM with dummy weights, which are never filled: no way can be quicker.
 
 ``total`` is the driver's time from the first actor's start until every engine has made a token, with Ray
-already running. ``totals`` are those of the rounds, in order. ``engines`` is the time until all answer.
-``read`` runs at the same time. ``connect`` includes the rest of reading; its phases are listed next to it.
-``fill`` is the whole update: pause, move, both sides' digests compared, commit.
+already running. ``totals`` lists the totals of the rounds, in order. ``engines`` is the time until all
+engines answer. ``read`` runs at the same time. ``connect`` includes the rest of reading; the phases of
+connecting follow. ``fill`` is the whole update: pause, move, both sides' digests compared, commit.
 
-Before a round from disk, files are written back and the kernel is asked to drop them from its cache. One
-warm-up start comes before all rounds. Every engine's greedy token must be the same in both ways, or the run
-fails.
+Before a round from disk, files are written back and dropped from the kernel's cache. One warm-up start comes
+before all rounds. Every engine's greedy token must be the same in both ways, or the run fails.
 """
 
 from __future__ import annotations
@@ -251,9 +250,9 @@ def _shape(args: argparse.Namespace, *, float32: bool) -> ModelShape:
 
 
 def _save(shape: ModelShape, folder: Path) -> int:
-    """Save a Qwen3 of that shape, with the same random weights each time.
+    """Save a Qwen3 of `shape`, with the same random weights in every run.
 
-    Returns its bytes.
+    Returns the model's bytes.
     """
     from safetensors.torch import save_file
 

@@ -3,8 +3,8 @@
     python -m benchmarks.bench_sync [--megabytes 1 400] [--engines 2] [--rounds 9] [--json FILE]
     python -m benchmarks.bench_sync --gpu --help        on GPUs instead: see `benchmarks.bench_gpu`
 
-For each size a transformers Qwen3 of that many bytes (float32) is updated from one trainer to the
-engines, each a process with its own holder. In the same run, interleaved round by round, as many
+For every size a transformers Qwen3 of that many bytes (float32) is updated from one trainer to the
+engines, which are processes with separate holders. In the same run, interleaved round by round, as many
 processes as holders run
 
 - ``broadcast``: one `torch.distributed.broadcast` (gloo) of the same bytes in one tensor, and
@@ -12,7 +12,7 @@ processes as holders run
 
 Clocks: ``update`` is the wall clock of `update_weights`, with digests on both sides and the
 comparison; ``broadcast`` and ``copy`` run from a barrier to the last process's return. ``ratio`` is
-update / (broadcast + copy); ``overhead`` is their difference. Medians, with minimum and maximum.
+update / (broadcast + copy); ``overhead`` is the difference of both. Medians, with minimum and maximum.
 """
 
 from __future__ import annotations

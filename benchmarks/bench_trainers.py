@@ -1,16 +1,17 @@
-"""Times `update_weights` from DeepSpeed ZeRO-3 and from Megatron-Core, whose memory is read in place.
+"""Times `update_weights` from DeepSpeed ZeRO-3 and Megatron-Core, with weights read in place.
 
     python -m benchmarks.bench_trainers [--world 2] [--trainer zero3 megatron-tp megatron-ep] [--rounds 7]
         [--layers N] [--json FILE]
 
-Each GPU has one trainer rank and one rank of an engine that holds nothing but weights, cut as tensor
-parallelism cuts them. ``zero3`` has Qwen3-8B, and both of Megatron's have 12 layers of Qwen3-30B-A3B: 16 GB
-each. ``gathered`` is what OpenRLHF does with ZeRO-3 on shared GPUs, on the same fleet, in turns with ours:
-each parameter is gathered, cloned and mapped by the engine, which copies its slice; no loader runs.
+Every GPU has one trainer rank and one rank of an engine that only holds weights, cut as by tensor
+parallelism. ``zero3`` has Qwen3-8B, and both Megatron trainers have 12 layers of Qwen3-30B-A3B: 16 GB.
+``gathered`` is OpenRLHF's way with ZeRO-3 on shared GPUs, on the same fleet, in turns with ours: parameters
+are gathered, cloned and mapped by the engine, which copies a slice; no loader runs.
 
-Before each round the trainers write other values and the engine's memory is filled with 0xFF. After it every
-element is compared. Neither is timed. The clock of both runs from the driver's call to its return; phases are
-those of ours, which also verifies. ``floor ms`` and ``share`` are explained in benchmarks/README.md.
+Before a round the trainers write other values and the engine's memory is filled with 0xFF. Afterwards every
+element is compared. This preparation and comparison are not timed. The clock of both ways runs from the
+driver's call to the return. Phases are of our way, which also verifies. ``floor ms`` and ``share`` are
+explained in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class MappingRank(EngineRank):
     """An engine rank that OpenRLHF's trainers can feed, too."""
 
     def update_weight(self, name: str, handles: dict[str, Any]) -> None:
-        """Copy this rank's slice of a whole tensor that is mapped from its own GPU."""
+        """Copy this rank's slice of a whole tensor, mapped from this rank's GPU."""
         rebuild, arguments = handles[device_id(self.device)]
         whole = rebuild(*arguments)
         (box,) = (box for tensor, box in self.held if tensor.name == name)
@@ -56,7 +57,7 @@ class MappingRank(EngineRank):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse arguments, measure each trainer in a process of its own, print and write the result."""
+    """Parse arguments, measure trainers in separate processes, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

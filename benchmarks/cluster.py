@@ -1,4 +1,4 @@
-"""Ray for the benchmarks: one actor process per role, each on a given GPU."""
+"""Ray for the benchmarks: one actor process per role, on a given GPU."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def gpu_uuids() -> list[str]:
 
 
 def start_ray(num_gpus: int) -> None:
-    """Start Ray. Its actors find this repository and what is on our PYTHONPATH."""
+    """Start Ray. Actors find this repository and the folders of our PYTHONPATH."""
     ray.init(**_environment(), address="local", **_node(num_gpus))
 
 
 @contextmanager
 def ray_nodes(num_gpus: int, num_nodes: int) -> Iterator[list[str]]:
-    """Run Ray with several nodes on this host, each with an address of its own. Yields their ids.
+    """Run Ray with several nodes on this host, with different addresses. Yields the nodes' ids.
 
-    They are hosts to us.
+    The nodes are hosts to us.
     """
     environment, node = _environment(), _node(num_gpus)
     cluster = Cluster(initialize_head=True, head_node_args=node)
@@ -63,8 +63,8 @@ def _node(num_gpus: int) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    """Set this process's environment. Returns Ray's options for that of actors."""
-    # Some virtual machines grow their memory as it is touched, and Ray would end actors for lack of it.
+    """Set this process's environment. Returns Ray's options for the actors' environment."""
+    # Memory of some virtual machines grows as it is touched. Ray would end actors for lack of memory.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (Ray spells it so)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     root = str(Path(__file__).parent.parent)
@@ -86,10 +86,9 @@ def spawn(
     env: dict[str, str] | None = None,
     node: str | None = None,
 ) -> ActorHandle[Any]:
-    """Start an actor that sees `gpu` alone, or none, on a Ray `node`.
+    """Start an actor that only sees `gpu`, or no GPU, on a Ray `node`.
 
-    Several actors share a GPU and their pairing matters, so GPUs are set directly and Ray's own
-    assignment is turned off.
+    Actors share GPUs in given pairs, so GPUs are set directly, without Ray's own assignment.
     """
     variables = {
         "CUDA_VISIBLE_DEVICES": gpu or "",
@@ -110,7 +109,7 @@ def kill(actors: Sequence[ActorHandle[Any]]) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was just free, as was the next one."""
+    """Return a TCP port that was just free, like the next port."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

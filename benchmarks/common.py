@@ -32,7 +32,7 @@ _PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "tra
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and when a result was measured. A figure means nothing without it."""
+    """Where and when a result was measured."""
 
     cpu: str
     num_cores: int
@@ -57,8 +57,8 @@ class Timing:
 def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
     """Return this host, versions of the installed `packages`, the commit and the date.
 
-    With GPUs also their driver, CUDA, NCCL (torch's) and checkpoint-engine. If the tree was copied without
-    its history, the commit is that of the variable WEIGHTSYNC_COMMIT.
+    With GPUs also the driver, CUDA, NCCL (torch's) and checkpoint-engine. If the tree was copied without git
+    history, the variable WEIGHTSYNC_COMMIT has the commit.
     """
     return Environment(
         cpu=_cpu(),
@@ -67,7 +67,7 @@ def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
         python=platform.python_version(),
         versions=_versions(packages) | _device_versions(),
         commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -77,7 +77,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:
-    """Return the seconds of `repeats` calls, and what the last one returned."""
+    """Return the seconds of `repeats` calls, and the result of the last call."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -113,7 +113,7 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
 def write_json(
     path: Path, name: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()
 ) -> None:
-    """Write one result: the benchmark's name, command, environment and rows, and what went wrong."""
+    """Write one result: the benchmark's name, command, environment, rows and problems."""
     record: dict[str, object] = {"benchmark": name, "command": shlex.join(sys.orig_argv[1:])}
     record |= {"environment": _as_dict(where)}
     record |= {"rows": [dict(row) for row in rows]} | ({"notes": list(notes)} if notes else {})
@@ -154,7 +154,7 @@ def _device_versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit, with a + if the tree differs from it."""
+    """Return the commit, with a + if the tree has changes."""
     if given := os.environ.get("WEIGHTSYNC_COMMIT"):
         return given
     head = _lines("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")

@@ -1,4 +1,4 @@
-"""A ledger of what the driver's calls to its peers cost."""
+"""A ledger of the costs of the driver's calls to peers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Message:
 
     @classmethod
     def of(cls, value: object, dumps: Callable[..., bytes] = pickle.dumps) -> Message:
-        """Pickle `value`, and copy its buffers as into Ray's object store."""
+        """Pickle `value`, and copy the buffers as into Ray's object store."""
         found: list[pickle.PickleBuffer] = []
         body = dumps(value, protocol=5, buffer_callback=found.append)
         return cls(body, tuple(bytes(each.raw()) for each in found))
 
     def again(self) -> Message:
-        """Return the same message in memory of its own, as another process sends it."""
+        """Copy the message to other memory, as if another process sent it."""
         return Message(self.body, tuple(bytes(memoryview(each)) for each in self.buffers))
 
     def load(self) -> object:
@@ -88,12 +88,12 @@ def answered(method: Method | None, value: object) -> Message | Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A value in Ray's object store, of which calls carry a reference.
+    """A value in Ray's object store, which calls pass by reference.
 
     Attributes:
-        value: what the called peer gets.
+        value: the value for the called peer.
         nbytes: bytes of the pickled value.
-        hosts: the hosts that have it. The first call to a host brings it there.
+        hosts: the hosts that have the value. The first call to a host copies the value there.
     """
 
     value: object
@@ -101,7 +101,7 @@ class Stored:
     hosts: set[str] = field(default_factory=set)
 
     def bring(self, host: str) -> int:
-        """Return the bytes that cross to `host` because of one more call to it."""
+        """Return the bytes that cross to `host` because of one more call."""
         if host in self.hosts:
             return 0
         self.hosts.add(host)
@@ -128,7 +128,7 @@ class Instant:
 
 @dataclass(slots=True)
 class Cost:
-    """What calls of one method cost: bytes out of the driver and into it, and its time for pickling."""
+    """Costs of one method's calls: bytes out of and into the driver, and the driver's pickling time."""
 
     calls: int = 0
     nbytes_out: int = 0
@@ -137,20 +137,20 @@ class Cost:
 
 
 class Ledger:
-    """What calls cost, what they carried by reference, and the time that is the peers' and not the driver's.
+    """Costs of calls, values passed by reference, and the peers' time.
 
     Attributes:
-        costs: by method.
-        peers: the peers' time.
-        shared: the first value of each type that was given to `share`.
-        first: the arguments of the first call of each method.
+        costs: costs by method.
+        peers: the peers' time, which is not the driver's.
+        shared: by type, the first value that was passed to `share`.
+        first: by method, the arguments of the first call.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def taken(self) -> Ledger:
-        """Return what was noted, and start again with nothing."""
+        """Return the recorded costs, and clear the ledger."""
         taken = Ledger()
         taken.costs, taken.peers = self.costs, self.peers
         taken.shared, taken.first = self.shared, self.first
@@ -164,7 +164,7 @@ class Ledger:
         self.first: dict[str, Sequence[object]] = {}
 
     def share(self, value: object) -> Stored:
-        """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
+        """Pickle `value` once for all calls that pass it. The calls count the bytes."""
         self.shared.setdefault(type(value), value)
         cost, started = self.costs["share"], time.perf_counter()
         stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
@@ -194,7 +194,7 @@ class Ledger:
             cost.nbytes_out += each.bring(host)
         sent, sent_cpu = time.perf_counter(), time.process_time()
         collects = gc.isenabled()
-        gc.disable()  # objects that a peer makes are freed before the driver goes on
+        gc.disable()  # a peer's objects are freed below
         value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
         message = answered(method, value)
         del value
@@ -211,14 +211,14 @@ class Ledger:
 
 
 class Wire:
-    """A peer as the driver calls it: each method's arguments and answer are packed, and counted.
+    """A peer for the driver, with arguments and answers packed and counted.
 
     Methods of `protocol` are packed as for a node, unless an argument is `Stored`. Others are packed by Ray's
     pickler.
 
-    A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
-    keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
-    count as the driver's, though Ray may bring them from another host that has them.
+    A `Stored` argument only counts with the first call to the peer's host: Ray has an object store on each
+    host. The reference, some tens of bytes, does not count. All bytes count as the driver's, although Ray may
+    copy them from another host.
     """
 
     def __init__(self, peer: object, ledger: Ledger, host: str = "", protocol: type = object) -> None:

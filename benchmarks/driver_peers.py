@@ -54,15 +54,15 @@ TENSOR_PARALLEL, PER_HOST = 8, 8
 _IPC_NBYTES = 64
 _PROCESS = 4242
 _BLOCKS = ((1 << 20, 2 << 20), (10 << 20, 20 << 20))
-"""Tensors of at most these bytes share blocks of those, as in torch's allocator."""
+"""Pairs of a tensor's largest bytes and the bytes of a shared block, as in torch's allocator."""
 _NO_HOLDER = 1 << 31
 
 
 class TrainerWire(Wire):
-    """A trainer rank that is readable at once. Its notice, 20 bytes on a socket, is not counted."""
+    """A trainer rank that is readable at once. The notice, 20 bytes on a socket, is not counted."""
 
     def ask_readable(self, readable: asyncio.Future[None]) -> None:
-        """Return None, so that `publish` says it."""
+        """Return None: `publish` tells that the rank is readable."""
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         readable.set_result(None)
@@ -71,7 +71,7 @@ class TrainerWire(Wire):
 
 
 class RelayWire(Wire):
-    """A holder that asks the trainer ranks of its host, which are readable at once."""
+    """A holder that asks the host's trainer ranks, which are readable at once."""
 
     def __init__(self, peer: object, ledger: Ledger, host: str, ranks: Sequence[int]) -> None:
         super().__init__(peer, ledger, host, HostPublishing)
@@ -99,15 +99,15 @@ class MoveWire(Wire):
 
 
 class Model:
-    """Tensors of `bench_plan`, and the digests that both sides report of them.
+    """Tensors of `bench_plan`, with the digests that both sides report.
 
     Attributes:
         metas: the tensors.
-        share: each trainer rank's digests; equal on all ranks.
-        held: each engine's digests, by rank.
-        report: what a trainer rank answers to `publish`.
-        published: the same, pickled.
-        loaded: what an engine answers to `load`. Its fingerprints are those of the trainers' sum.
+        share: a trainer rank's digests; equal on all ranks.
+        held: an engine's digests, by rank.
+        report: a trainer rank's answer to `publish`.
+        published: the same answer, pickled.
+        loaded: an engine's answer to `load`, with fingerprints that equal the trainers' sum.
     """
 
     def __init__(self, num_tensors: int, num_trainers: int, num_shards: int) -> None:
@@ -128,7 +128,7 @@ class Model:
         self.loaded = LoadReport(fingerprint(self.held), spans)
 
     def plan_digest(self, plan: Plan) -> str:
-        """Return the digest of `plan`, computed once instead of by each peer."""
+        """Return the digest of `plan`, computed once for all peers."""
         if self._digest is None or self._digest[0] is not plan:
             self._digest = plan, plan.digest()
         return self._digest[1]
@@ -148,7 +148,7 @@ class Model:
         return [LayoutTable.of(each).outline() for each in self.engine_layouts(_NO_HOLDER)]
 
     def trainer_layout(self, rank: int, num_ranks: int) -> RankLayout:
-        """Return rows of each tensor, as FSDP2 cuts them: the last shards have fewer or none."""
+        """Return rows of all tensors, cut as by FSDP2: the last shards have fewer rows or none."""
         replica, shard = self.place(rank)
         boxes = (_part(meta, 0, shard, self._num_shards) for meta in self.metas)
         segments = tuple(
@@ -159,7 +159,7 @@ class Model:
         return RankLayout(self.metas, segments, device=_device(rank), mesh=place)
 
     def trainer_memory(self, rank: int, num_ranks: int) -> DeviceMemory:
-        """Return handles of a trainer rank's memory: those of the first rank, in allocations of its own."""
+        """Return handles of a trainer rank's memory: the first rank's, in other allocations."""
         if self._memory is None:
             self._memory = _memory(self.trainer_layout(0, num_ranks))
         ipc = np.random.default_rng(rank).bytes(len(self._memory.ipc))
@@ -227,7 +227,7 @@ class TrainerRank:
 
 
 class Relay:
-    """What a holder does for the trainer ranks of its host."""
+    """A holder's calls of the host's trainer ranks."""
 
     def __init__(self, model: Model, ranks: Sequence[int]) -> None:
         self._model, self._ranks = model, ranks
@@ -239,7 +239,7 @@ class Relay:
 
 
 class EngineRanks:
-    """An engine of tensor-parallel ranks on GPUs. Its holders write its memory."""
+    """An engine of tensor-parallel ranks on GPUs, whose memory holders write."""
 
     def __init__(self, model: Model, first: int) -> None:
         self._model, self._first = model, first
@@ -271,7 +271,7 @@ class EngineRanks:
 
 
 class Holder:
-    """A holder on a GPU, in one communicator with all others."""
+    """A holder on a GPU, in a communicator of all holders."""
 
     def __init__(self, model: Model, index: int) -> None:
         self._model, self._index, self._name = model, index, f"holder {index}"
@@ -310,7 +310,7 @@ class Holder:
     def exchange(
         self, terms: CrossHostTerms, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None
     ) -> Exchange:
-        """Answer as if messages passed between all pairs that may have some. The real plan takes seconds."""
+        """Answer as if all possible pairs exchanged messages. The real plan takes seconds."""
         senders, found = range(terms.num_senders), terms.place(rank)
         mates = {*found[0].ranks} - {rank} if found else set[int]()
         far = [host.ranks for host in terms.hosts if rank in senders and rank not in host.near]
@@ -335,7 +335,7 @@ class Holder:
         return Moved(_span("move"))
 
     def digests(self) -> Digests:
-        """Return its trainer's digests, as published. The driver asks only if an engine's differ."""
+        """Return the trainer's published digests. The driver only asks if an engine's digests differ."""
         return self._model.share
 
     def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests, live: None) -> Offer:
@@ -356,7 +356,7 @@ class Holder:
 
 
 class HostHolders:
-    """What a holder does for the holders of its host."""
+    """A holder's calls of the host's holders."""
 
     def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
         return {index: Moved(_span("move")) for _, _, its in tasks for index in its}, {}, ()
@@ -371,10 +371,10 @@ def make_fleet(
     colocated: bool = False,
     num_shards: int = 0,
 ) -> Fleet:
-    """Return a fleet on hosts of 8 GPUs, with a holder for each GPU. `ledger` notes every call.
+    """Return a fleet on hosts of 8 GPUs, with a holder per GPU. `ledger` records every call.
 
-    Trainers and engines share GPUs if `colocated`, else they have hosts of their own. Trainers hold replicas
-    of `num_shards` parts of each tensor; by default each has a part of its own.
+    Trainers and engines share GPUs if `colocated`, otherwise they are on separate hosts. Trainers hold
+    replicas of `num_shards` parts of each tensor; by default every trainer has a different part.
     """
     model = Model(num_tensors, num_trainers, num_shards or num_trainers)
     homes = [(f"trainers {rank // PER_HOST}", rank) for rank in range(num_trainers)]
@@ -414,7 +414,7 @@ def make_fleet(
 
 
 def _cut(meta: TensorMeta) -> int | None:
-    """Return the dimension that an engine's ranks cut; None if each has the whole tensor."""
+    """Return the dimension that an engine's ranks cut; None if they have the whole tensor."""
     if ".dense.7." in meta.name:
         return None
     return 1 if ".down_proj." in meta.name else 0
@@ -431,7 +431,7 @@ def _part(meta: TensorMeta, axis: int | None, rank: int, num_ranks: int) -> Box:
 
 
 def _memory(layout: RankLayout) -> DeviceMemory:
-    """Return handles of a layout's buffers, in blocks as torch allocates them one after the other."""
+    """Return handles of a layout's buffers, in blocks as torch's allocator fills them."""
     itemsize = {meta.name: meta.itemsize for meta in layout.tensors}
     handles, num_blocks = {}, 0
     open_blocks: dict[int, tuple[int, int]] = {}  # number and bytes in use, by size

@@ -1,4 +1,4 @@
-"""Rates of the GPUs' links: bare collectives, the same through our transport, copies from the host."""
+"""Rates of the GPUs' links: collectives, bare and by our transport, and copies from the host."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BareRank:
             self._bare.broadcast(at, at, self._data.numel(), unsigned, 0, self._stream.cuda_stream)
         elif kind == "torch broadcast":
             dist.broadcast(self._data, 0)
-        elif kind == "host to device":  # on all GPUs at once, each from memory of its own
+        elif kind == "host to device":  # on all GPUs at once, from separate host memory
             self._data.copy_(self._host, non_blocking=True)
         elif kind == "our broadcast":
             self._transport.start([Broadcast(self._data, 0)]).wait()

@@ -1,7 +1,7 @@
-"""The benchmarks' fleet: trainers and an engine that hold nothing but weights.
+"""The benchmarks' fleet: trainers and an engine that only hold weights.
 
-Trainers hold each tensor cut along its first dimension, like FSDP2. Engine ranks hold it cut like tensor
-parallelism. Both are built from the same parts as real ones.
+Trainers cut tensors along the first dimension, like FSDP2. Engine ranks cut tensors like tensor parallelism.
+Both are built from the same parts as real trainers and engines.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Model = Sequence[Tensor]
 
 
 def device_used() -> tuple[str, int]:
-    """Return this process's GPU and its bytes in use; empty and 0 without one."""
+    """Return this process's GPU and the GPU's bytes in use; empty and 0 without a GPU."""
     if not torch.cuda.is_available():
         return "", 0
     torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def own_device() -> torch.device:
 
 
 class ShardTrainer(TrainerShard):
-    """One rank of a trainer whose tensors are cut along their first dimension."""
+    """One rank of a trainer whose tensors are cut along the first dimension."""
 
     def __init__(
         self, model: Model, rank: int, num_ranks: int, meeting: str, source: str, slot: str | None
@@ -155,7 +155,7 @@ class Destination:
 
 
 class EngineRank(Destination):
-    """One rank of an engine. Buckets are written straight into its slices."""
+    """One rank of an engine. Buckets are written straight into the rank's slices."""
 
     def __init__(self, model: Model, rank: int, num_ranks: int, slot: str | None) -> None:
         super().__init__(model, rank, num_ranks)
@@ -168,10 +168,10 @@ class EngineRank(Destination):
             buffers=tuple(TensorMeta(tensor.name, "bfloat16", box.extent) for tensor, box in self.held),
             device=device_id(self.device),
         )
-        if self.device.type == "cuda":  # when they have started, as the ranks of real engines do
+        if self.device.type == "cuda":  # after the start, as the ranks of real engines do
             on_daemon(partial(load_digests, [2]), "weightsync-kernels")
         gc.collect()
-        gc.freeze()  # as vLLM's workers do when they have started
+        gc.freeze()  # as vLLM's workers do after the start
 
     def placement(self) -> Placement:
         return Placement.here(self._slot)
@@ -193,7 +193,7 @@ class EngineRank(Destination):
         return Attached(self._feed.plan_digest, self._writer.export())
 
     def answer_loads(self, address: str) -> None:
-        """Answer the calls of `load` that come from the engine by a pipe. Returns once it is connected."""
+        """Answer the engine's calls of `load` by a pipe. Returns once the pipe is connected."""
         pipe = Client(address)
         threading.Thread(target=self._answer_loads, args=(pipe,), daemon=True).start()
 
@@ -219,8 +219,8 @@ class EngineRank(Destination):
 class RankActors:
     """The adapter of `EngineFront`: forwards everything to the ranks. No request ever runs.
 
-    Loads go by pipes, since no engine that serves calls its ranks through Ray while they do not: vLLM has
-    shared memory for that, and SGLang sockets.
+    Loads use pipes, since real engines do not call paused ranks through Ray: vLLM uses shared memory, and
+    SGLang sockets.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
@@ -307,7 +307,7 @@ class Fleet:
 def start_fleet(
     model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None], source: str
 ) -> Fleet:
-    """Start a rank per GPU; None is a CPU slot, shared by equal ranks."""
+    """Start a rank per GPU. None is a CPU slot, shared by equal ranks."""
     meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo creates it; ranks outlive this call
     num_trainers = len(trainer_gpus)
     trainers = [
@@ -345,10 +345,7 @@ def _answers(calls: Sequence[ObjectRef[Any]]) -> list[Any]:
 
 
 def register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
-    """Register a tensor.
-
-    `modules` has all modules by name, as walking a large model is slow.
-    """
+    """Register a tensor. `modules` has all modules by name, since walking a large model is slow."""
     path, _, leaf = name.rpartition(".")
     _module(modules, path).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_rates
 
-Prints `LinkRates` as JSON. Each rate is the best of several copies of 1 GiB of random data between CUDA
-events: within the first GPU for memory, where read and written bytes count, and into it from the second GPU
-for NVLink. Needs 2 GiB of memory on the first GPU, and 1 GiB on the second.
+Prints `LinkRates` as JSON. A rate is the best of several copies of 1 GiB of random data between CUDA events:
+within the first GPU for memory, with read and written bytes counted, and from the second to the first GPU for
+NVLink. Needs 2 GiB of memory on the first GPU, and 1 GiB on the second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NIC = 50.0
 
 @functools.cache
 def measured_rates() -> LinkRates:
-    """Measure in a process of its own, which leaves no CUDA context behind."""
+    """Measure in a separate process, which leaves no CUDA context behind."""
     command = [sys.executable, "-m", "benchmarks.gpu_rates"]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""Runs a part of a benchmark in its own process, with a time limit."""
+"""Runs a part of a benchmark in a separate process, with a time limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GRACE_S = 20.0
 
 
 def asked() -> dict[str, Any]:
-    """Return, in the part, the spec that it was started with."""
+    """Return, in the part, the spec of the part."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", type=json.loads, required=True)
     spec: dict[str, Any] = parser.parse_args().part
@@ -46,11 +46,9 @@ def stage(name: str) -> None:
 def run_part(
     module: str, spec: Mapping[str, object], timeout_s: float, num_ranks: int = 0
 ) -> tuple[list[dict[str, object]], str | None]:
-    """Run ``python -m module --part SPEC``.
+    """Run ``python -m module --part SPEC``. Returns the part's rows, and a problem or None.
 
-    Returns its rows so far, and what went wrong, or None.
-
-    With `num_ranks`, torchrun starts that many ranks, one of which prints rows. Stages go to stderr, with the
+    With `num_ranks`, torchrun starts that many ranks, and one rank prints rows. Stages go to stderr, with the
     seconds since the start. Other output passes through.
     """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
@@ -113,7 +111,7 @@ def measure_engine(
 
 
 def _end(part: subprocess.Popen[str], late: threading.Event) -> None:
-    """Terminate the part, which ends its Ray, then kill its process group."""
+    """Terminate the part, so that it ends Ray, then kill the part's process group."""
     late.set()
     part.terminate()
     try:

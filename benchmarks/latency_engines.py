@@ -1,4 +1,4 @@
-"""Real engines that take weights in their own ways or ours, for inspection."""
+"""Real engines, updated in their own ways or ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.models import Tensor
 from benchmarks.peer_vllm import VllmUnderTest
 from weightsync.actors.engine import EngineActor
 
-if TYPE_CHECKING:  # so that mypy sees what the benchmark takes of them
+if TYPE_CHECKING:  # so that mypy checks the benchmark's use of adapters
     from weightsync.engines.sglang.adapter import SglangEngine
     from weightsync.engines.sglang.api import Server
 
@@ -25,7 +25,7 @@ __all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
 
 
 Args = Sequence[Sequence[Any]]
-"""Arguments per rank; empty for a command without any."""
+"""Arguments per rank; empty for a command without arguments."""
 
 
 class SglangLatency(EngineActor):
@@ -39,7 +39,7 @@ class SglangLatency(EngineActor):
         self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
 
     async def update_from_tensors(self, payloads: Sequence[bytes], load_format: str | None) -> None:
-        """Make one SGLang call with each rank's payload: a probe's, or SGLang's own in its session."""
+        """Make one SGLang call with each rank's payload: a probe's, or SGLang's own in a session."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -51,14 +51,14 @@ class SglangLatency(EngineActor):
             await server.select("draft" if is_probe else "all")
             ok, message = await server.manager.update_weights_from_tensor(request, None)
             if not is_probe:
-                await server.select("")  # an update is timed with the end of its session
+                await server.select("")  # an update's time includes the end of the session
             if not ok:
                 raise RuntimeError(message)
 
         await self._call(send)
 
     async def empty(self) -> None:
-        """Make the same call to all ranks with nothing to do."""
+        """Make the same call to all ranks, which do nothing."""
         await self.update_from_tensors(self._payloads("nothing", (), answers=False), rank_probe.LOADER)
 
     async def forget(self) -> None:
@@ -93,7 +93,7 @@ class VllmLatency(VllmUnderTest):
     """Our engine actor with vLLM's own weight transfer over CUDA IPC."""
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Say how weights will come."""
+        """Tell vLLM how weights will arrive."""
         await self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     async def start_weight_update(self) -> None:
@@ -109,7 +109,7 @@ class VllmLatency(VllmUnderTest):
         await self._rpc("finish_weight_update")
 
     async def empty(self) -> None:
-        """Make a call to all ranks with nothing to do."""
+        """Make a call to all ranks, which do nothing."""
         await self.probe("nothing")
 
     async def _rpc(self, method: str, **arguments: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class VllmLatency(VllmUnderTest):
 
 
 class TorchLatency(EngineActor):
-    """Our engine actor around transformers' model, which has no update of its own."""
+    """Our engine actor around transformers' model, which has no own way of updates."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         super().__init__("torch", model_path, "torch", options)
@@ -134,7 +134,7 @@ class TorchLatency(EngineActor):
         """Make a call with nothing to do."""
 
     async def probe(self, command: str, args: Args = ()) -> list[Any]:
-        """Return the answer of its only rank, see `rank_probe`."""
+        """Return the answer of the only rank, see `rank_probe`."""
         engine: Any = self._engine
         with torch.no_grad():
             return [rank_probe.answer(engine.model, command, _of_rank(args, 0))]

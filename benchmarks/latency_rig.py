@@ -1,4 +1,4 @@
-"""A real engine and trainers on its GPUs, for `bench_latency`.
+"""A real engine and trainers on the same GPUs, for `bench_latency`.
 
 Updates run by the engine's own calls, or by ours.
 """
@@ -51,7 +51,7 @@ Layers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """One engine and its trainers. `layouts` are those of the engine's ranks."""
+    """One engine and its trainers. `layouts` has the layouts of the engine's ranks."""
 
     kind: str
     tensors: Sequence[Tensor]
@@ -67,12 +67,12 @@ class Rig:
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine's live weights can be read, not only its loader's input."""
+        """True if the engine's live weights can be read, not only the loader's input."""
         return all(layout.buffers for layout in self.layouts)
 
     @property
     def has_own_way(self) -> bool:
-        """Whether the engine takes weights without us and its live weights are readable."""
+        """True if the engine has an own way of updates and readable live weights."""
         return self.kind in ("sglang", "vllm") and self.is_live
 
     def prepare(self, version: int) -> None:
@@ -89,7 +89,7 @@ class Rig:
         return sum(ray.get(self.engine.probe.remote("wrong", args)))
 
     def load_code(self) -> None:
-        """Have trainers import what they need for the engine's own ways."""
+        """Make trainers import the code for the engine's own ways."""
         ray.get([trainer.load_code.remote(self.kind) for trainer in self.trainers])
 
     def connect(self) -> None:
@@ -99,7 +99,7 @@ class Rig:
         self.sync.connect()
 
     def ours(self) -> Round:
-        """Run one update by us. Afterwards, untimed, holders take their snapshots."""
+        """Run one update by us. Afterwards, untimed, holders copy snapshots."""
         started = time.perf_counter()
         report = self.sync.update_weights(self.sync.version + 1)
         seconds = time.perf_counter() - started
@@ -138,7 +138,7 @@ class Rig:
 
 
 def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
-    """Return a rank's seconds of opening and of loading. vLLM's receiving includes its loading."""
+    """Return a rank's seconds of opening and of loading. vLLM's receiving includes loading."""
     loaded = rank.get("load", 0.0)
     return rank.get("open", 0.0) + max(0.0, rank.get("receive", 0.0) - loaded), loaded
 
@@ -158,8 +158,8 @@ def start(
 ) -> Iterator[Rig]:
     """Start an engine with dummy weights, and a trainer rank on each GPU.
 
-    `quantization`: options of an engine that is quantised. With `apart` the engine is on the next GPUs; so it
-    is with `nodes`, which are Ray's for the trainers and for the engine.
+    `quantization` has options of a quantised engine. With `apart`, or with Ray's `nodes` for the trainers and
+    for the engine, the engine is on the next GPUs.
     """
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:

@@ -28,7 +28,7 @@ class LatencyTrainer(ShardTrainer):
 
     All ranks make every call at the same time; the first one calls the engine.
 
-    Each way returns the seconds of its layers and the number of calls to the engine.
+    A way returns the seconds of the layers and the number of calls to the engine.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LatencyTrainer(ShardTrainer):
         )
 
     def send_vllm(self) -> Mapping[str, float]:
-        """Send by vLLM's CUDA IPC, as it was opened.
+        """Send by vLLM's CUDA IPC, as opened.
 
         Everything but gathering and the engine's calls counts as metadata, packing included.
         """
@@ -154,7 +154,7 @@ class LatencyTrainer(ShardTrainer):
 
 
 class _TimedClient:
-    """What vLLM's trainer side calls. Times each call to the engine."""
+    """The client of vLLM's trainer side. Times each call to the engine."""
 
     def __init__(self, engine: ActorHandle[Any]) -> None:
         self._engine, self.clock, self.num_calls = engine, PhaseClock(), 0

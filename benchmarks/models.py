@@ -1,4 +1,4 @@
-"""The tensors of the benchmarks' models, and the slice that each engine rank holds."""
+"""The tensors of the benchmarks' models, and the slices of engine ranks."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Tensor:
 def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[Tensor, ...]:
     """Return a model by its name on the command line.
 
-    ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and
-    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``moe4`` (its first 4 layers, stacked),
-    ``100m`` (a Llama of 197 MB), ``tiny`` (what is left when there are no bytes).
+    ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (`gib` GiB of equal layers), ``moe`` and
+    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``moe4`` (the first 4 layers, stacked),
+    ``100m`` (a Llama of 197 MB), ``tiny`` (a few kilobytes, for costs that do not depend on bytes).
     """
     if name == "llama":
         return llama_like(gib)
@@ -128,7 +128,7 @@ def _tensors(shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ...]:
-    """Stack the experts of a layer into two tensors, which ranks hold by whole experts. Others are cut."""
+    """Stack the experts of a layer into two tensors, of which ranks hold whole experts."""
     assert shape.moe is not None
     num_experts, inter, hidden = shape.moe.num_experts, shape.moe.intermediate_size, shape.hidden_size
     stacked: list[Tensor] = []

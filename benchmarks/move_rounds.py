@@ -1,4 +1,4 @@
-"""Rounds of moves of real Ray actors, which the driver calls itself or through one of each group."""
+"""Rounds of moves of real Ray actors, called by the driver or through one holder of each group."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _spawn_idle() -> ActorHandle[Any]:
 
 
 class Rounds:
-    """Holders in groups of 8, which are a host's to the driver."""
+    """Holders in groups of 8, which are hosts to the driver."""
 
     def __init__(self, num_holders: int) -> None:
         self._num_holders, self._links = num_holders, NodeLinks(None)
@@ -63,7 +63,7 @@ class Rounds:
         return [each.handle for each in self.holders]
 
     async def start(self) -> None:
-        """Start as many actors at once as there are cores, since each starts a process."""
+        """Start as many actors at once as there are cores, since an actor starts a process."""
         at_once = len(os.sched_getaffinity(0))
         for first in range(0, self._num_holders, at_once):
             stage(f"start of holder {first}")
@@ -99,6 +99,6 @@ class Rounds:
 
 
 def measure_moves(num_holders: int, num_rounds: int) -> None:
-    """Have actors move, called by the driver and by one of each group in turns, and send a row for each."""
+    """Let actors move, called by the driver and by holders in turns, and send a row for both."""
     about: dict[str, object] = {"holders": num_holders, "groups": -(-num_holders // PER_HOST)}
     measure(lambda: Rounds(num_holders), num_rounds, "holders that move nothing", about)

@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peer_awex \\
         --part '{"trainers": 1, "engines": 1, "layers": 4, "cpu": false, "rounds": 7}'
 
-What awex does around it is left out, to its advantage: the rendezvous server, the conversion of names,
-and the process group that it makes and ends in each update.
+To awex's advantage, the rest is left out: the rendezvous server, the conversion of names, and the process
+group that awex makes and ends in each update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["uneven"]
 
 
 class Sender:
-    """A trainer rank, whose tensors are cut along their first dimension."""
+    """A trainer rank, with tensors cut along the first dimension."""
 
     def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
         boxes = [(tensor, rank_box(replace(tensor, cut=0), rank, num_ranks)) for tensor in model]
@@ -50,7 +50,7 @@ class Sender:
         synchronize()
 
     def build(self, plan: Any) -> Callable[[], None]:  # noqa: ANN401 (awex's TransferPlan)
-        """Build its operations. Returns a function that runs them."""
+        """Build operations. Returns a function that runs them."""
         from awex.transfer.nccl_comm import batch_send_recv, nccl_build_send_ops
 
         parameters = {tensor.name: local for tensor, _, local in self._held}
@@ -118,14 +118,14 @@ def main() -> None:
 
 
 def uneven(model: Model, num_trainers: int, num_engines: int) -> bool:
-    """Return whether ranks hold unequal parts of a tensor."""
+    """Return True if ranks hold unequal parts of a tensor."""
     cuts = [(tensor.shape[0], num_trainers) for tensor in model]
     cuts += [(tensor.shape[tensor.cut], num_engines) for tensor in model if tensor.cut is not None]
     return any(size % num_parts for size, num_parts in cuts)
 
 
 def _update(mine: Sender | Receiver, plan: Any, control: Control) -> dict[str, float]:  # noqa: ANN401
-    """Return the seconds of the slowest rank, and its building and running."""
+    """Return the slowest rank's seconds in all, of building and of running."""
     built_s: list[float] = []
 
     def both() -> None:
@@ -161,7 +161,7 @@ def _plan(model: Model, num_engines: int, num_trainers: int, rank: int) -> Any: 
 
 
 def _skip_package() -> None:
-    """Skip awex's ``__init__``, which imports Megatron; its core does not need it."""
+    """Skip awex's ``__init__``, which imports Megatron. The core does not need Megatron."""
     found = importlib.util.find_spec("awex")
     assert found is not None
     package = types.ModuleType("awex")

@@ -1,12 +1,12 @@
-"""checkpoint-engine alone, one process per GPU, started by torchrun as in its own examples.
+"""checkpoint-engine alone, one process per GPU, started by torchrun as in checkpoint-engine's examples.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m benchmarks.peer_checkpoint_engine --part '{"gib": 16, "source": "device", "rounds": 7}'
 
-Each rank owns whole tensors, a contiguous part of the list. Its consumer process receives all tensors and
-copies its slices, like an inference engine's ``load_weights``. The process group is made once
-(``auto_pg=False``) and the pinned pool is reused, so no update pays for either. Its updates collect
-garbage, so objects that this benchmark imported are frozen and cost them nothing.
+Every rank owns whole tensors, a contiguous part of the list. The rank's consumer process receives all tensors
+and copies slices, like an inference engine's ``load_weights``. The process group is made once
+(``auto_pg=False``) and the pinned pool is reused, so no update pays for them. checkpoint-engine's updates
+collect garbage, so objects that this benchmark imported are frozen and cost the updates nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def consume(calls: Connection, model: Model, rank: int, num_ranks: int) -> None:
 
 
 class Rank:
-    """One parameter server and its consumer."""
+    """One parameter server with a consumer."""
 
     def __init__(self, model: Model, source: str, rank: int, num_ranks: int) -> None:
         from checkpoint_engine.ps import ParameterServer
@@ -116,17 +116,14 @@ class Rank:
         self._server.gather_metas(_NAME)
 
     def _update(self) -> None:
-        """Send everything to every consumer. Returns when this rank's consumer has loaded it."""
+        """Send everything to every consumer. Returns when this rank's consumer has loaded."""
         self._failed = None
         self._server.update(_NAME, self._tell_consumer)
         if self._failed is not None:
             raise self._failed
 
     def _tell_consumer(self, paths: list[tuple[str, str]]) -> None:
-        """Make the consumer load.
-
-        Runs in a server thread that swallows errors, so they are kept.
-        """
+        """Make the consumer load. Stores errors, since the server's thread would ignore them."""
         try:
             self._ask("load", dict(paths)[self._server._device_uuid])
         except Exception as error:  # noqa: BLE001
@@ -175,7 +172,7 @@ def main() -> None:
 
 
 def _spare_the_collector() -> None:
-    """Freeze what this benchmark imported, so that checkpoint-engine's collections skip it."""
+    """Freeze this benchmark's imports, so that checkpoint-engine's garbage collections skip them."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,7 @@
-"""A real vLLM that takes weights in our way and in its own.
+"""A real vLLM, updated in our way and in vLLM's own ways.
 
-`VllmUnderTest` takes ours. `OwnVllm` takes the others, vLLM's weight transfer and tensor by tensor: a
-plain ``vllm.LLM`` in one Ray actor and a trainer in another, as in vLLM's own examples
+`VllmUnderTest` is updated in our way. `OwnVllm` is updated by vLLM's weight transfer and tensor by tensor: a
+plain ``vllm.LLM`` in one Ray actor and a trainer in another actor, as in vLLM's own examples
 (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``). The trainer's side comes from vLLM 0.33.
 """
 
@@ -33,7 +33,7 @@ BACKENDS = {
     "nccl_m2n": ("m2n_trainer", "M2NTrainerInitInfo"),
     "sharded_rdt": ("sharded_rdt_trainer", "ShardedRDTTrainerInitInfo"),
 }
-"""Where vLLM's weight transfer has the settings of each backend's trainer side."""
+"""Modules of vLLM with the settings of each backend's trainer side."""
 _FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -49,7 +49,7 @@ class VllmTrainer(ShardTrainer):
     _sender: Any
 
     def open(self, engine: ActorHandle[Any], backend: str, settings: Mapping[str, Any]) -> None:
-        """Connect to `engine` by vLLM's trainer side of `backend`, with the settings of its init info."""
+        """Connect to `engine` by vLLM's trainer side of `backend`, with `settings` for the init info."""
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -63,7 +63,7 @@ class VllmTrainer(ShardTrainer):
         )
 
     def send(self) -> None:
-        """Send everything, and return when the engine has it."""
+        """Send everything. Returns when the engine has all weights."""
         self._sender.send_weights()
 
     def send_each(self, engine: ActorHandle[Any]) -> None:
@@ -103,7 +103,7 @@ class VllmUnderTest(EngineActor):
 
 
 class OwnVllm:
-    """An actor with a ``vllm.LLM`` that takes weights by vLLM's own calls. One rank."""
+    """An actor with a ``vllm.LLM``, updated by vLLM's own calls. One rank."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as in vLLM's examples
@@ -149,7 +149,7 @@ class OwnVllm:
 
 
 def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
-    """Return each tensor with its vLLM parameter on one rank and its first row."""
+    """Return each tensor with the name of vLLM's parameter on one rank and the first row there."""
     rows = {tensor.name: tensor.shape[0] for tensor in model}
     places = []
     for tensor in model:

@@ -1,4 +1,4 @@
-"""Draws a bar chart of a result file: medians with their ranges.
+"""Draws a bar chart of a result file: medians with ranges.
 
     python -m benchmarks.plot benchmarks/results/FILE.json --out FILE.svg
 
@@ -112,7 +112,7 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 
 def _part(key: str, value: object) -> str:
-    if key == "route":  # else it has a reason instead
+    if key == "route":  # otherwise the route is a reason
         return DIRECT if is_direct(str(value)) else "broadcast"
     units = {"bucket MiB": "{} MiB", "slots": "{} slots", "world": "{} GPUs", "source": "{} source"}
     return units.get(key, "{}").format(value)

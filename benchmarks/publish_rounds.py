@@ -1,4 +1,4 @@
-"""Rounds of publishing real Ray actors, which the driver calls itself or through holders."""
+"""Rounds of publishing of real Ray actors, called by the driver or through holders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class IdleTrainer:
 
 
 class Rounds:
-    """Trainers, and a holder for each group of 8 of them, which are a host's to the driver."""
+    """Trainers, and a holder for each group of 8 trainers, which is a host to the driver."""
 
     def __init__(self, num_trainers: int) -> None:
         self._num_trainers = num_trainers
@@ -53,7 +53,7 @@ class Rounds:
         return [each.handle for each in (*self.trainers, *self.holders)]
 
     async def start(self) -> None:
-        """Start as many actors at once as there are cores, since each starts a process."""
+        """Start as many actors at once as there are cores, since an actor starts a process."""
         at_once = len(os.sched_getaffinity(0))
         for first in range(0, self._num_trainers, at_once):
             stage(f"start of trainer {first}")
@@ -96,6 +96,6 @@ class Rounds:
 
 
 def measure_publishing(num_trainers: int, num_rounds: int) -> None:
-    """Have actors publish, called by the driver and by holders in turns, and send a row for each."""
+    """Let actors publish, called by the driver and by holders in turns, and send a row for both."""
     about: dict[str, object] = {"trainers": num_trainers, "groups": -(-num_trainers // PER_HOST)}
     measure(lambda: Rounds(num_trainers), num_rounds, "trainers that publish nothing", about)

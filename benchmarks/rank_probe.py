@@ -28,10 +28,7 @@ _clock = PhaseClock()
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """Run a command for SGLang.
-
-    It is the name of an empty tensor, and the answer goes to a file.
-    """
+    """Run a command for SGLang: the name of an empty tensor. The answer goes to a file."""
     file, command, args = pickle.loads(named_tensors[0][0])
     if _clock.spans and _clock.spans[-1].name == "open":
         _clock.spans.pop()  # the span of this call itself

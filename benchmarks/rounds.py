@@ -22,13 +22,13 @@ class Rounds(Protocol):
     """Actors, and the ways to call them."""
 
     def actors(self) -> Sequence[ActorHandle[Any]]:
-        """Return all that were started."""
+        """Return all started actors."""
 
     async def start(self) -> None:
-        """Start them."""
+        """Start the actors."""
 
     async def take(self, num_rounds: int) -> dict[str, Sequence[Instant]]:
-        """Return what each round took, by way."""
+        """Return the time of each round, by way."""
 
 
 async def dialled(links: NodeLinks, peers: Sequence[Served]) -> None:
@@ -39,7 +39,7 @@ async def dialled(links: NodeLinks, peers: Sequence[Served]) -> None:
 
 
 def measure(make: Callable[[], Rounds], num_rounds: int, table: str, about: dict[str, object]) -> None:
-    """Take rounds, and send a row of `table` for each way. Rows have what is said `about` the actors."""
+    """Measure rounds, and send a row of `table` for each way. Rows have the columns of `about`."""
     start_ray(0)
     made: list[Rounds] = []
 

@@ -26,7 +26,7 @@ __all__ = ["MegatronRank", "TrainerRank", "ZeroRank"]
 
 
 class TrainerRank(TrainerShard):
-    """What both kinds have: values to write, and this process's memory."""
+    """Base of both kinds: values to write, and this process's memory."""
 
     _held: Sequence[Held] = ()
 
@@ -79,7 +79,7 @@ class ZeroRank(TrainerRank):
         )
 
     def broadcast(self, ranks: Sequence[ActorHandle[Any]]) -> None:
-        """Give every engine rank each parameter as OpenRLHF does on shared GPUs, one by one.
+        """Send parameters to every engine rank one by one, as OpenRLHF does on shared GPUs.
 
         The parameter is gathered and cloned, and engines map the clone. Source: OpenRLHF 0.8,
         ``broadcast_to_vllm`` with ``use_cuda_ipc``.
@@ -101,7 +101,7 @@ class ZeroRank(TrainerRank):
 
 
 class MegatronRank(TrainerRank):
-    """A rank of Megatron-Core's model, of its own layers, in bfloat16."""
+    """A rank of Megatron-Core's model, with Megatron-Core's own layers, in bfloat16."""
 
     def __init__(self, rank: int, num_ranks: int, meeting: str, shape: ModelShape, tp: int, ep: int) -> None:
         from megatron.core import parallel_state

@@ -14,7 +14,7 @@ from weightsync.plan.layout.copies import Copies, tiles
 __all__ = ["TritonCopy"]
 
 _TILE_NBYTES = 32 << 10
-_UNIT_NBYTES = 8  # int64; Triton merges two that it knows to be adjacent and aligned
+_UNIT_NBYTES = 8  # int64; Triton merges two int64 if they are adjacent and aligned
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -46,12 +46,12 @@ MODES: tuple[Mode, ...] = ("auto", "broadcast")
 
 
 class WrongWeightsError(RuntimeError):
-    """The destination does not hold what was sent."""
+    """The destination does not hold the sent bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One timed update: its number from 1 on, the caller's seconds, and the report."""
+    """One timed update: the number from 1 on, the caller's seconds, and the report."""
 
     number: int
     seconds: float
@@ -59,15 +59,15 @@ class Round:
 
 
 def new_version() -> int:
-    """Return a version greater than all before, so that each round writes other bytes."""
+    """Return a version greater than all before, so that every round writes other bytes."""
     return next(_versions)
 
 
 def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: int = 1) -> SyncConfig:
-    """Return a config with these buckets, and limits wide enough for them.
+    """Return a config with these buckets and wide limits.
 
-    By default holders keep no snapshots. They would copy them between updates, untimed, and page-lock as
-    much host memory when they connect.
+    By default holders store no snapshots. They would copy snapshots between updates, untimed, and page-lock
+    as much host memory when they connect.
     """
     return SyncConfig(
         mode=mode,
@@ -88,7 +88,7 @@ def connect(sync: WeightSync) -> None:
     clock.setLevel(logging.DEBUG)
     try:
         sync.connect()
-    finally:  # keep its cost out of updates
+    finally:  # logging would cost updates time
         clock.setLevel(logging.NOTSET)
         clock.removeHandler(shown)
 
@@ -143,9 +143,9 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Return the floor of the slowest rank, its ratio to ``applied``, and the measured rates that count.
+    """Return the floor of the slowest rank, the ratio to ``applied``, and the rates of the links.
 
-    The floor is the rank's bytes over the rates of its links. Needs a GPU.
+    The floor is the rank's bytes over the rates of the rank's links. Needs a GPU.
     """
     rates = measured_rates()
     reports = [each.report for each in rounds]

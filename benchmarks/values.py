@@ -1,7 +1,7 @@
 """Writes, poisons and compares the expected values of tensors, many tensors at a time.
 
-An element's word depends on its tensor, version, row and column. Rows and columns are hashed separately, so
-that displaced ones are found for any width of the tensor.
+An element's word depends on tensor, version, row and column. Rows and columns are hashed separately, so that
+displaced rows and columns are found for any width of the tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weightsync.plan import Box
 __all__ = ["Held", "count_wrong", "fill", "poison"]
 
 Held: TypeAlias = tuple[Tensor, Box, torch.Tensor]
-"""A tensor, the box of it that is held, and its memory: 2 bytes per element, contiguous."""
+"""A tensor, a box, and the box's memory: 2 bytes per element, contiguous."""
 
 _CHUNK_NUMEL = 1 << 25
 _MASK = 0x3FFF  # bfloat16 bits: finite, positive and below 2, so that no model overflows
@@ -41,7 +41,7 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def count_wrong(held: Iterable[Held], version: int) -> int:
-    """Count the elements that differ in any bit from what `fill` writes."""
+    """Count the elements that differ in any bit from the values of `fill`."""
     wrong = [
         (torch.stack(parts).view(torch.int16) != words).sum()
         for parts, words in _expected(held, version, compute=False)
@@ -57,7 +57,7 @@ def _expected(
 
     With `compute`, the words are made on a GPU if there is one.
 
-    Most of a model's many thousand tensors are alike. One by one, each would take a dozen launches.
+    Most of a model's many thousand tensors are alike. One by one, a tensor would need a dozen launches.
     """
     alike: defaultdict[tuple[tuple[int, ...], Box], list[Held]] = defaultdict(list)
     for each in held:

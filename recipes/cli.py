@@ -24,13 +24,15 @@ from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.cluster import existing_cluster, local_cluster
+from weightsync.recipes.config.recipe import Recipe, load_recipe
+from weightsync.recipes.config.schema import markdown as as_markdown
+from weightsync.recipes.config.schema import recipe_schema
 from weightsync.recipes.doctor.doctor import diagnosis, diagnosis_json, is_fit
 from weightsync.recipes.forecast.catalog import load
 from weightsync.recipes.forecast.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
+from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.forecast.parallel import parse_engine, parse_trainers
-from weightsync.recipes.forecast.quantised import read_quantization
-from weightsync.recipes.hf_model import read_model
 from weightsync.recipes.inputs import (
     at_least_one,
     check_cluster,
@@ -45,14 +47,11 @@ from weightsync.recipes.inputs import (
     runnable_recipe,
     writable,
 )
-from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.report.page import write_page
 from weightsync.recipes.report.run_folder import RunFolder
 from weightsync.recipes.report.run_report import read_report
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.time_shares import ON_CPUS
-from weightsync.recipes.schema import markdown as as_markdown
-from weightsync.recipes.schema import recipe_schema
 from weightsync.report import Covered
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -63,7 +62,7 @@ ASKED_FOR = ("report.json", "trace.json")
 class _Commands(TyperGroup):
     """Answers bad input to any command with one line."""
 
-    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 (of typer or of click, by its version)
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 (typer's or click's, by version)
         try:
             return super().invoke(ctx)
         except WeightSyncError as error:
@@ -75,6 +74,9 @@ app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=
 
 _Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
 _Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")]
+_Cluster = Annotated[
+    str | None, typer.Option(help="Rates of the links: a YAML file, or hosts of configs/clusters.")
+]
 
 
 def _say_version(wanted: bool) -> None:
@@ -104,16 +106,16 @@ def run(
         str | None, typer.Option(metavar="PLAN", help="Faults to inject: a YAML file, or a shipped plan.")
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write trace.json: what each rank did in each update, and when.")
+        bool, typer.Option("--trace", help="Write trace.json, the spans of each rank in each update.")
     ] = False,
 ) -> None:
-    """Run a recipe. Exits with 0 on success, 1 if the run or its report failed, 2 for bad input."""
+    """Run a recipe. Exits with 0 on success, 1 if the run or the report failed, 2 for bad input."""
     loaded = runnable_recipe(recipe, set_ or [])
     check_cluster(loaded)
     faults = load_fault_plan(chaos, loaded) if chaos is not None else None
-    # A run with faults leaves the results of the one without.
-    folder = loaded.name if faults is None else f"{loaded.name}-chaos"
-    raise typer.Exit(_execute(loaded, out or Path("runs") / folder, faults, trace))
+    # A run with faults does not replace the results of a run without.
+    name = loaded.name if faults is None else f"{loaded.name}-chaos"
+    raise typer.Exit(_execute(loaded, out or Path("runs") / name, faults, trace))
 
 
 @app.command()
@@ -123,9 +125,7 @@ def bench(
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here, too.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
-    ] = None,
+    cluster: _Cluster = None,
     set_: _Set = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the model and of logs; runs/NAME-bench if not given.")
@@ -162,7 +162,7 @@ def plan(
         str | None,
         typer.Option(
             help="A model of configs/models, such as qwen3-8b, or a YAML file; or a folder as Hugging Face "
-            "saves it, or its config.json."
+            "saves it, or a config.json."
         ),
     ] = None,
     trainers: Annotated[
@@ -184,15 +184,13 @@ def plan(
     ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="The config.json of a quantised model: the engines have its format."
-        ),
+        typer.Option(metavar="FILE", help="The config.json of a quantised model: the format of the engines."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")
     ] = None,
 ) -> None:
-    """Show what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
+    """Show the bytes of an update and the least time for them, for a recipe or a model. Needs no GPU."""
     host = _cluster(cluster)
     if recipe is not None:
         said: dict[str, object] = {"--model": model, "--trainers": trainers, "--engine": engine}
@@ -212,13 +210,11 @@ def plan(
             model=shape,
             tensors=tensors,
             trainers=parse_trainers(required("--trainers", trainers)),
-            engines=many_engines(parse_engine(required("--engine", engine)), engines),
+            engines=many_engines(parse_engine(required("--engine", engine)), engines, quantization),
             apart=apart,
             offloaded=offloaded,
             cluster=host,
         )
-        if quantization:
-            scene = replace(scene, quantizations=(read_quantization(quantization),) * len(scene.engines))
     print(forecast(scene))
 
 
@@ -256,13 +252,11 @@ def serve_checkpoint(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
-    cluster: Annotated[
-        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
-    ] = None,
+    cluster: _Cluster = None,
 ) -> None:
-    """Make a run's report.html again from its report.json, and print a summary.
+    """Make a run's report.html again from report.json, and print a summary.
 
-    With --cluster, both compare the last update with the least time that its links allow.
+    With --cluster, both compare the last update with the least time that the links allow.
     """
     host = _cluster(cluster)
     made = read_report(report_in(folder))
@@ -288,7 +282,8 @@ def doctor(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE|DIR]", help="A recipe, or a run's folder: what its engines serve, too."
+            metavar="[RECIPE|DIR]",
+            help="Also show the models of the engines of a recipe, or of a run's folder.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows for programs instead of lines.")] = False,
@@ -299,16 +294,17 @@ def doctor(
         str | None, typer.Option(help="The cluster's head, host:port; auto if not given.")
     ] = None,
     ports: Annotated[
-        str | None, typer.Option(metavar="FIRST-LAST", help="What sync.ports will be; any port if not given.")
+        str | None,
+        typer.Option(metavar="FIRST-LAST", help="The range for sync.ports; any port if not given."),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that each answer of a host may take; 10 if not given.")
     ] = None,
 ) -> None:
-    """Show what this machine can do and how to fix what is missing. Exits with 1 if anything is.
+    """Check this machine, and show a remedy for each missing thing. Exits with 1 if anything is missing.
 
-    With a recipe, show what its engines are to serve, and how; with the folder of a run, what they serve.
-    With --cluster, show what each host of a Ray cluster has, and how fast each reaches the others.
+    With a recipe or the folder of a run, also show the models that the engines serve, and the routes to them.
+    With --cluster, examine the hosts of a Ray cluster, and measure the links between them.
     """
     if cluster:
         refuse({"RECIPE or DIR": what}, "leave it out: --cluster is about hosts")
@@ -326,7 +322,7 @@ def doctor(
 
 
 def _served(what: str) -> list[Covered]:
-    """Return what engines of a run serve, by its folder, or what those of a recipe are to serve."""
+    """Return the rows of the engines of a run, given a folder, or of a recipe."""
     if Path(what).is_dir():
         return read_report(report_in(Path(what))).coverage
     return planned(load_recipe(recipe_file(what), []))
@@ -349,7 +345,7 @@ def main() -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input as they come. After its end, block until the process ends."""
+    """Yield lines of standard input. At the end of the input, block until the process ends."""
     yield from sys.stdin
     threading.Event().wait()
 
@@ -358,8 +354,19 @@ def _cluster(given: str | None) -> tuple[str, HostSpec] | None:
     return (given, load(HostSpec, given, field="--cluster", kind="clusters")) if given else None
 
 
-def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
-    return _on_cluster(recipe, folder, lambda at: _run_inside(recipe, at, chaos, trace))
+def _execute(recipe: Recipe, out: Path, chaos: FaultPlan | None, trace: bool) -> int:
+    def inside(folder: RunFolder) -> int:
+        screen = Screen(Console())
+        report = _loop("quickstart", screen).run(recipe, folder, screen, chaos, trace=trace)
+        if not folder.complaint():
+            screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
+        if report.status == "done":
+            return DONE
+        reached = f"the mean reward of the last steps is {report.final_reward:.3f}"
+        wanted = f"loop.target_reward {recipe.loop.target_reward:g}"
+        return _complain(f"{wanted} was not reached: {reached}", FAILED)
+
+    return _on_cluster(recipe, out, inside)
 
 
 def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -> int:
@@ -373,7 +380,7 @@ def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -
 
 
 def with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
-    """Return the exit code of `inside`. Prints its outcome first, then what could not be written."""
+    """Return the exit code of `inside`. Prints the outcome first, then the files that were not written."""
     try:
         code = _outcome(folder, num_at_once, inside)
     except Exception:  # noqa: BLE001 (Python would print it after our message)
@@ -405,23 +412,10 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
         return _complain("interrupted", INTERRUPTED)
 
 
-def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
-    screen = Screen(Console())
-    report = _loop("quickstart", screen).run(recipe, folder, screen, chaos, trace=trace)
-    if not folder.complaint():
-        screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
-    if report.status != "done":
-        remedy = f"the mean reward of the last steps is {report.final_reward:.3f}"
-        return _complain(
-            f"loop.target_reward {recipe.loop.target_reward:g} was not reached: {remedy}", FAILED
-        )
-    return DONE
-
-
 def _loop(module: str, screen: Screen) -> Any:  # noqa: ANN401 (a module)
     """Import a loop only now: see local_cluster, and bad input need not wait for torch and transformers."""
     with screen.stage("load torch and transformers"):
-        return importlib.import_module(f"weightsync.recipes.{module}")
+        return importlib.import_module(f"weightsync.recipes.loops.{module}")
 
 
 def _complain(message: object, code: int) -> int:

@@ -33,7 +33,7 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
     """Start Ray on this host and end it on exit, or join `existing_cluster`.
 
     Actors' output does not reach the terminal; it is in ``logs`` of `folder` afterwards. Import Ray only
-    inside, as it reads its credentials on import.
+    inside, since Ray reads credentials on import.
 
     Raises ConfigError for a cluster that cannot be reached.
     """
@@ -112,7 +112,7 @@ def _keep_logs(session: Path, job: str, logs: Path) -> None:
 
 
 def _named(log: Path) -> str:
-    """Return a log's new name, such as ``EngineActor-main-0-4711.err``: its actor and process id."""
+    """Return a log's new name, such as ``EngineActor-main-0-4711.err``, with actor and process id."""
     with log.open(errors="replace") as lines:
         found = [line.strip() for line in islice(lines, _HEAD_LINES) if line.startswith(_ACTOR)]
     if not found:

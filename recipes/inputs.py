@@ -13,10 +13,12 @@ from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.recipes.cluster import existing_cluster
+from weightsync.recipes.config.recipe import Recipe, load_recipe
+from weightsync.recipes.config.yaml_lines import located, read_yaml
 from weightsync.recipes.forecast.catalog import find
+from weightsync.recipes.forecast.forecast import PlannedEngine
 from weightsync.recipes.forecast.parallel import EngineParallel
-from weightsync.recipes.recipe import Recipe, load_recipe
-from weightsync.recipes.yaml_lines import located, read_yaml
+from weightsync.recipes.forecast.quantised import read_quantization
 from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.text import count_text
 
@@ -25,7 +27,7 @@ _MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe by path or name, if this machine can start its trainers and engines."""
+    """Load a recipe by path or name, if this machine can start the trainers and engines."""
     recipe = load_recipe(recipe_file(given), overrides)
     kind = recipe.trainers.kind
     library = {"deepspeed": "DeepSpeed", "megatron": "Megatron-Core"}.get(kind)
@@ -84,7 +86,7 @@ def check_models(models: Sequence[Path]) -> None:
 
 
 def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    """Load a fault plan by path or name, if `recipe` has its processes."""
+    """Load a fault plan by path or name, if `recipe` has the processes."""
     path = find(chaos, "chaos", shipped_recipes(plans=True))
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
@@ -126,18 +128,19 @@ def at_least_one(option: str, value: int | None) -> int:
     return value or 1
 
 
-def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParallel, ...]:
+def many_engines(engine: EngineParallel, count: int | None, quantization: str | None) -> list[PlannedEngine]:
     """Return `count` engines, 1 by default. Refuses more than can be planned within seconds."""
     given, most = at_least_one("--engines", count), _MOST_ENGINE_RANKS // engine.num_ranks
     if given > most:
         ranks = count_text(engine.num_ranks, "rank")
         remedy = f"give at most {most}: engines of {ranks} are planned up to a million ranks"
         raise ConfigError("--engines", given, remedy)
-    return (engine,) * given
+    read = read_quantization(quantization) if quantization else None
+    return [PlannedEngine(f"engine-{number}", engine, read) for number in range(given)]
 
 
 def writable(option: str, path: Path) -> None:
-    """Check that a file can be written later, and make its folder."""
+    """Check that a file can be written later, and make the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

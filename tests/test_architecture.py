@@ -33,7 +33,7 @@ import pytest
 
 import weightsync.extend
 from weightsync.faults import FaultPlan
-from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("weightsync", "actors", "recipes")
@@ -63,7 +63,7 @@ BY_ENGINES_CHANNELS = (
     "weightsync.engines.vllm.worker",
 )
 """Modules that pickle for vLLM's and SGLang's own channels. None of them has a socket of ours."""
-USERS_OWN = ("weightsync.recipes.openrlhf_loop",)
+USERS_OWN = ("weightsync.recipes.loops.openrlhf_loop",)
 """Recipes that stand for a user's own loop and engines."""
 WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
@@ -332,7 +332,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
         ("weightsync/memory/host.py", "import weightsync.channel.wire", "points upwards"),
         ("weightsync/readers/base.py", "import weightsync.testing", "points upwards"),
         ("weightsync/holder/holder.py", "from weightsync import Box", "its own door"),
-        ("actors/holders/weight_holder.py", "import weightsync.recipes.recipe", "points upwards"),
+        ("actors/holders/weight_holder.py", "import weightsync.recipes.config.recipe", "points upwards"),
         ("weightsync/transports/base.py", "import weightsync.engines.base", "points upwards"),
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
         ("weightsync/holder/holder.py", "import weightsync.plugins.verl", "its framework imports"),
@@ -346,7 +346,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
         ("weightsync/engines/sglang/worker.py", "import zmq", "has no socket"),
         ("weightsync/engines/vllm/adapter.py", "import pickle", None),
         ("actors/holders/weight_holder.py", "import ray", None),
-        ("recipes/recipe.py", "from weightsync import WeightSync", None),
+        ("recipes/config/recipe.py", "from weightsync import WeightSync", None),
     ],
 )
 def test_a_planted_violation_is_caught(copied: Copied, path: str, line: str, rule: str | None) -> None:

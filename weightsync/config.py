@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses that check themselves, and a strict loader for them.
+"""Settings: frozen dataclasses that check their values, and a strict loader.
 
     SyncConfig(bucket_bytes="64MiB", timeout_s=30)                      # from Python
     SyncConfig.from_dict({"bucket_bytes": "64MiB", "timeout_s": 30})    # from YAML
@@ -77,7 +77,7 @@ _UNITS: dict[str, int] = {"": 1, "B": 1, "kB": 1000} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 _NEAR_UNITS = {unit.lower().removesuffix(end): unit for end in ("b", "") for unit in _UNITS}
-"""What is meant by ``mib``, ``m`` and the like."""
+"""The unit that ``mib``, ``m`` and similar spellings mean."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 _SIZE_REMEDY = "give whole bytes, as a number or a text such as 256MiB or 2GB"
 
@@ -97,8 +97,8 @@ def parse_size(value: object, *, field: str = "size") -> int:
         The number of bytes.
 
     Raises:
-        ConfigError: the value is not a size, is negative, or is not a whole number of bytes. It names the
-            nearest size, if there is one.
+        ConfigError: the value is not a size, is negative, or is not a whole number of bytes. The error names
+            the nearest size, if there is one.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -121,12 +121,12 @@ def parse_ports(value: object, *, field: str = "ports") -> tuple[int, int]:
     """Parse a range of ports from a text such as ``"29600-29699"`` or a pair of numbers.
 
     Args:
-        value: the first and the last port, both of which belong to the range.
+        value: the first and the last port, both included.
         field: the name that an error gives to the value.
 
     Raises:
-        ConfigError: the value is no range, or has ports that need privileges or do not exist. It names the
-            nearest range.
+        ConfigError: the value is no range, or has ports that need privileges or do not exist. The error names
+            the nearest range.
     """
     match = _PORTS.fullmatch(value) if isinstance(value, str) else None
     pair = [int(match[1]), int(match[2])] if match else value
@@ -150,8 +150,8 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
         field: path of `data` in the file, for errors; ``""`` at the top.
 
     Raises:
-        ConfigError: an unknown or missing key, or a value of another type or beyond a limit. Only an ``int``
-            is converted to a ``float``, and a text to a :data:`Size` or :data:`Ports`.
+        ConfigError: a key is unknown or missing, or a value has another type or is beyond a limit. Two
+            conversions are allowed: an ``int`` to a ``float``, and a text to a :data:`Size` or :data:`Ports`.
     """
     given = _mapping(data, field)
     known = {f.name: f for f in fields(cls) if f.init}
@@ -167,9 +167,9 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 
 
 def check_fields(instance: DataclassInstance, *, field: str) -> None:
-    """Check that a dataclass built in Python has the types and limits that :func:`load_dataclass` requires.
+    """Check a dataclass built in Python as :func:`load_dataclass` does, and convert texts.
 
-    It converts values as that does: a text becomes a :data:`Size` or :data:`Ports`.
+    A text becomes a :data:`Size` or :data:`Ports`.
 
     Raises:
         ConfigError: names the first field whose value has another type, or is beyond a limit.
@@ -217,7 +217,7 @@ _YAML: _Remedies = {
     bool: "give true or false",
     int: "give a whole number",
     float: "give a number; YAML wants the dot in 1.0e-5",
-    str: "give a text, in quotes where YAML takes it for something else",
+    str: "give a text, in quotes if YAML takes it for something else",
 }
 
 
@@ -241,7 +241,7 @@ def _scalar(hint: object, value: object, field: str, remedies: _Remedies) -> obj
 
 
 def _key(hint: object, key: str, item: object, field: str) -> str:
-    """Return a key of a mapping. Raises ConfigError, with its value, if its type does not allow it."""
+    """Return a key of a mapping. Raises ConfigError, with the item, if `hint` does not allow the key."""
     known = get_args(hint)
     if known and key not in known:
         raise ConfigError(_join(field, key), item, f"the key is unknown; {nearest(key, known)}")
@@ -289,7 +289,7 @@ def _join(field: str, key: object) -> str:
 
 
 def _names_checked(cls: type[T]) -> type[T]:
-    """Have the constructor of `cls` suggest the nearest setting for an unknown one."""
+    """Make the constructor of `cls` suggest the nearest setting for an unknown name."""
     init = cls.__init__
 
     @wraps(init)
@@ -312,60 +312,60 @@ class SyncConfig:
     Sizes are bytes, or texts such as ``"256MiB"``; see `parse_size`.
 
     Attributes:
-        mode: ``broadcast`` sends whole tensors to every engine. ``direct`` has each engine's GPU read only
-            its part from the trainers' GPU memory, or receive it from other hosts, and fails if one cannot.
-            ``auto`` decides per engine.
-        transport: between holders, ``nccl`` (GPU memory) or ``gloo`` (host memory). ``auto`` takes nccl if
+        mode: ``broadcast`` sends whole tensors to every engine. With ``direct``, an engine's GPU only reads
+            the part that it needs from the trainers' GPU memory, or receives this part from other hosts. If
+            an engine cannot, ``direct`` fails. ``auto`` decides per engine.
+        transport: between holders, ``nccl`` (GPU memory) or ``gloo`` (host memory). ``auto`` is nccl if
             every trainer and engine has a GPU.
-        stage: ``host`` brings a version to memory of the engines' hosts, and compares digests there, while
-            engines serve; they pause only to copy it from there. For links slower than that memory. Each such
-            host keeps two copies of the model. Trainers then publish to their host, also from GPUs.
-            ``device`` goes on to a second copy of the weights on each engine's GPU, so that the pause is as
-            short as a copy within the GPU: engines have to leave memory for it. ``auto`` is device if an
-            engine is on a host without a trainer, host for GPUs that lack the memory, and none for other
-            fleets. ``none`` sends weights to paused engines.
-        host_weights: how weights in the trainers' host memory are published. ``copy`` copies them to
-            page-locked memory before engines pause. ``push`` has trainers copy them straight to their GPUs
-            where holders map all engines' memory, or keep no versions: it takes no such memory, and engines
-            are paused while trainers digest.
-        bucket_bytes: the most bytes that travel as one message.
-        num_slots: buckets per holder. One is read while the others are filled.
+        stage: ``host`` sends a version to memory of the engines' hosts, and compares digests there, while
+            engines serve. Engines only pause to copy the version from this memory. Use it for links that are
+            slower than host memory. Hosts of engines then store two copies of the model, and trainers publish
+            to host memory, also from GPUs. ``device`` also copies the weights to spare memory on every
+            engine's GPU, so that the pause is as short as a copy within the GPU. ``auto`` is device if an
+            engine is on a host without a trainer, host for GPUs without enough spare memory, and none for
+            other fleets. ``none`` sends weights to paused engines.
+        host_weights: how weights in the trainers' host memory are published. ``copy`` copies the weights to
+            page-locked memory before engines pause. With ``push``, trainers copy the weights straight to
+            their GPUs, if holders map all engines' memory or ``keep_versions`` is 1. ``push`` needs no
+            page-locked memory, but engines are paused while trainers digest.
+        bucket_bytes: the most bytes of one message.
+        num_slots: buckets per holder. One bucket is read while the other buckets are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.
-        connect_timeout_s: seconds that one step of connecting may take, and the allocation of memory for
-            ``keep_versions`` after it.
-        min_engines: a version commits if at least this many engines took it.
+        connect_timeout_s: seconds for one step of connecting, and for the allocation of memory for
+            ``keep_versions`` after ``connect``.
+        min_engines: the fewest engines with which a version commits.
         pause: running requests: ``keep`` freezes them and continues with the new weights, ``wait`` lets them
             finish first, ``abort`` ends them with the tokens that they have.
-        prefix_cache: what engines do with the KV of earlier weights at a commit. ``drop`` drops it, so that
-            running requests are computed again from their first token. ``salt`` keeps it apart: requests that
-            begin after a commit never hit it, and running requests continue on it. For vLLM behind
-            `EngineActor`. See docs/components.md.
-        keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
-            are refilled. Holders allocate its memory after ``connect`` has returned. With 1
-            there is none. An engine whose memory its holders write is then refilled from engines of the same
-            layout, and others wait for the next update.
-        mirrors: further copies of the committed version on other hosts, if there are any.
-        heal_attempts: how many times a failed engine is healed before it is given up; 0 heals none.
-        heal_backoff_s: the first attempt starts at once. The second waits twice as many seconds as this, each
-            further one twice as long as the one before, at most 60.
-        respawn_timeout_s: seconds in which ``respawn=`` has to return an engine's new actor. If it is late,
-            the engine stays DEAD. The actor then has ``connect_timeout_s`` to answer.
+        prefix_cache: what engines do with the KV of earlier weights at a commit. ``drop`` drops this KV, so
+            that running requests are computed again from the first token. ``salt`` separates this KV:
+            requests that begin after a commit never hit it, and running requests continue on it. For vLLM
+            behind `EngineActor`. See docs/components.md.
+        keep_versions: 2 stores a copy of the committed version in the holders' host memory, from which
+            engines are refilled. Holders allocate this memory after ``connect`` has returned. 1 stores no
+            copy: if holders write an engine's memory, the engine is refilled from engines of the same layout,
+            and otherwise the engine waits for the next update.
+        mirrors: further copies of the committed version on other hosts, if there are other hosts.
+        heal_attempts: how many times a failed engine is healed before it is given up; 0 heals no engine.
+        heal_backoff_s: the first attempt starts at once. The second waits twice this many seconds, and every
+            further attempt twice as long as the attempt before, at most 60 seconds.
+        respawn_timeout_s: seconds for ``respawn=`` to return an engine's new actor. After this time the
+            engine stays DEAD. The new actor has ``connect_timeout_s`` to answer.
         heartbeat_s: an idle engine that does not answer for this many seconds counts as hung.
-        refill: how holders read each other's copies: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``. ``auto``
-            maps memory of the same host, and takes the first of the others that works.
-        nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
-            while engines keep serving, ``ignore`` does not look. ``auto`` warns of them in a model, and
-            refuses them in an adapter: engines may give an adapter's NaN to requests without that adapter.
-        rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
-        components: what else engines serve than the model, and what updates do with it. With ``{"draft":
-            "frozen"}`` engines speculate with a draft model, which updates leave as it is, and compare. With
-            ``{"draft": "trained"}`` it comes from trainers, in the model's versions. See docs/components.md.
+        refill: how holders read copies of other holders: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``.
+            ``auto`` maps memory of the same host, and uses the first way that works for other hosts.
+        nonfinite: NaN and Inf in published weights: ``warn`` logs the tensors, ``refuse`` fails the update
+            while engines continue to serve, ``ignore`` does not look. ``auto`` warns for a model, and refuses
+            for an adapter: engines may give an adapter's NaN to requests without this adapter.
+        rdma_device: the network devices for ``rdma``, separated by commas; empty allows any device.
+        components: what engines serve besides the model, and what updates do with it. With ``{"draft":
+            "frozen"}`` engines speculate with a draft model, which updates only compare. With ``{"draft":
+            "trained"}`` the draft comes from trainers, in the model's versions. See docs/drafts.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
-            Without it they listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
+            By default holders listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 
     Raises:
-        ConfigError: a value is not valid; names the field, such as ``sync.timeout_s``.
+        ConfigError: a value is not valid. The error names the field, such as ``sync.timeout_s``.
     """
 
     mode: Literal["auto", "broadcast", "direct"] = "auto"

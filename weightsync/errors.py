@@ -1,23 +1,23 @@
 """Every error that weightsync raises on purpose.
 
     WeightSyncError
-    ├── ConfigError           the user's input: names the field, the value and a remedy   (also ValueError)
+    ├── ConfigError           invalid input: names the field, the value and a remedy      (also ValueError)
     ├── PlanError             two layouts that do not fit: names the parameter            (also ValueError)
     ├── StateError            a call that this state does not allow                       (also RuntimeError)
-    │   └── MovedError        weights that are read in place are elsewhere: an update connects again by itself
-    ├── DeadlineError         a wait ended: names the phase and what did not come         (also TimeoutError)
+    │   └── MovedError        a trainer's weights have new addresses: an update connects again by itself
+    ├── DeadlineError         a wait ended: names the phase and the missing processes     (also TimeoutError)
     │   └── SlowError         an engine did not keep up with a move: names the engine
-    ├── PeerLostError         a process that we need is gone
-    ├── PeerError             a process that we need raised something that is not in this tree
+    ├── PeerLostError         a needed process has ended: names the process
+    ├── PeerError             a needed process raised an error that is not in this tree
     ├── TransportError        bytes could not be moved
     │   └── ReadError         a peer's memory could not be read: names the peer
-    ├── WireError             bytes on one of our sockets that are no message of ours
-    ├── EngineError           an engine refused or failed: names it, its rank and the phase
-    │   └── RankLostError     a rank's own process ended or is stopped: names the rank
-    ├── NonfiniteError        weights that hold NaN or Inf: names the tensors
-    ├── VerifyError           what arrived is not what was sent: names the tensors
-    ├── SourceChangedError    what was sent changed while it was read: names trainers and tensors, or files
-    └── ReplicasDifferError   trainers that hold the same part of a tensor hold other bytes: names both
+    ├── WireError             bytes on a socket of ours that are not a message of ours
+    ├── EngineError           an engine refused or failed: names the engine, the rank and the phase
+    │   └── RankLostError     the process of a rank ended or is stopped: names the rank
+    ├── NonfiniteError        NaN or Inf in weights: names the tensors
+    ├── VerifyError           an engine received other bytes than were sent: names the tensors
+    ├── SourceChangedError    weights changed while they were read: names trainers and tensors, or files
+    └── ReplicasDifferError   trainers have different bytes of the same part of a tensor: names both
 
 Catch broadly, recover narrowly::
 
@@ -28,8 +28,8 @@ Catch broadly, recover narrowly::
     except WeightSyncError:
         ...
 
-All errors can be rebuilt from ``args``, positionally. Ray pickles errors, and one that needs keyword
-arguments would reach the driver as another type, without its fields.
+All errors can be rebuilt from ``args``, positionally. Ray pickles errors. An error that needs keyword
+arguments would reach the driver as another type, without fields.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where an engine failed: engine, rank if known, version to take if known (else 0), and phase."""
+    """Where an engine failed. Rank and version are None and 0 if they are unknown."""
 
     engine: str
     rank: int | None
@@ -86,13 +86,13 @@ class WeightSyncError(Exception):
     """Base of every error that weightsync raises on purpose.
 
     Attributes:
-        where: the engine, rank, version and phase, if an engine failed in an update or a refill; else None.
+        where: engine, rank, version and phase, if an engine failed in an update or a refill; else None.
     """
 
     where: Where | None = None
 
     def told(self) -> str:
-        """Return the message, and where it happened if that is known."""
+        """Return the message, followed by `where` if known."""
         return f"{self} ({self.where})" if self.where else str(self)
 
 
@@ -100,10 +100,10 @@ class ConfigError(WeightSyncError, ValueError):
     """A setting or an argument is not valid. Also a ValueError.
 
     Attributes:
-        field: its name, such as ``sync.timeout_s``.
-        value: what was given.
-        remedy: what to give instead.
-        at: file and line of the recipe, if there is one.
+        field: name of the setting or argument, such as ``sync.timeout_s``.
+        value: the invalid value.
+        remedy: the value to give instead.
+        at: file and line of the recipe, if there is a recipe.
     """
 
     def __init__(self, field: str, value: object, remedy: str, at: str = "") -> None:
@@ -120,7 +120,7 @@ class PlanError(WeightSyncError, ValueError):
 
     Attributes:
         parameter: the tensor, or the engine, that does not fit.
-        problem: what is wrong, and often what to do.
+        problem: the problem, and often a remedy.
     """
 
     def __init__(self, parameter: str, problem: str) -> None:
@@ -134,21 +134,21 @@ class PlanError(WeightSyncError, ValueError):
 class StateError(WeightSyncError, RuntimeError):
     """The call is not allowed in this state. Also a RuntimeError.
 
-    The message says which call has to come first.
+    The message names the call that must come first.
     """
 
 
 class MovedError(StateError):
-    """A trainer's weights moved to memory that holders have not mapped. Their layout is the same."""
+    """A trainer's weights moved to memory that holders have not mapped. The layout is the same."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
     """A wait reached its deadline. Also a TimeoutError.
 
     Attributes:
-        phase: what was waited for.
+        phase: the phase that waited.
         missing: the processes that did not answer, such as ``engine e0``.
-        timeout_s: seconds that were allowed.
+        timeout_s: the seconds until the deadline.
     """
 
     def __init__(self, phase: str, missing: Iterable[str], timeout_s: float) -> None:
@@ -161,18 +161,18 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
 
 class SlowError(DeadlineError):
-    """An engine kept its holder waiting for too long. It may still finish.
+    """A holder waited too long for an engine, which may still finish.
 
-    `missing` has the engine's name, `timeout_s` the seconds.
+    `missing` has the engine's name.
     """
 
 
 class PeerLostError(WeightSyncError):
-    """A process that is needed has ended.
+    """A needed process has ended.
 
     Attributes:
-        peer: its name, such as ``trainer 0`` or ``holder 2``.
-        cause: what Ray or the system says about it.
+        peer: the process, such as ``trainer 0`` or ``holder 2``.
+        cause: the message of Ray or the system.
     """
 
     def __init__(self, peer: str, cause: str) -> None:
@@ -188,7 +188,7 @@ class PeerError(WeightSyncError):
 
     Attributes:
         peer: the process, such as ``trainer 0``.
-        cause: type and text of its error; the type itself may not be importable here.
+        cause: type and text of the error. The type may not be importable here.
     """
 
     def __init__(self, peer: str, cause: str) -> None:
@@ -207,8 +207,8 @@ class ReadError(TransportError):
     """A snapshot in another process could not be read.
 
     Attributes:
-        peer: the holder that offers it.
-        cause: what went wrong.
+        peer: the holder that offers the snapshot.
+        cause: the problem.
     """
 
     def __init__(self, peer: str, cause: str) -> None:
@@ -224,13 +224,13 @@ class WireError(WeightSyncError):
 
 
 class EngineError(WeightSyncError):
-    """An engine, or one of its ranks, refused or failed.
+    """An engine, or a rank of an engine, refused or failed.
 
     Attributes:
-        engine: its name.
-        phase: what it was doing.
-        cause: what it said.
-        rank: the rank that failed, if one said so; else None.
+        engine: name of the engine.
+        phase: the phase that failed.
+        cause: the engine's message.
+        rank: the rank that failed; None if the rank is not known.
     """
 
     def __init__(self, engine: str, phase: str, cause: str, rank: int | None = None) -> None:
@@ -243,7 +243,7 @@ class EngineError(WeightSyncError):
 
 
 class RankLostError(EngineError):
-    """The process of one rank of an engine ended or is stopped. The engine cannot be used any more."""
+    """The process of an engine's rank ended or is stopped. The engine cannot be used any more."""
 
     def __str__(self) -> str:
         return f"engine {self.engine}, rank {self.rank}, is lost: {self.cause}"
@@ -253,10 +253,10 @@ class VerifyError(WeightSyncError):
     """An engine holds other bytes than the trainers published.
 
     Attributes:
-        engine: its name.
-        version: the version that it was to hold.
+        engine: name of the engine.
+        version: the version that the engine should hold.
         tensors: names of the tensors that differ, or ``an unknown tensor`` if the processes that know the
-            digests do not answer. Where quantised engines alike hold different bytes, ``live parameters of
+            digests do not answer. If equal quantised engines hold different bytes, ``live parameters of
             rank 0`` with the reason, since packed parameters belong to no tensor.
     """
 
@@ -273,8 +273,8 @@ class SourceChangedError(WeightSyncError):
 
     Attributes:
         version: the version that was being read; 0 if files were read for no update yet.
-        writers: pairs of a trainer's name and the names of the tensors that it changed.
-        files: the checkpoint's files that changed after their headers were read.
+        writers: pairs of a trainer's name and the names of the tensors that this trainer changed.
+        files: files of the checkpoint that changed after the headers were read.
     """
 
     def __init__(
@@ -295,13 +295,13 @@ class SourceChangedError(WeightSyncError):
 
 
 class ReplicasDifferError(WeightSyncError):
-    """Trainer ranks that hold the same part of a tensor hold different bytes of it.
+    """Trainer ranks hold different bytes of the same part of a tensor.
 
     Attributes:
         version: the version that was being published.
-        differing: pairs of a trainer's name and the names of the tensors of which it holds other bytes than
-            more than half of the ranks that hold the same part. Without such a majority, as between two
-            ranks, every one of them is named. Empty if the processes that know the digests do not answer.
+        differing: pairs of a trainer's name and the names of the tensors in which this trainer differs from
+            the majority of the ranks that hold the same part. Without a majority, as between two ranks, all
+            of these ranks are named. Empty if the processes that know the digests do not answer.
     """
 
     def __init__(self, version: int, differing: Iterable[tuple[str, Iterable[str]]]) -> None:
@@ -322,11 +322,11 @@ class ReplicasDifferError(WeightSyncError):
 
 
 class NonfiniteError(WeightSyncError):
-    """Published weights hold NaN or Inf, and ``SyncConfig.nonfinite`` refuses them.
+    """Published weights hold NaN or Inf, and ``SyncConfig.nonfinite`` is ``refuse``.
 
     Attributes:
         version: the version that was published.
-        tensors: pairs of a tensor's name and its number of such elements.
+        tensors: pairs of a tensor's name and the number of NaN or Inf elements.
     """
 
     def __init__(self, version: int, tensors: Iterable[tuple[str, int]]) -> None:
@@ -350,11 +350,11 @@ KINDS: Mapping[str, type[WeightSyncError]] = MappingProxyType(
         if isinstance(kind, type) and issubclass(kind, WeightSyncError)
     }
 )
-"""The errors that messages can carry, by name."""
+"""Errors that messages can carry, by name."""
 
 
 def shortened(text: str) -> str:
-    """Return `text`, or if that is long, how it begins and its length."""
+    """Return `text`, or the beginning and the length of a long `text`."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(text)} characters)"
 
 

@@ -1,6 +1,6 @@
-"""The second public door: what an engine, a source or a transport from another repository needs.
+"""The second public door: names for an engine, a source or a transport in another repository.
 
-The names in `__all__` are public, like those of `weightsync`. docs/extending.md shows how they are used.
+The names in `__all__` are public, like the names in `weightsync`. docs/extending.md shows how to use them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Injects faults: a plan names processes, actions and places; each process acts itself.
+"""Injects faults: a plan names processes, actions and places; the named process acts.
 
     plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
     sync.inject(plan)                       # each process: set_faults(process, plan.for_(process), plan.seed)
 
-An update calls :func:`inject` at each place where a fault may happen. Without faults, that costs one look at
-a module's variable.
+An update calls :func:`inject` at every place where a fault may happen. Without faults, a call only reads a
+variable of this module.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan, Step
 
 _ANSWER_S = 0.05
-"""Delay of a fault at ``idle``, so that the call that set it is answered first."""
+"""Delay of a fault at ``idle``, so that `set_faults` is answered first."""
 
 LINK_DOWN = "WEIGHTSYNC_LINK_DOWN"
-"""The variable that holds a test harness's command, which cuts a link.
+"""The variable with a test harness's command, which cuts a link.
 
-It is run as ``COMMAND LINK SECONDS``, returns once the link is cut, and mends it SECONDS later.
+``COMMAND LINK SECONDS`` returns once the link is cut, and mends the link SECONDS later.
 """
 
 _CUT_S = 10.0
-"""How long that command may take to cut the link."""
+"""Seconds for the command to cut the link."""
 
 _PROCESS = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
@@ -50,7 +50,7 @@ _PLACES = {
     "trainer": ("idle", "publish"),
 }
 _RANK_PLACES = ("idle", "move", "verify", "refill")
-"""Places in a rank's process. All but ``idle`` are there instead of in the engine's process."""
+"""Places in a rank's process. Except for ``idle``, the engine's process does not have these places."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,17 +63,17 @@ class Fault:
             until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
             current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`,
             ``link_down`` has a test harness cut a link for `seconds`, see `LINK_DOWN`.
-        at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
-            ``connect`` is also in an engine that joins later, ``stage`` only in staged updates. ``reserve``
-            is where a holder allocates memory for copies, after a connect.
-        bucket: at ``move`` and ``refill``, only in this bucket; by default in the first that comes.
-        version: only while this version is made.
-        rank: for an engine whose ranks have their own processes, the rank in whose process it happens. By
-            default ``move``, ``verify`` and ``refill`` happen in rank 0, ``idle`` in the process that drives
-            the ranks.
+        at: the place of the fault. ``idle`` is at once, outside an update. ``refill`` is on either side.
+            ``connect`` is also in an engine that joins later, ``stage`` is only in staged updates.
+            ``reserve`` is in a holder that allocates memory for copies, after a connect.
+        bucket: at ``move`` and ``refill``, the bucket of the fault; by default the first bucket.
+        version: the version of the fault; by default any version.
+        rank: the rank whose process has the fault, if an engine's ranks have separate processes. By default
+            ``move``, ``verify`` and ``refill`` happen in rank 0, ``idle`` in the process that drives the
+            ranks.
         seconds: how long ``slow`` waits, or the link is down.
-        link: what ``link_down`` cuts, as the harness names it. By default it is the hostname of the process.
-        times: how often it happens. A process that replaces this one has no faults.
+        link: the link that ``link_down`` cuts, as the harness names it. By default the process's hostname.
+        times: how often the fault happens. A process that replaces this process has no faults.
     """
 
     process: str
@@ -124,7 +124,7 @@ class FaultPlan:
 
     @classmethod
     def from_yaml(cls, path: Path) -> FaultPlan:
-        """Read a plan from a YAML file. Raises ConfigError, also if it cannot be read."""
+        """Read a plan from a YAML file. Raises ConfigError, also if the file cannot be read."""
         import yaml
 
         try:
@@ -139,7 +139,7 @@ class FaultPlan:
         return tuple(fault for fault in self.faults if fault.process == process)
 
     def check_processes(self, known: Collection[str]) -> None:
-        """Raise ConfigError for a fault of a process that is not in `known`, or without its harness."""
+        """Raise ConfigError for a fault of a process not in `known`, or without a needed harness."""
         for index, fault in enumerate(self.faults):
             if fault.process not in known:
                 raise ConfigError(
@@ -149,7 +149,7 @@ class FaultPlan:
 
 
 def set_faults(process: str, faults: Sequence[Fault], seed: int) -> None:
-    """Add `faults` to this process, whose name is `process`; with an empty list, remove all.
+    """Add `faults` to this process, named `process`. An empty list removes all faults.
 
     Raises ConfigError for a ``link_down`` if this process has no harness, see `LINK_DOWN`.
     """
@@ -169,9 +169,9 @@ def set_faults(process: str, faults: Sequence[Fault], seed: int) -> None:
 def split_by_rank(
     faults: Sequence[Fault], num_ranks: int, apart: bool = False
 ) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
-    """Split `faults` between the engine's process and each of its ranks.
+    """Split `faults` between an engine's process and the engine's ranks.
 
-    A single rank runs in the engine's process unless it is `apart`; several ranks have their own processes.
+    A single rank runs in the engine's process unless `apart`; several ranks have separate processes.
     Raises ConfigError for a fault of a rank that does not exist.
     """
     for fault in faults:
@@ -236,7 +236,7 @@ def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], t
 
 
 class _Faults:
-    """The faults of this process, and how often each will still happen."""
+    """The faults of this process, with the number of times that are left."""
 
     def __init__(self, process: str, seed: int) -> None:
         self._process = process

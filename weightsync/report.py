@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol
 
 from weightsync.protocol.timing import Span
-from weightsync.text import count_text, rate_text, size_text, time_text
+from weightsync.text import count_text, rate_text, size_text, table_text, time_text
 
 Distance = Literal["same GPU or slot", "same host", "other host"]
 DIRECT = "direct"
-"""The route of an engine that reads the trainers' memory. What is quantised on the way may follow."""
+"""The route of an engine that reads the trainers' memory. The quantised formats may follow."""
 
 
 def is_direct(route: str) -> bool:
@@ -43,21 +43,21 @@ class _Sized(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Covered:
-    """What one engine serves of one component, and what is known of it.
+    """Coverage of one component on one engine: version, tensors, route and proof.
 
     Attributes:
-        engine: its name.
+        engine: name of the engine.
         component: ``model``, ``draft``, or ``adapter math``; of another model ``reward``, ``reward: draft``.
-        version: the version that it serves, 0 if none; that of the model for a draft.
-        num_tensors: tensors that updates cover, with those that are frozen.
-        num_frozen: those that updates compare and do not move.
-        nbytes: bytes of all of them, in the dtypes that travel.
+        version: the served version, 0 if none. A draft has the version of the model.
+        num_tensors: tensors that updates cover, including frozen tensors.
+        num_frozen: tensors that updates compare and do not move.
+        nbytes: bytes of all tensors, in the dtypes that travel.
         route: as `SyncReport.routes`; empty if nothing moves.
-        conversion: what becomes of the tensors on their way: ``identity``; or what applies of ``cast``, with
-            the number of tensors, both dtypes and where, of ``quantise``, with the formats, and of ``load``,
-            if the engine's own loader gets them. Empty if nothing moves.
-        proof: what the last update compared, as `SyncReport.proofs`; empty if that was another version, or if
-            the engine has slept since. An engine that was healed since was compared with the same digests.
+        conversion: ``identity``, or a list of ``cast``, with the number of tensors, both dtypes and the
+            place, ``quantise``, with the formats, and ``load``, if the engine's own loader gets the tensors.
+            Empty if nothing moves.
+        proof: what the last update compared, as `SyncReport.proofs`; empty if this was another version, or if
+            the engine has slept since. If the engine was healed since, the same digests were compared.
     """
 
     engine: str
@@ -83,7 +83,7 @@ class Covered:
         version: int = 0,
         proof: str = "",
     ) -> Covered:
-        """Make the row of a component with these tensors, by default before anything has moved."""
+        """Make the row of a component with `tensors`. The defaults describe a component before a move."""
         return cls(
             engine=engine,
             component=component,
@@ -98,7 +98,7 @@ class Covered:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table says below `COVERAGE_HEAD`, in its order."""
+        """The cells of a table below `COVERAGE_HEAD`."""
         is_moved = self.num_frozen < self.num_tensors
         way = (DIRECT if is_direct(self.route) else "broadcast") if self.route else "none"
         return (
@@ -127,7 +127,7 @@ COVERAGE_HEAD = ("engine", "component", "tensors", "bytes", "route", "conversion
 
 
 def coverage_cells(rows: Sequence[Covered]) -> list[tuple[str, ...]]:
-    """Return the cells of rows. Engines of which a table says the same have one row together."""
+    """Return the cells of rows. Engines with equal cells share a row."""
     engines: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in (row.cells for row in rows):
         engines.setdefault(tuple(cells), []).append(name)
@@ -135,16 +135,14 @@ def coverage_cells(rows: Sequence[Covered]) -> list[tuple[str, ...]]:
 
 
 def coverage_table(rows: Sequence[Covered], *, planned: bool = False) -> str:
-    """Return a table of what engines serve, with `COVERAGE_HEAD` above.
+    """Return a table of the coverage of engines, below `COVERAGE_HEAD`.
 
-    If it is only `planned`, no version is served yet, and the table says nothing of one.
+    If `planned`, no version is served yet, and the table has no versions.
     """
     lines = [COVERAGE_HEAD, *coverage_cells(rows)]
     if planned:
         lines = [line[: COVERAGE_HEAD.index("version")] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in line).rstrip() for line in padded)
+    return table_text(lines)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -159,32 +157,35 @@ class SyncReport:
 
     Attributes:
         version: the version that was committed.
-        nbytes: bytes of the model, counted once for all engines, without frozen tensors that stayed.
+        nbytes: bytes of the model, counted once for all engines, without frozen tensors.
         seconds: wall clock time of the whole call.
         phases: seconds of ``publish``, ``pause``, ``move``, ``verify`` and ``commit``, by the driver's clock.
-            If trainers are read in place, ``publish`` includes ``pause``, and ``move`` their digests.
+            If trainers are read in place, ``publish`` includes ``pause``, and ``move`` includes the trainers'
+            digests.
         verified: True: engines that hold other bytes than the trainers published do not serve `version`.
         engines: the version that each engine serves.
         states: the state of each engine.
-        failures: by engine, the error that kept it from `version`.
+        failures: by engine, the error because of which it does not serve `version`.
         digest: 64-bit digest of the model, 16 hexadecimal digits.
         num_buckets: buckets that were broadcast; 0 if engines read all tensors directly.
         epoch: number of the connect that made the plan.
-        connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
-        routes: by engine, ``direct``, followed by what is quantised on the way, or the reason why it takes
-            broadcasts. For one that has just joined, that this is found out before the next update.
-        proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
-            ``what its loader got`` where its own loader writes them. For quantised engines it is ``live
-            weights with what was quantised`` of the right tensors, where they can tell; they add how many
-            engines alike have the same live bytes. If they were filled with copies of these bytes, it is
-            ``live weights with what its loader had made of them``.
+        connect_phases: seconds of each phase of this connect. ``join`` is part of ``attach``.
+        routes: by engine, ``direct``, followed by the formats that are quantised on the way, or the reason
+            why the engine takes broadcasts. An engine that has just joined gets a route before the next
+            update, and the text says so.
+        proofs: by engine, what was last compared with the published weights: ``live weights``, or ``what its
+            loader got`` if the engine's own loader writes the weights. For a quantised engine, ``live weights
+            with what was quantised`` of the right tensors, if the engine can tell, and the number of equal
+            engines with the same live bytes. If the engine was filled with copies of these bytes, ``live
+            weights with what its loader had made of them``.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
-        spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
+        spans: by process, names and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
             ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
-            has none.
-        components: the reports of all components, if the update had several. The rest is of the first one.
-        checkpoint: name of the checkpoint, if one was published instead of trainers' weights; else empty.
+            has no spans.
+        components: the reports of all components, if the update had several. The other fields are of the
+            first component.
+        checkpoint: name of the checkpoint that was published instead of trainers' weights; else empty.
         nonfinite: by tensor, the number of elements that are NaN or Inf; see ``SyncConfig.nonfinite``.
         peak_memory: by phase and GPU, the most bytes in use on the whole GPU, sampled every 5 ms. Empty if no
             engine slept before the update, and without GPUs.
@@ -214,7 +215,7 @@ class SyncReport:
 
     @property
     def gb_per_s(self) -> float:
-        """`nbytes` over the seconds of the ``move`` phase, in 1e9 bytes per second; 0 if there was none."""
+        """`nbytes` over the seconds of the ``move`` phase, in 1e9 bytes per second; 0 without a move."""
         seconds = self.phases.get("move", 0.0)
         return self.nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
@@ -237,7 +238,7 @@ class SyncReport:
         )
 
     def _left_out(self) -> str:
-        """Engines that do not serve the version and did not fail in this update, by what they are."""
+        """Engines that do not serve the version and did not fail in this update, by state."""
         left: dict[str, list[str]] = {}
         for engine, version in sorted(self.engines.items()):
             if version != self.version and engine not in self.failures:
@@ -250,19 +251,20 @@ class SyncReport:
 class HealReport:
     """Report of one engine that failed and was healed.
 
-    Times are seconds since 1970. `died_at` is wall clock time; the others add a monotonic clock to it.
+    Times are seconds since 1970. `died_at` is wall clock time; the later times are `died_at` plus the seconds
+    of a monotonic clock.
 
     Attributes:
-        engine: its name.
-        cause: why it failed.
-        version: the version that it serves; 0 if it waits for the next update.
+        engine: name of the engine.
+        cause: why the engine failed.
+        version: the served version; 0 if the engine waits for the next update.
         died_at: when the failure was found.
-        respawned_at: when its new process was ready; None if it kept its process.
-        serving_at: when it served again; None if it waits for the next update.
+        respawned_at: when the new process was ready; None if the engine has the same process.
+        serving_at: when the engine served again; None if the engine waits for the next update.
         bytes_from: bytes that were read from each holder; empty if an update came first.
         ways: how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
         gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes per second.
-        verified: whether its digests were compared and equal those of the committed version.
+        verified: True if the engine's digests were compared and equal the digests of the committed version.
     """
 
     engine: str

@@ -52,8 +52,8 @@ __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "Loca
 class DictEngine:
     """An Engine whose weights are a dict of CPU tensors; `generate` returns its version.
 
-    While asleep, the tensors have no memory. `on_write`, if set, is called with the tensor's name before each
-    piece is written. It may fail, wait, or write something else.
+    While the engine sleeps, the tensors have no memory. `on_write`, if set, is called with the tensor's name
+    before a piece is written, and may fail, wait, or write other bytes.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -67,19 +67,19 @@ class DictEngine:
         self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
-        """Return a layout in which each tensor is whole and is its own buffer."""
+        """Return a layout in which every tensor is whole, in a separate buffer."""
         metas = tuple(meta_of(name, tensor) for name, tensor in self.tensors.items())
         segments = tuple(Segment.whole(meta, byte_strides(self.tensors[meta.name])) for meta in metas)
         return [RankLayout(metas, segments, buffers=metas)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect the only rank to its holder."""
+        """Connect the only rank to the holder."""
         self.close()
         self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s, *self.layout())
         return [Attached(plan.digest(), None, casts=self._feed.casts)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Pause at once, since nothing runs, and wake up if asleep."""
+        """Pause, and wake up if asleep. No request runs."""
         self.paused = True
         if self._asleep:
             self._asleep.undo()
@@ -106,7 +106,7 @@ class DictEngine:
             self.tensors[name][box.slices()].copy_(data)
 
     def written(self, by_holder: HolderDigests | None = None) -> None:
-        """Do nothing: what did not come, as of frozen tensors, is there."""
+        """Do nothing: tensors that did not come, such as frozen tensors, are in memory."""
 
     def finish(self) -> None:
         """Do nothing: the tensors are live."""
@@ -140,7 +140,7 @@ class DictEngine:
 
 
 class LocalPeer:
-    """Makes an object a peer of the controller. Its methods run on other threads and are awaited.
+    """Makes an object a peer of the controller. The object's methods run on other threads.
 
     Attributes:
         target: the object.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def count_text(count: int, noun: str) -> str:
     """Format a count with a regular noun: ``1 engine``, ``2 engines``, ``0 copies``."""
@@ -37,3 +39,13 @@ def time_text(seconds: float) -> str:
     if seconds < 1e-4:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def table_text(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> str:
+    """Align columns under each other, columns after the first `num_left` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = ["<" if num_left is None or i < num_left else ">" for i in range(len(widths))]
+    lines = (zip(row, signs, widths, strict=True) for row in rows)
+    return "\n".join(
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in line).rstrip() for line in lines
+    )

@@ -1,1 +1,1 @@
-"""What an environment or a cluster can run."""
+"""Checks of an environment and of a cluster."""

@@ -34,7 +34,7 @@ _REMEDY = (
     "give auto on a host of a running cluster, or host:port of its head (RAY_AUTH_MODE=token for a token)"
 )
 _ALL_GPUS = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-"""Lets an actor that reserves no GPU see its host's."""
+"""Lets an actor without a reserved GPU see all GPUs of the host."""
 
 
 def examine(address: str, ports: Ports | None, timeout_s: float) -> ClusterReport:
@@ -80,7 +80,7 @@ def _dial(head: str, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """An actor, and its host's name in messages."""
+    """An actor, and the name of the host in messages."""
 
     name: str
     handle: ActorHandle[HostProbe]
@@ -90,7 +90,7 @@ class _Peer:
 
 
 class _Examination:
-    """Peers that still answer, by Ray's node id, and why the others do not."""
+    """Peers that still answer, by Ray's node id, and the failures of the other peers."""
 
     def __init__(self, ports: Ports | None, timeout_s: float) -> None:
         self._ports, self._timeout_s = ports, timeout_s
@@ -120,7 +120,7 @@ class _Examination:
         return ClusterReport(shown, pairs, self._failures, self._ports)
 
     async def _ask(self, phase: str, call: Callable[[_Peer], Awaitable[Any]]) -> dict[str, Any]:
-        """Call all peers, and give up those that fail."""
+        """Call all peers, and give up peers that fail."""
         calls = {node: call(peer) for node, peer in self._peers.items()}
         return await self._gather(phase, calls, self._timeout_s)
 

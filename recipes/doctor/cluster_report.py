@@ -1,4 +1,4 @@
-"""What `weightsync doctor --cluster` found: rows of hosts and of pairs, and what is wrong with them."""
+"""The output of `weightsync doctor --cluster`: rows of hosts and pairs, and their problems."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import combinations
 from weightsync.actors.ray.versions import REMEDY, by_version
 from weightsync.config import Ports
 from weightsync.readers.ways import way_of
+from weightsync.text import table_text
 
 SHARED = ("weightsync", "torch", "nccl")
 """Libraries that should have one version on all hosts."""
@@ -17,23 +18,23 @@ MAX_APART_MS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What one host said of itself.
+    """The facts of one host.
 
     Attributes:
         node: Ray's node id.
-        name: its hostname.
-        address: under which Ray and its peers know it.
-        boot_id: the kernel's, of this start of the machine.
-        versions: by distribution; a library that is not installed has none.
+        name: the hostname.
+        address: the address that Ray and other hosts use.
+        boot_id: the kernel's id of this start of the machine.
+        versions: versions by distribution; empty if a library is not installed.
         gpus: names of the GPUs that torch sees.
-        devices: ``cuda:<UUID>`` of each, or one slot; those of holders.
+        devices: ``cuda:<UUID>`` of each GPU, or one slot. Each device has a holder.
         rdma: names of RDMA devices.
-        refill: the protocol by which other hosts read snapshots of this one.
-        within: how weights move between processes of this host.
-        free_ports: how many ports of the range can be bound; None without a range.
-        ports_problem: why they cannot be bound; empty if they can.
+        refill: the protocol by which other hosts read this host's snapshots.
+        within: the way of weights between processes of this host.
+        free_ports: number of ports of the range that can be bound; None without a range.
+        ports_problem: why no port can be bound; empty if ports can.
         offset_ms, uncertainty_ms: this host's clock minus the driver's, and half of the round trip.
-        label: its name in tables of pairs and in problems.
+        label: the host's name in tables and problems.
     """
 
     node: str
@@ -54,10 +55,10 @@ class Host:
 
     @property
     def num_ports(self) -> int:
-        """How many ports its holders and a driver need, one holder for each GPU or slot.
+        """Number of ports for a driver and the holders, one holder for each GPU or slot.
 
-        A holder leads a communicator, exchanges messages between hosts, and serves two snapshots: its own and
-        a neighbour's.
+        A holder leads a communicator, exchanges messages between hosts, and serves two snapshots: of this
+        host and of a neighbour.
         """
         return 1 + len(self.devices) * (2 + 2 * way_of(self.refill).num_ports)
 
@@ -68,13 +69,13 @@ class Pair:
 
     Attributes:
         sender, receiver: labels of the hosts.
-        endpoint: where the receiver listened.
-        interface: the sender's, on the route to it; empty if unknown.
-        problem: why the receiver was not reached; empty if it was.
+        endpoint: address and port on which the receiver listened.
+        interface: the sender's interface on the route; empty if unknown.
+        problem: why the receiver was not reached; empty if it was reached.
         rtt_ms: round trip in milliseconds.
         gb_per_s: rate of one TCP connection in 1e9 bytes per second.
-        broadcast: how a broadcast would go.
-        refill: how the receiver would read the sender's snapshots.
+        broadcast: the transport of a broadcast.
+        refill: the protocol by which the receiver would read the sender's snapshots.
     """
 
     sender: str
@@ -90,7 +91,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """Everything that was found. `failures` says, by host, why it gave no full answer."""
+    """All hosts and pairs. `failures`: by host, why the answer is not complete."""
 
     hosts: Sequence[Host]
     pairs: Sequence[Pair]
@@ -98,13 +99,13 @@ class ClusterReport:
     ports: Ports | None = None
 
     def problems(self) -> list[str]:
-        """Return what is wrong, one line each, with a remedy."""
+        """Return one line per problem, with a remedy."""
         found = [f"{text}; {_absent(text)}" for text in self.failures.values()]
         found += [*_versions(self.hosts), *_alike(self.hosts), *_clocks(self.hosts)]
         return [*found, *_ports(self.hosts, self.ports), *_unreachable(self.pairs)]
 
     def as_json(self) -> dict[str, object]:
-        """Return hosts, pairs and problems as JSON has them."""
+        """Return hosts, pairs and problems as values for JSON."""
         return {
             "hosts": [asdict(host) for host in self.hosts],
             "pairs": [asdict(pair) for pair in self.pairs],
@@ -173,7 +174,7 @@ def _clocks(hosts: Sequence[Host]) -> Iterator[str]:
     apart, doubt = high - low, slow.uncertainty_ms + fast.uncertainty_ms
     if apart - doubt > MAX_APART_MS:
         yield (
-            f"the clock of {fast.label} is {apart / 1e3:.3f} s ahead of that of {slow.label} "
+            f"the clock of {fast.label} is {apart / 1e3:.3f} s ahead of the clock of {slow.label} "
             f"(± {doubt / 1e3:.3f} s): run an NTP client, such as chrony, on both"
         )
 
@@ -184,7 +185,11 @@ def _ports(hosts: Sequence[Host], ports: Ports | None) -> Iterator[str]:
             yield f"{host.label}: {host.ports_problem}; give the address of an interface to ray start there"
         elif ports and host.free_ports is not None and host.free_ports < host.num_ports:
             total = ports[1] - ports[0] + 1
-            why = "give a wider range" if total < host.num_ports else "end what listens there, or give others"
+            why = (
+                "give a wider range"
+                if total < host.num_ports
+                else "stop the processes that listen there, or give other ports"
+            )
             yield (
                 f"{host.label}: of ports {ports[0]}-{ports[1]}, {host.free_ports} of {total} are free, and "
                 f"its holders and a driver need {host.num_ports}: {why}"
@@ -222,7 +227,7 @@ def _counted(names: Sequence[str]) -> str:
 def _pair_cells(pair: Pair) -> dict[str, str]:
     cells = {"from": pair.sender, "to": pair.receiver, "at": pair.endpoint, "interface": pair.interface}
     if pair.problem:
-        return cells | {"round trip": "unreachable", "rate": "", "broadcast": "", "refill": ""}
+        return cells | {"round trip": "unreachable"}
     return cells | {
         "round trip": f"{pair.rtt_ms:.3f} ms",
         "rate": f"{pair.gb_per_s:.4g} GB/s",
@@ -235,9 +240,4 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return aligned columns under their names. A column without values is left out."""
     names = [*dict.fromkeys(name for row in rows for name in row)]
     kept = [name for name in names if any(row.get(name) for row in rows)]
-    lines = [kept, *([row.get(name) or "-" for name in kept] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
-    padded = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
-    return "\n".join(line.rstrip() for line in padded) if rows else ""
+    return table_text([kept, *([row.get(name) or "-" for name in kept] for row in rows)])

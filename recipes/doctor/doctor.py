@@ -1,4 +1,4 @@
-"""What `weightsync doctor` says: what a machine can do, remedies, and what a fleet serves."""
+"""The output of `weightsync doctor`: checks with remedies, and the models of a fleet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Row:
     """The result of one check.
 
     Attributes:
-        found: what is there.
+        found: the thing that was found.
         state: ``ok``; ``warn`` if it works, but slower or less safely than it could; ``missing`` if the
             default configuration needs it.
-        remedy: what to do about it, or empty.
+        remedy: a command or a setting that helps; empty if none is needed.
     """
 
     name: str
@@ -33,7 +33,7 @@ def is_fit(rows: Iterable[Row]) -> bool:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return one line per row, with its remedy on the line below."""
+    """Return one line per row, with the remedy on the line below."""
     width = max(len(row.name) for row in rows)
     lines = []
     for row in rows:
@@ -43,7 +43,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def diagnosis(rows: Sequence[Row], served: Sequence[Covered] | None, *, planned: bool = False) -> str:
-    """Return both tables. `served` is what engines serve, None if nobody asked; see `coverage_table`."""
+    """Return both tables. `served`: rows for `coverage_table`; None leaves that table out."""
     if served is None:
         return table(rows)
     shown = coverage_table(served, planned=planned) if served else "no engine has been connected"
@@ -51,7 +51,7 @@ def diagnosis(rows: Sequence[Row], served: Sequence[Covered] | None, *, planned:
 
 
 def diagnosis_json(rows: Sequence[Row], served: Sequence[Covered] | None) -> str:
-    """Return the same for programs: the rows, or an object with ``checks`` and ``serves``."""
+    """Return the diagnosis as JSON: the rows, or an object with ``checks`` and ``serves``."""
     checks = [asdict(row) for row in rows]
     found = checks if served is None else {"checks": checks, "serves": [asdict(row) for row in served]}
     return json.dumps(found, indent=1)

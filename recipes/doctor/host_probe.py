@@ -1,4 +1,4 @@
-"""The actor of `weightsync doctor --cluster`: what one host has, and how it reaches others."""
+"""The actor of `weightsync doctor --cluster`: facts of one host, and links to other hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wall() -> float:
 
 
 class HostProbe:
-    """Looks at its host. Imports of torch wait for `facts`, so that it starts quickly."""
+    """Examines one host. Starts quickly, since only `facts` imports torch."""
 
     def ready(self) -> None:
         """Answer."""
@@ -43,13 +43,13 @@ class HostProbe:
         return wall()
 
     def facts(self, ports: Ports | None) -> Host:
-        """Return what this host has, and whether `ports` can be bound; nothing about its clock.
+        """Return the facts of this host without the clock, and the number of `ports` that can be bound.
 
         Raises ConfigError if no protocol for refills works.
         """
         from weightsync.readers import choose_protocol, rdma_devices
         from weightsync.recipes.doctor.cluster_report import Host
-        from weightsync.recipes.doctor.probes import holder_to_engine
+        from weightsync.recipes.doctor.probes import moves_on_gpus
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         gpus = _gpus()
@@ -63,7 +63,7 @@ class HostProbe:
             devices=[device for device, _ in gpus] or [f"slot:{node}"],
             rdma=rdma_devices(),
             refill=choose_protocol("auto"),
-            within="CUDA IPC" if "CUDA IPC" in holder_to_engine().found else "shared memory",
+            within="CUDA IPC" if moves_on_gpus() else "shared memory",
         )
         if ports is None:
             return found
@@ -76,7 +76,7 @@ class HostProbe:
         """Let other hosts measure connections to this one, on any port if none of `ports` is free.
 
         Returns an offer of some memory as a holder makes it, with the endpoint of the measurements. Raises
-        TransportError if Ray's address of this host is not one of its own.
+        TransportError if Ray's address is not an address of this host.
         """
         from weightsync.memory.host import SharedBuffer
         from weightsync.protocol.handles import Offer
@@ -90,7 +90,7 @@ class HostProbe:
         return Offer(holder="", protocol="zeromq", memory=self._buffer.handle, endpoint=self._server.endpoint)
 
     def reach(self, pair: Pair, offer: Offer, secret: bytes, timeout_s: float) -> Pair:
-        """Return `pair` with what a connection to the host of `offer` did, and whether it is this one."""
+        """Return `pair` with the measurement of a connection to the host of `offer`."""
         with contextlib.suppress(OSError):
             pair = replace(pair, interface=interface_of(own_address(offer.endpoint)))
         try:
@@ -100,7 +100,7 @@ class HostProbe:
         return replace(pair, rtt_ms=link.rtt_ms, gb_per_s=link.gb_per_s)
 
     def maps(self, offer: Offer) -> bool:
-        """Whether this host maps the memory of `offer`, instead of reading it over the network."""
+        """Return True if this host maps the memory of `offer`, and does not read over the network."""
         from weightsync.readers.mapped import can_map
 
         return can_map(offer)

@@ -22,22 +22,22 @@ SECRET_NBYTES = 16
 NUM_PINGS = 20
 SECONDS = 0.5
 MAX_NBYTES = 1 << 30
-"""A measurement ends after `SECONDS`, or after so many bytes."""
+"""A measurement ends after `SECONDS` or `MAX_NBYTES`."""
 _CHUNK = 1 << 20
 _PAUSE_S = 1.0
-"""How long nobody is accepted after an error."""
+"""Seconds without accepting after an error."""
 _REPLY = struct.Struct("!Qd")
 _RESET = struct.pack("ii", 1, 0)
-"""As SO_LINGER, drops what has not been sent. The next measurement then finds a free link."""
+"""As SO_LINGER, drops unsent bytes, so that the next measurement finds a free link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one connection did.
+    """The measurement of one connection.
 
     Attributes:
         rtt_ms: median round trip of one byte, in milliseconds.
-        gb_per_s: what arrived, in 1e9 bytes per second.
+        gb_per_s: rate of the bytes that arrived, in 1e9 bytes per second.
         nbytes: the bytes that arrived while the rate was measured.
     """
 
@@ -157,7 +157,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def _until(connection: socket.socket, deadline: float) -> None:
-    """Have the connection's next call end at `deadline`. Raises TimeoutError after it."""
+    """Limit the connection's next call to `deadline`. Raises TimeoutError after the deadline."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")

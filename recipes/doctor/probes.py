@@ -33,17 +33,16 @@ _PATIENCE_S = 30.0
 version_of = tested.installed
 
 MOONCAKE = tuple(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda"))
-"""Packages with Mooncake, by what they were built for."""
+"""Packages with Mooncake, one per build."""
 
 
 def diagnose() -> list[Row]:
-    """Return all rows: what is installed, then how each edge would move bytes."""
+    """Return all rows: first the installed things, then the way of bytes on each edge."""
     probes: list[Callable[[], Row]] = [
         python, pytorch, gpus, peer_access, nccl, allocator, shared_memory, locked_memory,
         rdma, mooncake, ray_package, ray_cluster,
     ]  # fmt: skip
-    edges: list[Callable[[], Row]] = [trainer_to_holder, holder_to_holder, holder_to_engine, refill]
-    return [*(probe() for probe in probes), *engines(), *trainers(), *(edge() for edge in edges)]
+    return [*(probe() for probe in probes), *engines(), *trainers(), *edges()]
 
 
 def python() -> Row:
@@ -131,7 +130,7 @@ def locked_memory() -> Row:
     if soft == resource.RLIM_INFINITY:
         return Row("locked memory", "unlimited")
     if rdma_devices():
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers what is kept"
+        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers snapshots"
         return Row("locked memory", f"at most {size_text(soft)}", "warn", remedy)
     return Row("locked memory", f"at most {size_text(soft)}; enough without RDMA")
 
@@ -161,7 +160,7 @@ def ray_package() -> Row:
 
 
 def ray_cluster() -> Row:
-    """Check a run's cluster in another process, as a failing Ray ends its own."""
+    """Check a run's cluster in another process, since Ray ends a process in which it fails."""
     address = existing_cluster()
     if not address:
         return Row("ray cluster", "RAY_ADDRESS is not set: a run starts one of its own")
@@ -184,7 +183,7 @@ def ray_cluster() -> Row:
 
 
 def engines() -> Iterator[Row]:
-    """Check each kind of engine, and what ``auto`` takes."""
+    """Check each kind of engine, and the choice of ``auto``."""
     torch_on = "cuda" if _gpus() else "cpu"
     for kind in ENGINES:
         name, found = f"engine {kind}", " ".join(installed(kind)).strip()
@@ -202,7 +201,7 @@ def engines() -> Iterator[Row]:
 
 
 def trainers() -> Iterator[Row]:
-    """Check the training libraries that have a source of their own."""
+    """Check the training libraries for which there is a source."""
     for library in tested.TESTED:
         yield _library(f"trainer {library}", tested.installed(library), tested.untested(library))
 
@@ -213,33 +212,22 @@ def _library(name: str, found: str, warning: str) -> Row:
     return Row(name, found or "not installed")
 
 
-def trainer_to_holder() -> Row:
-    """Show how trainers would publish."""
-    if _moves_on_gpus():
-        return Row("trainer → holder", "read in place through CUDA IPC; offloaded: pinned host memory")
-    return Row("trainer → holder", "shared memory")
+def edges() -> Iterator[Row]:
+    """Show the way of bytes on each edge."""
+    on_gpus = moves_on_gpus()
+    direct = (
+        "direct reads between GPUs of this host, else " if on_gpus and peer_access().state == "ok" else ""
+    )
+    published = "read in place through CUDA IPC; offloaded: pinned host memory"
+    written = "a kernel into live parameters through CUDA IPC"
+    yield Row("trainer → holder", published if on_gpus else "shared memory")
+    yield Row("holder → holder", f"{direct}NCCL" if on_gpus else "gloo")
+    yield Row("holder → engine", written if on_gpus else "shared memory")
+    yield Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
 
 
-def holder_to_holder() -> Row:
-    """Show how holders would broadcast."""
-    if not _moves_on_gpus():
-        return Row("holder → holder", "gloo")
-    direct = "direct reads between GPUs of this host, else " if peer_access().state == "ok" else ""
-    return Row("holder → holder", f"{direct}NCCL")
-
-
-def holder_to_engine() -> Row:
-    """Show how holders would write engines."""
-    gpu = "a kernel into live parameters through CUDA IPC"
-    return Row("holder → engine", gpu if _moves_on_gpus() else "shared memory")
-
-
-def refill() -> Row:
-    """Show how engines would be refilled."""
-    return Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
-
-
-def _moves_on_gpus() -> bool:
+def moves_on_gpus() -> bool:
+    """Return True if weights move between GPUs, through CuPy and CUDA IPC."""
     return bool(_gpus()) and nccl().state != "missing"
 
 

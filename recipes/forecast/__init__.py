@@ -1,1 +1,1 @@
-"""What an update would move, without a cluster."""
+"""Forecasts of updates, without a cluster."""

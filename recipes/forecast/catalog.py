@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.config import load_dataclass
 from weightsync.errors import ConfigError, nearest
-from weightsync.recipes.yaml_lines import located, read_yaml
+from weightsync.recipes.config.yaml_lines import located, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -27,10 +27,10 @@ class Kind:
     """Tensors that differ only in layer and expert.
 
     Attributes:
-        leaf, what: the last two parts of their names, such as ``q_proj`` and ``weight``.
+        leaf, what: the last two parts of the names, such as ``q_proj`` and ``weight``.
         is_expert: each tensor belongs to one expert.
         meta: shape and dtype, of the first tensor.
-        rows: int64[k], their positions in the list of tensors, ascending.
+        rows: int64[k], positions in the list of tensors, ascending.
         layer, expert: int64[k]. Tensors before the layers have layer 0, those after them `BEHIND`.
         homes: k name prefixes, up to the module, without ``experts.N.``.
     """
@@ -47,14 +47,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How ranks cut one kind of tensor, and where its parts are.
+    """How ranks cut one kind of tensor, and where the parts are.
 
     Attributes:
         parts: number of equal parts along `axis`. With more ranks than parts, neighbouring ranks
             take the same one.
         size: length of a part; the last ones may be shorter or empty. 0 divides exactly.
         blocks: number of pieces of a part, `pitch` rows apart in the buffer.
-        buffer: the parameter of its module that contains it; empty if it is its own parameter.
+        buffer: the parameter of the module that contains the tensor; empty for a parameter by itself.
         start: rows of the buffer before it.
         depth: rows of the buffer per expert, if the experts of a rank are stacked in one parameter.
         live: the buffer's local shape, without the stack's dimension, on the one kind that declares it.
@@ -75,8 +75,8 @@ class Cut:
 class RankPosition:
     """The part of each tensor that one rank takes.
 
-    It takes place `dense[0]` of `dense[1]`, and place `sparse[0]` of `sparse[1]` of its experts. `layers` and
-    `experts` limit it to a range, without the end.
+    The rank takes place `dense[0]` of `dense[1]`, and of experts place `sparse[0]` of `sparse[1]`.
+    `layers` and `experts` limit the part to a range, without the end.
     """
 
     rank: int
@@ -171,7 +171,7 @@ class _Columns:
 
 
 class _Place:
-    """Adds one kind of tensor, with its cut, to the columns for each rank."""
+    """Adds one kind of tensor with a cut to the columns of each rank."""
 
     def __init__(self, kind: Kind, cut: Cut, columns: _Columns) -> None:
         self._kind, self._cut, self._columns = kind, cut, columns
@@ -218,7 +218,7 @@ class _Place:
         return taken
 
     def _box(self, part: int) -> tuple[list[int], list[int], int]:
-        """Return offset and extent of a part in two dimensions, and its full rows."""
+        """Return offset and extent of a part in two dimensions, and the rows of a full part."""
         cut, shape = self._cut, [*self._kind.meta.shape, 1][:2]
         size = cut.size or shape[cut.axis] // cut.parts
         offset, extent = [0, 0], list(shape)

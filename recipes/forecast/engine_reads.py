@@ -1,4 +1,4 @@
-"""Forecasts what engine ranks read in the trainers' memory, and the least time that it takes."""
+"""Forecasts the reads of engine ranks from the trainers' memory, and the least time for them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def reads_floor(
 
     Args:
         source: the trainers' layout.
-        engines: the layout of each engine. Those of one kind share it.
-        members: which GPU each rank has.
-        tensors: what is read.
-        cluster: the hosts' name, and what they have. Without it, all GPUs are of one host without rates.
+        engines: the layout of each engine. Equal engines share a layout.
+        members: the GPU of each rank.
+        tensors: names of the tensors that are read.
+        cluster: name and rates of the hosts. Without them, all GPUs are on one host without rates.
     """
     plans = _ReadPlans(source, engines, members, tensors, cluster)
     every = [EngineRank(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
@@ -60,7 +60,7 @@ def reads_floor(
 
 
 class _ReadPlans:
-    """Plans what engine ranks read, as the driver does: in kinds of tensors where they read other hosts.
+    """Plans the reads of engine ranks like the driver: by kinds of tensors for reads from other hosts.
 
     Attributes:
         per_host: number of GPUs of a host.
@@ -79,7 +79,7 @@ class _ReadPlans:
         self.per_host = cluster[1].gpus_per_host if cluster else members.num_holders
         self._gpus = dict(members.engines)
         self._paired: dict[tuple[Layout, bool], Reshard | AlikeReshard] = {}
-        self._in_kinds: dict[str, bool] = {}
+        self._trainer_hosts = {gpu // self.per_host for gpu in members.trainers}
         self._planned: dict[tuple[Layout, int], AlikeReads] = {}
         self._divided: dict[tuple[tuple[Layout, int], ...], HostBundles] = {}
 
@@ -92,7 +92,7 @@ class _ReadPlans:
         return len(ranks) if num_plans <= most else min(len(ranks), most)
 
     def receivers(self, ranks: Sequence[EngineRank]) -> list[Receiver]:
-        """Return what `ranks`, all of one host, receive."""
+        """Return the receivers for `ranks`, all of one host."""
         reads = [self._reads(each) for each in ranks]
         planned = [
             (f"{each.engine} rank {each.rank}", each.gpu, its) for each, its in zip(ranks, reads, strict=True)
@@ -120,7 +120,7 @@ class _ReadPlans:
         return reads
 
     def _key(self, its: EngineRank) -> tuple[Layout, int] | None:
-        """Return what ranks that read the same have in common. None if that depends on where they are."""
+        """Return a key that ranks with the same reads share. None if reads depend on the rank's host."""
         pairs = self._pair(its.engine)
         if isinstance(pairs, Reshard) or pairs.has_replicas:
             return None
@@ -128,19 +128,15 @@ class _ReadPlans:
 
     def _pair(self, name: str) -> Reshard | AlikeReshard:
         engine = self._engines[name]
-        if name not in self._in_kinds:
-            is_far = any(self._is_far(gpu) for gpu in self._gpus[name])
-            self._in_kinds[name] = is_far or not self._has_hosts
-        key = engine, self._in_kinds[name]
+        key = engine, not self._has_hosts or any(map(self._is_far, self._gpus[name]))
         if key not in self._paired:
             found = AlikeReshard.of(self._source, name, engine, self._tensors) if key[1] else None
             self._paired[key] = found or Reshard(self._source.whole, name, engine, only=self._tensors)
         return self._paired[key]
 
     def _is_far(self, gpu: int) -> bool:
-        """Whether a trainer is on another host than `gpu`."""
-        host, trainers = gpu // self.per_host, self._members.trainers
-        return any(each // self.per_host != host for each in trainers)
+        """Return True if a trainer is on another host than `gpu`."""
+        return bool(self._trainer_hosts - {gpu // self.per_host})
 
 
 def alike(
@@ -178,7 +174,7 @@ def alike(
 def sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
     """Choose at most `num_planned` ranks, in whole hosts, evenly spread, with the first rank.
 
-    Whole hosts, because the limit is mostly what all ranks of a host read together.
+    Whole hosts, because mostly the reads of all ranks of a host together are the limit.
     """
     if num_planned >= num_ranks:
         return list(range(num_ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
@@ -21,124 +21,125 @@ from weightsync.plan.layout.conversion import IDENTITY, casts, conversion_of, dt
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.formats import Quantization
 from weightsync.plan.layout.match import match
+from weightsync.recipes.config.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.forecast.engine_reads import reads_floor
 from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.forecast.quantised import INT4, explain_formats, formats_text, why_whole
 from weightsync.recipes.forecast.shapes import MixtureShape, ModelShape, checkpoint_tensors
-from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.report import DIRECT, Covered, coverage_table
 from weightsync.text import count_text, size_text, time_text
 
 _MOST_REASONS = 3
 
 _Row = tuple[str, Sequence[TensorMeta], str, str]
-"""A component, its tensors, their route and their conversion."""
+"""A component, with tensors, route and conversion."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class PlannedEngine:
+    """One engine of a forecast. `quantization`: of the checkpoint, None if it is not quantised."""
+
+    name: str
+    parallel: EngineParallel
+    quantization: Quantization | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scene:
-    """The trainers, engines and hosts of a forecast.
+    """The trainers, engines and hosts of a forecast, and their layouts, which are made on use.
 
     Attributes:
-        engines: one entry per engine.
+        tensors: the tensors of the model, in its checkpoint.
         apart: engines have their own GPUs, after the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
-        cluster: its name and its hosts, which are filled in order; None gives no times.
-        names: of the engines; empty for engine-0, engine-1 and so on.
-        tensors: of the model, in its checkpoint; empty for those that its form tells.
-        quantizations: how the checkpoint of each engine is quantised, None if it is not; empty if none is.
+        cluster: name and hosts of the cluster. Hosts are filled in order. None gives no times.
     """
 
     name: str
     model: ModelShape
+    tensors: Sequence[TensorMeta]
     trainers: TrainerParallel
-    engines: tuple[EngineParallel, ...] = (EngineParallel(),)
+    engines: Sequence[PlannedEngine]
     apart: bool = False
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
-    names: tuple[str, ...] = ()
-    quantizations: tuple[Quantization | None, ...] = ()
-    tensors: tuple[TensorMeta, ...] = ()
 
+    @cached_property
     def members(self) -> Members:
-        """Return the members, with one holder for each GPU."""
+        """The members, with one holder for each GPU."""
         num_trainers = self.trainers.num_ranks
         start, engines = num_trainers if self.apart else 0, []
-        names = self.names or [f"engine-{number}" for number in range(len(self.engines))]
-        for name, engine in zip(names, self.engines, strict=True):
-            engines.append((name, tuple(range(start, start + engine.num_ranks))))
-            start += engine.num_ranks
+        for engine in self.engines:
+            engines.append((engine.name, tuple(range(start, start := start + engine.parallel.num_ranks))))
         return Members(max(num_trainers, start), tuple(range(num_trainers)), tuple(engines))
 
+    @cached_property
+    def source(self) -> TrainersGrid:
+        """The trainers' layout."""
+        return TrainersGrid(self.tensors, self.model, self.trainers)
 
-@dataclass(frozen=True, eq=False)
-class _Sides:
-    """The layouts of a scene, from which each way of moving is planned."""
-
-    scene: Scene
-    tensors: Sequence[TensorMeta]
-    members: Members
-    source: TrainersGrid
-    engines: Mapping[str, Layout]
-    quantizations: Sequence[Quantization | None]
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each engine. Engines alike share one."""
+        made: dict[tuple[EngineParallel, Quantization | None], Layout] = {}
+        for kind in dict.fromkeys((engine.parallel, engine.quantization) for engine in self.engines):
+            made[kind] = engine_layout(_held(self.tensors, kind[1]), self.model, kind[0])
+        return {engine.name: made[engine.parallel, engine.quantization] for engine in self.engines}
 
     @cached_property
     def why_whole(self) -> str:
-        """Why quantised engines do not read just what their ranks keep; "" if they do, or none is.
+        """Why quantised engines take whole tensors; "" if they read only their own parts, or none is.
 
         One engine that takes whole tensors speaks for all.
         """
-        scene, members = self.scene, self.members
-        quantised = [
-            (engine, gpus, quantization)
-            for engine, (_, gpus), quantization in zip(
-                self.engines.values(), members.engines, self.quantizations, strict=True
-            )
-            if quantization
-        ]
-        if not quantised:
+        members = self.members
+        kinds = dict.fromkeys((self.layouts[e.name], e.quantization) for e in self.engines if e.quantization)
+        if not kinds:
             return ""
-        if scene.sync.mode != "auto":
-            return f"sync.mode is {scene.sync.mode}"
+        if self.sync.mode != "auto":
+            return f"sync.mode is {self.sync.mode}"
         if members.num_holders == 1:
-            return "its holder has the trainer's memory on its own GPU"
-        if casts(dtypes(self.tensors), quantised[0][0].tensors):
+            return "the engine's holder has the trainer's memory on the same GPU"
+        if casts(dtypes(self.tensors), next(iter(kinds))[0].tensors):
             return "they are cast"
-        per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-        gpus_used = {*members.trainers, *(gpu for _, gpus, _ in quantised for gpu in gpus)}
+        per_host = self.cluster[1].gpus_per_host if self.cluster else members.num_holders
+        gpus_used = [*members.trainers]
+        for engine, (_, gpus) in zip(self.engines, members.engines, strict=True):
+            gpus_used += gpus if engine.quantization else ()
         if len({gpu // per_host for gpu in gpus_used}) > 1:
             return "some trainers are on other hosts"
-        kinds = dict.fromkeys((engine, quantization) for engine, _, quantization in quantised)
         return next(filter(None, (why_whole(*kind) for kind in kinds)), "")
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
     """Return the scene that `recipe` would run."""
-    spec = recipe.model
     if recipe.trainers.lora:
         raise ConfigError("--cluster", cluster and cluster[0], "leave it out: it is for models")
+    quantizations = {"none": None, "int4": Quantization.read(INT4)}
+    model = _shape(recipe.model, recipe.draft.num_hidden_layers if recipe.draft else 0)
     return Scene(
         name=recipe.name,
-        model=_shape(spec, recipe.draft.num_hidden_layers if recipe.draft else 0),
+        model=model,
+        tensors=checkpoint_tensors(model),
         trainers=_trainers(recipe.trainers, is_mixture=recipe.model.moe is not None),
-        engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
+        engines=[
+            PlannedEngine(
+                name, EngineParallel(tp=spec.tensor_parallel_size), quantizations[spec.quantization]
+            )
+            for name, spec in recipe.engine_specs.items()
+        ],
         apart=recipe.placement == "disaggregated",
         offloaded=offloaded or recipe.loop.sleep > 0,
         cluster=cluster,
         sync=recipe.sync,
-        names=tuple(recipe.engine_specs),
-        quantizations=tuple(
-            Quantization.read(INT4) if spec.quantization == "int4" else None
-            for spec in recipe.engine_specs.values()
-        ),
     )
 
 
 def forecast_adapter(recipe: Recipe) -> str:
-    """Describe what an update of the recipe's adapter moves."""
+    """Describe an update of the recipe's adapter."""
     lora, tensors = recipe.trainers.lora, checkpoint_tensors(_shape(recipe.model))
     assert lora
     pairs = _adapter_tensors(lora.rank, tensors)
@@ -167,7 +168,7 @@ def _adapter_tensors(rank: int, tensors: Sequence[TensorMeta]) -> list[TensorMet
 
 
 def planned(recipe: Recipe) -> list[Covered]:
-    """Return the rows of what a recipe's engines are to serve, before anything has moved.
+    """Return the coverage of a recipe's engines, before anything has moved.
 
     Raises ConfigError as `forecast`.
     """
@@ -182,9 +183,9 @@ def planned(recipe: Recipe) -> list[Covered]:
                 Covered.of(name, "adapter policy", pairs, DIRECT, IDENTITY),
             )
         ]
-    sides = _sides(recipe_scene(recipe, None, offloaded=False))
-    _explain(sides)  # refuses limits that are too small
-    return _served(sides)
+    scene = recipe_scene(recipe, None, offloaded=False)
+    _explain(scene)  # refuses limits that are too small
+    return _served(scene)
 
 
 def _serves_lines(rows: Sequence[Covered]) -> list[str]:
@@ -222,21 +223,21 @@ def forecast(scene: Scene) -> str:
     Raises:
         ConfigError: the model cannot be cut as the scene asks, or the limits of `sync` are too small.
     """
-    sides = _sides(scene)
-    tensors, members = sides.tensors, sides.members
+    num_gpus = count_text(scene.members.num_holders, "GPU")
     lines = [
-        f"{scene.name}: {_parameters(scene.model, tensors)}",
-        f"{_ranks(scene)}, on {count_text(members.num_holders, 'GPU')}{_on_hosts(scene, members)}",
+        f"{scene.name}: {_parameters(scene.model, scene.tensors)}",
+        f"{_ranks(scene)}, on {num_gpus}{_on_hosts(scene)}",
     ]
     sections = {
-        "serves": _serves_lines(_served(sides)),
-        "broadcast": _broadcast(sides),
-        "direct": _direct(sides),
+        "serves": _serves_lines(_served(scene)),
+        "broadcast": _broadcast(scene),
+        "direct": _direct(scene),
     }
-    in_parts = not (scene.offloaded or sides.why_whole)
-    for quantization in dict.fromkeys(filter(None, sides.quantizations)):
-        held = _held(tensors, quantization)
-        sections["quantised"] = explain_formats(held, quantization, in_parts=in_parts)
+    in_parts = not (scene.offloaded or scene.why_whole)
+    for quantization in dict.fromkeys(engine.quantization for engine in scene.engines):
+        if quantization:
+            held = _held(scene.tensors, quantization)
+            sections["quantised"] = explain_formats(held, quantization, in_parts=in_parts)
     for title, section in sections.items():
         lines += ["", title, *(f"  {line}" for line in section)]
     return "\n".join(lines)
@@ -248,58 +249,42 @@ def _held(tensors: Sequence[TensorMeta], quantization: Quantization | None) -> l
     return [replace(meta, dtype="bfloat16") if meta.dtype in wide else meta for meta in tensors]
 
 
-def _sides(scene: Scene) -> _Sides:
-    tensors, members = scene.tensors or checkpoint_tensors(scene.model), scene.members()
-    quantizations = scene.quantizations or (None,) * len(scene.engines)
-    kinds = [*zip(scene.engines, quantizations, strict=True)]
-    layouts = {kind: engine_layout(_held(tensors, kind[1]), scene.model, kind[0]) for kind in set(kinds)}
-    return _Sides(
-        scene,
-        tensors,
-        members,
-        TrainersGrid(tensors, scene.model, scene.trainers),
-        {name: layouts[kind] for (name, _), kind in zip(members.engines, kinds, strict=True)},
-        quantizations,
-    )
-
-
-def _served(sides: _Sides) -> list[Covered]:
-    """Return the rows of what each engine is to serve."""
-    scene, known = sides.scene, dict[tuple[Layout, Quantization | None], list[_Row]]()
-    source = sides.source.stated
-    travelling = match(source, sorted(sides.engines.items())).tensors
-    of_model, of_draft = (
-        [meta for meta in travelling if meta.name.startswith(DRAFT) is drafts] for drafts in (False, True)
-    )
-    parts = {"model": of_model} | ({"draft": of_draft} if of_draft else {})
-    for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True):
-        if (engine, quantization) not in known:
-            converts = formats_text(sides.tensors, quantization) if quantization else ""
-            same, _ = same_dtype_tensors(source, name, engine)
-            is_whole = converts and sides.why_whole
-            whole = is_whole or scene.offloaded or casts(dtypes(travelling), engine.tensors)
-            is_direct = same and not whole and scene.sync.mode != "broadcast"
-            route = DIRECT if is_direct else "broadcast"
-            known[engine, quantization] = [
-                (part, metas, route, conversion_of(source, metas, engine, converts))
+def _served(scene: Scene) -> list[Covered]:
+    """Return the coverage of each engine."""
+    layouts, source = scene.layouts, scene.source.stated
+    travelling = match(source, sorted(layouts.items())).tensors
+    parts = {
+        name: [meta for meta in travelling if meta.name.startswith(DRAFT) is is_draft]
+        for name, is_draft in (("model", False), ("draft", True))
+    }
+    known: dict[tuple[Layout, Quantization | None], list[_Row]] = {}
+    rows: list[Covered] = []
+    for engine in scene.engines:
+        key = layout, quantization = layouts[engine.name], engine.quantization
+        if key not in known:
+            converts = formats_text(scene.tensors, quantization) if quantization else ""
+            same, _ = same_dtype_tensors(source, engine.name, layout)
+            is_whole = converts and scene.why_whole
+            whole = is_whole or scene.offloaded or casts(dtypes(travelling), layout.tensors)
+            route = DIRECT if same and not whole and scene.sync.mode != "broadcast" else "broadcast"
+            known[key] = [
+                (part, metas, route, conversion_of(source, metas, layout, converts))
                 for part, metas in parts.items()
+                if metas or part == "model"
             ]
-    return [
-        Covered.of(name, *row)
-        for (name, engine), quantization in zip(sides.engines.items(), sides.quantizations, strict=True)
-        for row in known[engine, quantization]
-    ]
+        rows += [Covered.of(engine.name, *row) for row in known[key]]
+    return rows
 
 
-def _explain(sides: _Sides) -> Explanation:
-    scene, sync, cluster = sides.scene, sides.scene.sync, None
+def _explain(scene: Scene) -> Explanation:
+    sync, cluster = scene.sync, None
     if scene.cluster:
         name, host = scene.cluster
         cluster = Cluster(name, host.nvlink.gb_per_s, host.host.gb_per_s if scene.offloaded else None)
     return explain_broadcast(
-        sides.source,
-        sides.engines,
-        sides.members,
+        scene.source,
+        scene.layouts,
+        scene.members,
         cluster,
         bucket_bytes=sync.bucket_bytes,
         max_staging_bytes=sync.max_staging_bytes,
@@ -307,27 +292,26 @@ def _explain(sides: _Sides) -> Explanation:
     )
 
 
-def _broadcast(sides: _Sides) -> list[str]:
-    shown, cluster = _explain(sides), sides.scene.cluster
-    return [*str(shown).splitlines(), *(_between_hosts(shown, cluster[1]) if cluster else ())]
+def _broadcast(scene: Scene) -> list[str]:
+    shown = _explain(scene)
+    return [*str(shown).splitlines(), *(_between_hosts(shown, scene.cluster[1]) if scene.cluster else ())]
 
 
-def _direct(sides: _Sides) -> list[str]:
-    scene = sides.scene
+def _direct(scene: Scene) -> list[str]:
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
-    if reason := sides.why_whole:
+    if reason := scene.why_whole:
         return [f"none: a quantised engine takes whole tensors, since {reason}"]
-    name, engine = next(iter(sides.engines.items()))
-    names, reasons = same_dtype_tensors(sides.source.stated, name, engine)
+    name, engine = next(iter(scene.layouts.items()))
+    names, reasons = same_dtype_tensors(scene.source.stated, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {count_text(len(reasons) - _MOST_REASONS, 'more tensor')} by broadcast")
     if not names:
         return lines
-    floor = reads_floor(sides.source, sides.engines, sides.members, names, scene.cluster)
+    floor = reads_floor(scene.source, scene.layouts, scene.members, names, scene.cluster)
     lines = [*str(floor).splitlines(), *lines]
-    if any(scene.quantizations):
+    if any(engine.quantization for engine in scene.engines):
         lines.append(
             "quantised engines read directly from the second update on: the first one shows where bytes go"
         )
@@ -344,12 +328,12 @@ def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
 
 def _ranks(scene: Scene) -> str:
     trainers = count_text(scene.trainers.num_ranks, "trainer rank")
-    *some, last = dict.fromkeys(engine.num_ranks for engine in scene.engines)
+    *some, last = dict.fromkeys(engine.parallel.num_ranks for engine in scene.engines)
     kinds = " and ".join([*map(str, some), count_text(last, "rank")])
     return f"{trainers}, {count_text(len(scene.engines), 'engine')} of {kinds}"
 
 
-def _on_hosts(scene: Scene, members: Members) -> str:
+def _on_hosts(scene: Scene) -> str:
     if scene.cluster is None:
         return ""
     name, host = scene.cluster
@@ -357,7 +341,7 @@ def _on_hosts(scene: Scene, members: Members) -> str:
         f"{what} {rate.gb_per_s:g} GB/s ({rate.source})"
         for what, rate in (("NVLink", host.nvlink), ("host", host.host), ("NIC", host.nic))
     )
-    num_hosts = host.num_hosts(members.num_holders)
+    num_hosts = host.num_hosts(scene.members.num_holders)
     return f" in {count_text(num_hosts, 'host')}\n{name}, per GPU: {host.gpu}, {rates}"
 
 

@@ -1,4 +1,4 @@
-"""Makes the layouts of trainers and engines from a model's tensors and its parallelism."""
+"""Makes the layouts of trainers and engines from a model's tensors and the parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
 
 
 def trainer_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: TrainerParallel) -> Layout:
-    """Return what trainer ranks hold of `tensors`, some or all of the model's.
+    """Return the layout of trainers for `tensors`, some or all of the model's tensors.
 
     FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. ZeRO-3 cuts flattened
     tensors. A router's bias, a buffer, is whole on each rank of both. Megatron's fused parameters have query,
@@ -102,7 +102,7 @@ class TrainersGrid:
 
 
 def engine_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: EngineParallel) -> Layout:
-    """Return what the ranks of one engine take of `tensors`, with vLLM's live parameters.
+    """Return the layout of one engine for `tensors`, with vLLM's live parameters.
 
     These are fused ``qkv_proj`` and ``gate_up_proj`` (and MLA's ``fused_qkv_a_proj``), experts stacked in
     ``w13_weight`` [E, 2F, H] and ``w2_weight`` [E, H, F], key-value heads repeated if there are

@@ -1,4 +1,4 @@
-"""Describes what a quantised engine makes of the tensors of a model."""
+"""Describes the formats of a model's tensors on a quantised engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.direct.stored_reads import cuts_block
 from weightsync.plan.layout.formats import FIELD, Format, Quantization, unproven
+from weightsync.plan.layout.layout import Int64
 from weightsync.text import count_text, size_text
 
 INT4 = {
@@ -36,11 +37,11 @@ INT4 = {
 """The ``quantization_config`` of a recipe's int4 engines."""
 
 _OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
-"""Matrices that are no linear layers of a model: its embedding, and routers."""
+"""Matrices that are not linear layers: the embedding, and routers."""
 
 
 def read_quantization(given: str) -> Quantization:
-    """Read what `quantization_config` returns. Also raises ConfigError if the format is not known here."""
+    """Read the format of a `quantization_config`. Raises ConfigError for an unknown format."""
     return Quantization.read(quantization_config(given))
 
 
@@ -69,16 +70,16 @@ def _format_of(meta: TensorMeta, quantization: Quantization) -> Format | None:
 
 
 def formats_text(tensors: Sequence[TensorMeta], quantization: Quantization) -> str:
-    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``."""
+    """Return the number of tensors by format, such as ``28 become int4 with a scale for 1 x 32``."""
     forms = (_format_of(meta, quantization) for meta in tensors)
     counts = Counter(str(form) for form in forms if form)
     return ", ".join(f"{count} become {form}" for form, count in counts.items())
 
 
 def why_whole(engine: Layout, quantization: Quantization) -> str:
-    """Return why the ranks of an engine take whole tensors; "" if each can read just what it keeps.
+    """Return why the ranks of an engine take whole tensors; "" if each rank can read only its part.
 
-    It can if it keeps all that shares a scale, and kernels read values as a checkpoint stores them.
+    A rank can if it has all elements of each scale, and kernels read values as a checkpoint stores them.
     """
     numbers: defaultdict[Format, list[int]] = defaultdict(list)
     for number, meta in enumerate(engine.tensors):
@@ -92,16 +93,16 @@ def why_whole(engine: Layout, quantization: Quantization) -> str:
         end, whole = first + engine.extent[held, :2], engine.shape[tensor, :2]
         cut = cuts_block(first, end, whole, np.where(form.block, form.block, whole))
         if cut.any():
-            return f"a rank keeps a part of what shares a scale, of {engine.names[tensor[cut.argmax()]]}"
+            return f"a rank has only a part of a scale's block in {engine.names[tensor[cut.argmax()]]}"
     return ""
 
 
 def explain_formats(
     tensors: Sequence[TensorMeta], quantization: Quantization, *, in_parts: bool
 ) -> list[str]:
-    """Return a line for each format, with its bytes, and one for what stays as it is.
+    """Return a line with the bytes of each format, and a line for tensors that stay.
 
-    `in_parts`: each engine rank reads just what it keeps.
+    `in_parts`: each engine rank reads only its part.
 
     Raises:
         PlanError: a weight does not fit its format.
@@ -113,21 +114,18 @@ def explain_formats(
         if form and (why := unproven(meta.name, form)):
             refusals[f"{why}: connect() refuses it"] = None
         alike[form, meta.dtype, meta.shape].append(meta)
-    groups: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    groups: defaultdict[str, Int64] = defaultdict(lambda: np.zeros(4, np.int64))
     for (form, dtype, _), metas in alike.items():
-        count, first = len(metas), metas[0]
+        first = metas[0]
         values, *others = form.stored(first) if form else (first,)
-        nbytes = first.nbytes, values.nbytes, sum(each.nbytes for each in others)
-        groups[f"become {form}" if form else f"stay {dtype}"].append((count, *(count * n for n in nbytes)))
+        sizes = 1, first.nbytes, values.nbytes, sum(each.nbytes for each in others)
+        groups[f"become {form}" if form else f"stay {dtype}"] += len(metas) * np.array(sizes)
     lines = []
-    for change, rows in groups.items():
-        count, whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
-        said = f"{count_text(count, 'tensor')} {change}: {size_text(values_nbytes)}"
+    for change, (count, whole, of_values, of_scales) in groups.items():
+        lines.append(f"{count_text(count, 'tensor')} {change}: {size_text(of_values)}")
         if change.startswith("become"):
-            said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
-        lines.append(said)
-    if refusals:
-        return [*lines, *refusals]
+            lines[-1] += f", scales {size_text(of_scales)}, in place of {size_text(whole)}"
+    way = "each engine rank gets whole tensors by broadcast, quantised on its own device"
     if in_parts:
-        return [*lines, "each engine rank's holder reads what the rank keeps, and quantises it on its device"]
-    return [*lines, "each engine rank gets whole tensors by broadcast, quantised on its own device"]
+        way = "each engine rank's holder reads what the rank keeps, and quantises it on its device"
+    return [*lines, *(refusals or [way])]

@@ -1,4 +1,4 @@
-"""Derives the tensors of a model's checkpoint from the numbers in its config."""
+"""Derives the tensors of a model's checkpoint from the numbers in a config."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class ModelShape:
 def checkpoint_tensors(model: ModelShape) -> tuple[TensorMeta, ...]:
     """Return every tensor of a Hugging Face checkpoint, one per expert, in layer order.
 
-    Names and shapes are those of transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models, without
-    layers for multi-token prediction and without scales of quantised checkpoints. Those of a draft come last.
+    Names and shapes are the same as in transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models, without
+    layers for multi-token prediction and without scales of quantised checkpoints. A draft comes last.
     """
     vocab = (model.vocab_size, model.hidden_size)
     dense = _layer(model, None) if model.num_dense_layers else []

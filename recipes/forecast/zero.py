@@ -14,7 +14,7 @@ from weightsync.plan.layout.runs import run_segments
 def zero_layout(
     tensors: Sequence[TensorMeta], num_ranks: int, tied: tuple[tuple[str, str], ...], whole: Sequence[int]
 ) -> Layout:
-    """Return what ZeRO-3 ranks hold: equal runs of each tensor's flattened elements.
+    """Return the layout of ZeRO-3 ranks: equal runs of each tensor's flattened elements.
 
     `whole` are positions of tensors that are no parameters: each rank has all of them.
     """

@@ -1,4 +1,4 @@
-"""Results of a bench: each rank's median times, and floors of its links."""
+"""Results of a bench: median times of each rank, and floors of the links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from weightsync import LinkRates, efficiency
@@ -14,7 +14,7 @@ from weightsync.protocol.timing import seconds_of
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.report.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport
-from weightsync.text import count_text, size_text, time_text
+from weightsync.text import count_text, size_text, table_text, time_text
 
 _HEAD = ("process", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
@@ -24,10 +24,10 @@ class BenchRow:
     """One phase or span of a process, over all measured updates.
 
     Attributes:
-        what: a phase of the driver, its whole ``update``, or a span of a rank.
+        what: a phase or the whole ``update`` of the driver, or a span of a rank.
         median, least, most: seconds.
-        nbytes: bytes that it moved; 0 if it moves none, or another row has them.
-        floor_s: seconds that its links need at least, by the rates given; 0 without rates.
+        nbytes: bytes that the process moved; 0 if another row has the bytes.
+        floor_s: least seconds for the links, by the given rates; 0 without rates.
     """
 
     process: str
@@ -65,11 +65,11 @@ class BenchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Result of a bench. `str()` is a table of its rows.
+    """Result of a bench. `str()` is a table of the rows.
 
     Attributes:
-        devices: what its trainers and engines run on.
-        engines: what each engine reported about itself at start.
+        devices: the devices of trainers and engines.
+        engines: the `info` of each engine at the start.
         routes: as in `SyncReport`.
         nbytes: payload bytes of the model.
         rates: the link rates behind the floors, if given.
@@ -85,7 +85,7 @@ class BenchReport:
     rates: LinkRates | None
     links: Sequence[Link]
     rows: Sequence[BenchRow]
-    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: Mapping[str, str | int | None] = field(default_factory=this_host)
     packages: Mapping[str, str] = field(default_factory=packages_here)
 
@@ -99,7 +99,7 @@ class BenchReport:
         links: Sequence[Link],
         cluster: tuple[str, HostSpec] | None,
     ) -> BenchReport:
-        """Make a report of at least one of `updates`, which all of `engines` took."""
+        """Make a report of `updates`, at least one, in which no engine failed."""
         last, rates, floors = updates[-1], None, {}
         if cluster:
             rates = cluster[1].link_rates(cluster[0])
@@ -128,7 +128,8 @@ class BenchReport:
         what = f"{count_text(self.num_updates, 'update')} of {size_text(self.nbytes)}"
         head = f"{self.name}: {what}, all verified, on {self.devices}"
         floors = [f"floors are those of {self.rates.name}"] if self.rates else []
-        return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])
+        table = table_text([_HEAD, *(row.cells() for row in self.rows)], num_left=2)
+        return "\n".join([head, *kinds, table, *floors])
 
 
 def _driver_rows(updates: Sequence[SyncReport]) -> Iterator[BenchRow]:
@@ -152,14 +153,3 @@ def _rank_rows(
             seconds = [seconds_of(update.spans[process], what) for update in updates]
             of_links = (taken.get(process, 0), floors.get(process, 0.0)) if what == "load" else ()
             yield BenchRow.of(process, what, seconds, *of_links)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align names to the left and figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        padded = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(cells)]
-        lines.append("  ".join(padded).rstrip())
-    return lines

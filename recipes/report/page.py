@@ -96,7 +96,7 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
 
 
 def _reasons(report: RunReport) -> list[str]:
-    """Return why engines take broadcasts, each reason once with its engines."""
+    """Return the reasons for broadcasts, each with the engines of that reason."""
     why: dict[str, list[str]] = {}
     for row in report.coverage:
         if row.component == "model" and row.route and not is_direct(row.route):
@@ -171,17 +171,14 @@ def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
             ends = rows if len(rows) == 1 else (rows[0], rows[-1])
             said = [f"version {row.engines[name]} at {_clock(row.committed_at)}" for row in ends]
             size = rows[-1].version - rows[0].version + 1
-            yield Bar(found, rows[0].version - first, size, f"{name}: {' to '.join(said)}")
+            yield Bar(found, size, f"{name}: {' to '.join(said)}", rows[0].version - first)
 
 
 def _seconds(report: RunReport) -> _Chart:
     stacks = []
     for row in report.steps[-_MOST_COLUMNS:]:
-        bars, at = [], 0.0
-        for phase, seconds in row.phases.items():
-            text = f"step {row.step}, {phase}: {_milliseconds(seconds)}"
-            bars.append(Bar(_phase(phase), at, seconds * 1e3, text))
-            at += seconds * 1e3
+        said = {phase: f"step {row.step}, {phase}: {_milliseconds(s)}" for phase, s in row.phases.items()}
+        bars = [Bar(_phase(phase), s * 1e3, said[phase]) for phase, s in row.phases.items()]
         stacks.append((str(row.step), bars))
     most = max(sum(bar.size for bar in bars) for _, bars in stacks)
     found = {phase for row in report.steps for phase in row.phases}
@@ -196,12 +193,11 @@ def _phases(report: RunReport) -> list[tuple[str, float, float]]:
 
 
 def _shares(shares: TimeShares) -> _Chart:
-    bars, at = [], 0.0
-    for name, seconds in shares.parts.items():
-        text = f"{name}: {_milliseconds(seconds)}"
-        bars.append(Bar(_FLOOR if name == "floor" else _phase(name), at, seconds * 1e3, text))
-        at += seconds * 1e3
-    rows, axis = [Row("last update", bars)], Axis(at, "{:g} ms")
+    bars = [
+        Bar(_FLOOR if name == "floor" else _phase(name), seconds * 1e3, f"{name}: {_milliseconds(seconds)}")
+        for name, seconds in shares.parts.items()
+    ]
+    rows, axis = [Row("last update", bars)], Axis(sum(bar.size for bar in bars), "{:g} ms")
     title = "Milliseconds of the last update: its floor, its bytes, and what was beside them"
     legend = [(bar.colour, name) for bar, name in zip(bars, shares.parts, strict=True)]
     return _chart(lambda width: lanes(title, rows, width, axis), legend)
@@ -216,46 +212,31 @@ def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
 def _timeline(ranks: Mapping[str, Sequence[Span]]) -> _Chart:
     spans = [span for each in ranks.values() for span in each]
     begin, end = min(s.began for s in spans), max(s.began + s.seconds for s in spans)
-    rows = [
-        Row(
-            name,
-            [
-                Bar(
-                    _phase(span.name),
-                    (span.began - begin) * 1e3,
-                    span.seconds * 1e3,
-                    f"{name}, {span.name}: {_milliseconds(span.seconds)}",
-                )
-                for span in each
-            ],
-        )
-        for name, each in ranks.items()
-    ]
+
+    def bar(name: str, span: Span) -> Bar:
+        text = f"{name}, {span.name}: {_milliseconds(span.seconds)}"
+        return Bar(_phase(span.name), span.seconds * 1e3, text, (span.began - begin) * 1e3)
+
+    rows = [Row(name, [bar(name, span) for span in each]) for name, each in ranks.items()]
     axis = Axis(max((end - begin) * 1e3, 1e-3), "{:g} ms")
     title = "What each rank did in the last update"
     return _chart(lambda width: lanes(title, rows, width, axis), _known(_PHASES, {s.name for s in spans}))
 
 
 def _links(report: RunReport) -> _Chart:
-    rows: dict[str, list[Bar]] = {}
     taken: Counter[str] = Counter()
     for link in report.links:
         taken[link.target] += link.nbytes
-    scale, unit = size_unit(max(taken.values()))
-    order = sorted(report.links, key=lambda link: _DISTANCES.index(link.distance))
-    for name in dict.fromkeys(link.target for link in report.links):
-        at = 0.0
-        for link in (each for each in order if each.target == name):
-            text = f"{link.source} to {name}, {link.distance}: {size_text(link.nbytes)}"
-            rows.setdefault(name, []).append(
-                Bar(_DISTANCES.index(link.distance), at, link.nbytes / scale, text)
-            )
-            at += link.nbytes / scale
-    axis = Axis(max(taken.values()) / scale or 1, f"{{:g}} {unit}")
-    listed = [Row(name, bars) for name, bars in rows.items()]
+    most = max(taken.values())
+    scale, unit = size_unit(most)
+    bars: dict[str, list[Bar]] = {name: [] for name in taken}
+    for link in sorted(report.links, key=lambda link: _DISTANCES.index(link.distance)):
+        text = f"{link.source} to {link.target}, {link.distance}: {size_text(link.nbytes)}"
+        bars[link.target].append(Bar(_DISTANCES.index(link.distance), link.nbytes / scale, text))
+    rows, axis = [Row(*each) for each in bars.items()], Axis(most / scale or 1, f"{{:g}} {unit}")
     found = {link.distance for link in report.links}
     title = "Bytes that each engine rank takes in an update, by distance"
-    return _chart(lambda width: lanes(title, listed, width, axis), _known(_DISTANCES, found))
+    return _chart(lambda width: lanes(title, rows, width, axis), _known(_DISTANCES, found))
 
 
 def _chart(draw: Callable[[int], Markup], legend: Sequence[tuple[int, str]] = ()) -> _Chart:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class RunFolder:
-    """Writes a run's files, and remembers those that could not be written for `complaint`."""
+    """Writes a run's files, and collects the errors for `complaint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self._lost: dict[str, str] = {}
 
     def write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Call `write` with the path of `name`. An OSError is kept for `complaint`."""
+        """Call `write` with the path of `name`. An OSError goes to `complaint`."""
         try:
             write(self.path / name)
         except OSError as error:
@@ -29,7 +29,7 @@ class RunFolder:
         return not self._lost.keys().isdisjoint(names)
 
     def complaint(self) -> str:
-        """Return one line about what could not be written, or an empty string."""
+        """Return one line with the files that could not be written, or an empty string."""
         if not self._lost:
             return ""
         why = ", ".join(dict.fromkeys(self._lost.values()))

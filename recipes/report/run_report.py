@@ -1,4 +1,4 @@
-"""A run's ``report.json``, from which `page` makes its page."""
+"""A run's ``report.json``, from which `page` makes the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -46,15 +46,15 @@ class StepRow:
     Attributes:
         version: the version that the update committed.
         bytes: payload of the update.
-        engines: the version that each engine serves after it.
+        engines: the version that each engine serves after the update.
         rollout_versions: the versions that made the rollouts behind `reward`.
         committed_at: seconds since 1970.
         gb_per_s, phases, routes, proofs, failures: as in `SyncReport`.
-        retried: why the update was repeated; empty if it was not.
+        retried: why the update was repeated; empty if one try was enough.
         acceptance: share of the tokens drafted for the rollouts that engines accepted, 0 to 1. None if no
             engine speculates.
         mismatch, mismatch_kl: how far the trainers' log-probabilities of the rollouts were from the engines',
-            see :func:`weightsync.recipes.grpo.mismatch`. None in a report of an earlier version.
+            see :func:`weightsync.recipes.training.grpo.mismatch`. None in a report of an earlier version.
     """
 
     step: int
@@ -111,12 +111,12 @@ class StepRow:
 
     @property
     def num_took(self) -> int:
-        """How many of `engines` serve `version`."""
+        """Number of `engines` that serve `version`."""
         return sum(version == self.version for version in self.engines.values())
 
     @property
     def proof(self) -> str:
-        """Whether the update was verified, and on how many engines if some did not take it."""
+        """``verified`` or ``not verified``, with the number of engines if some failed."""
         said = "verified" if self.verified else "not verified"
         if self.num_took == len(self.engines):
             return said
@@ -128,18 +128,18 @@ class RunReport:
     """The report of a run, filled as it goes. :meth:`write` may be called at any time.
 
     Attributes:
-        devices: what its trainers and engines run on.
-        engines: what each engine reported about itself at its first start.
+        devices: the devices of trainers and engines.
+        engines: the `info` of each engine at the first start.
         heals: the heals of engines that failed and came back.
-        links: the bytes of one update by sender and engine rank, as first connected. An adapter's are not in.
-        coverage: what each engine serves, by component, after the last update.
+        links: the bytes of one update by sender and engine rank, at the first connect, without adapters.
+        coverage: the components that each engine serves after the last update.
         spans: spans of the last update, see `SyncReport.spans`.
         error: why the run failed; empty if it did not.
     """
 
     name: str
     seed: int
-    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     host: dict[str, str | int | None] = field(default_factory=this_host)
     packages: dict[str, str] = field(default_factory=packages_here)
     devices: str = ""
@@ -154,7 +154,7 @@ class RunReport:
     error: str = ""
 
     def fail(self, error: BaseException) -> None:
-        """Set the status to failed because of `error`, unless the run had its result before."""
+        """Set the status to failed because of `error`, unless the run already has a result."""
         if self.status == "running":
             self.status = "failed"
             known = isinstance(error, WeightSyncError)
@@ -174,22 +174,22 @@ class RunReport:
 
     @property
     def acceptances(self) -> list[tuple[int, float]]:
-        """Steps with the acceptance of each that has one."""
+        """Steps with acceptance, and the acceptance."""
         return [(row.step, row.acceptance) for row in self.steps if row.acceptance is not None]
 
     @property
     def mismatches(self) -> list[tuple[int, float]]:
-        """Steps with the mismatch of each that has one."""
+        """Steps with mismatch, and the mismatch."""
         return [(row.step, row.mismatch) for row in self.steps if row.mismatch is not None]
 
     @property
     def num_verified(self) -> int:
-        """How many steps' updates were verified, on the engines that took them."""
+        """Number of steps with a verified update, on the engines without failures."""
         return sum(row.verified for row in self.steps)
 
     @property
     def on_all(self) -> str:
-        """How many of these every engine took; empty if every engine took all of them."""
+        """Number of these updates without failures; empty if no verified update had any."""
         number = sum(row.verified and row.num_took == len(row.engines) for row in self.steps)
         return f"{number} on all engines" if number < self.num_verified else ""
 
@@ -200,7 +200,7 @@ class RunReport:
 
 
 def read_report(path: Path) -> RunReport:
-    """Read what `RunReport.write` wrote.
+    """Read a report that `RunReport.write` wrote.
 
     Raises ConfigError of field ``report.json`` if there is no such file or it has other content.
     """

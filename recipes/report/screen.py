@@ -33,7 +33,7 @@ class Screen:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Print what is being waited for, then how long it took."""
+        """Print the name of a stage, then the seconds of the stage."""
         start = time.monotonic()
         with self.waiting(what):
             yield
@@ -78,7 +78,7 @@ class Screen:
         )
 
     def summary(self, report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> None:
-        """Print the figures, what engines serve, why the run failed, and a line for each heal.
+        """Print the figures, the coverage of engines, the error, and a line for each heal.
 
         `cluster` gives the rates of links, and so the floor of an update.
         """

@@ -1,8 +1,8 @@
-"""Charts as inline SVG. Colours are the page's: number i is its class ``s<i>``."""
+"""Charts as inline SVG. Colour number i is the class ``s<i>`` of the page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -17,19 +17,19 @@ _SIDE_FROM = 700
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of length `size` at `start`; `text` describes it."""
+    """A bar of length `size` at `start`, or where the bar before it ends; `text` describes it."""
 
     colour: int
-    start: float
     size: float
     text: str
+    start: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """An axis of length `size` from `first`.
 
-    `label` is the text of its last number.
+    `label` is the text of the last number.
     """
 
     size: float
@@ -71,7 +71,7 @@ def line(
 
 
 def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int, y_max: float) -> Markup:
-    """Draw a column of bars for each of `stacks`, labelled with its name."""
+    """Draw a labelled column of bars for each of `stacks`."""
     height = 220
     each = (width - _LEFT - _RIGHT) / max(len(stacks), 1)
     scale = (height - _TOP - _BOTTOM) / (y_max or 1)
@@ -79,16 +79,9 @@ def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int,
     every = -(-len(stacks) // max(width // 60, 1))
     for number, (label, bars) in enumerate(stacks):
         x = _LEFT + number * each
-        parts += [
-            _rectangle(
-                bar,
-                x + each * 0.1,
-                height - _BOTTOM - (bar.start + bar.size) * scale,
-                each * 0.8,
-                bar.size * scale,
-            )
-            for bar in bars
-        ]
+        for start, bar in _placed(bars):
+            y = height - _BOTTOM - (start + bar.size) * scale
+            parts.append(_rectangle(bar, x + each * 0.1, y, each * 0.8, bar.size * scale))
         if number % every == 0:
             parts.append(_x_label(x + each / 2, height, label, width))
     return _svg(title, width, height, parts)
@@ -113,10 +106,17 @@ def lanes(title: str, rows: Sequence[Row], width: int, axis: Axis) -> Markup:
         name = _fit(row.name, left - 16 if side else width)
         at = {"x": left - 10, "y": y + 12, "text-anchor": "end"} if side else {"x": left, "y": y - 5}
         parts.append(_tag("text", at, _tag("title", {}, row.name), name))
-        parts += [
-            _rectangle(bar, left + bar.start * scale, y, max(bar.size * scale, 1.5), _BAR) for bar in row.bars
-        ]
+        for start, bar in _placed(row.bars):
+            parts.append(_rectangle(bar, left + start * scale, y, max(bar.size * scale, 1.5), _BAR))
     return _svg(title, width, height, parts)
+
+
+def _placed(bars: Sequence[Bar]) -> Iterator[tuple[float, Bar]]:
+    end = 0.0
+    for bar in bars:
+        start = end if bar.start is None else bar.start
+        yield start, bar
+        end = start + bar.size
 
 
 def _svg(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:

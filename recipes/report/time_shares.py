@@ -1,4 +1,4 @@
-"""Where the time of an update went: its floor, what the bytes took, and what was beside them."""
+"""Splits the time of an update into the floor, the rest of the load, and other phases."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TimeShares:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of each part of the bar, in its order: ``floor``, ``load`` beyond it, and phases."""
+        """Seconds by part of the bar, in order: ``floor``, ``load`` without the floor, and phases."""
         parts = {"floor": self.floor_s, "load": self.written_s - self.floor_s, **self.beside}
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
     def bar(self, width: int) -> str:
-        """Return `width` characters: the floor, the rest of the load, and what was beside it."""
+        """Return `width` characters: the floor, the rest of the load, and other phases."""
         whole = sum(self.parts.values())
         ends = [round(width * seconds / whole) for seconds in (self.floor_s, self.written_s)]
         return "█" * ends[0] + "▓" * (ends[1] - ends[0]) + "░" * (width - ends[1])
@@ -49,10 +49,10 @@ class TimeShares:
 
 
 def last_update(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> TimeShares | None:
-    """Return the shares of a run's last update, or None if the report does not say what it did.
+    """Return the shares of a run's last update, or None if the report has no spans.
 
     Args:
-        cluster: name and rates of the hosts, for the floor. It is the slowest engine rank's.
+        cluster: name and rates of the hosts, for the floor of the slowest engine rank.
     """
     ranks = [
         (seconds_of(spans, "load"), seconds_of(spans, "verify"))
@@ -64,7 +64,7 @@ def last_update(report: RunReport, cluster: tuple[str, HostSpec] | None = None) 
     load_s, digest_s = max(ranks, key=sum)
     beside = dict(report.steps[-1].phases)
     move_s = beside.get("move", 0.0)
-    written_s = min(load_s, move_s)  # a rank waits for its holder before, too
+    written_s = min(load_s, move_s)  # a rank first waits for the holder
     digest_s = min(digest_s, move_s - written_s)
     beside["move"] = move_s - written_s - digest_s
     beside["verify"] = beside.get("verify", 0.0) + digest_s

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 
 from tests.patience import patient
 from weightsync.actors.holders.detached import NAMESPACE
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.recipe import EngineSpec, Recipe, TrainerSpec
+from weightsync.recipes.config.recipe import EngineSpec, Recipe, TrainerSpec
+from weightsync.recipes.fleet.launcher import Launcher
 
 ENGINES = {"wide": EngineSpec(kind="vllm", tensor_parallel_size=2), "narrow": EngineSpec(kind="torch")}
 TRAINERS = TrainerSpec(count=2)

@@ -34,8 +34,8 @@ from weightsync.actors.holders.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.quantize import quantize
+from weightsync.recipes.loops.serve_checkpoint import Fleet, serve
 from weightsync.recipes.report.screen import Screen
-from weightsync.recipes.serve_checkpoint import Fleet, serve
 
 WIDTH = 512
 Make = Callable[..., WeightSync]
@@ -359,7 +359,7 @@ def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: No
     done = weightsync("serve-checkpoint", str(tmp_path / "one"), cwd=tmp_path, **joined)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "--name: 'serve-checkpoint'" in done.stderr
-    assert f"choose another: it is that of {name}" in done.stderr
+    assert f"choose another name: it belongs to {name}" in done.stderr
     assert ray.get(other.ready.remote())
     ray.kill(other)
 

@@ -232,7 +232,7 @@ def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.Ca
     build_tiny_qwen3(tmp_path / "draft")
     names = {"ray": ray, "WeightSync": WeightSync, "SyncConfig": SyncConfig, "EngineActor": EngineActor}
     names |= {"path": path, "draft_path": draft}
-    names = run_block("docs/components.md", 1, names)
+    names = run_block("docs/drafts.md", 0, names)
     printed = capsys.readouterr().out
     assert "e0, model: version 1, what its loader got" in printed
     assert "e0, draft: version 1, live weights with those at its start; 21 tensors" in printed

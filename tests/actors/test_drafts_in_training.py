@@ -302,7 +302,7 @@ def test_the_pages_block_prints_what_is_served(tmp_path: Path, capsys: pytest.Ca
     names |= {"SyncConfig": SyncConfig, "EngineActor": EngineActor, "TrainerShard": TrainerShard}
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM}
     names |= {"path": str(tmp_path / "base"), "draft_path": str(tmp_path / "draft")}
-    names = run_block("docs/components.md", 2, names)
+    names = run_block("docs/drafts.md", 1, names)
     printed = capsys.readouterr().out
     assert "e0, model: version 1, what its loader got; 24 tensors, 461 kB" in printed
     assert "e0, draft: version 1, what its loader got; 24 tensors, 461 kB" in printed

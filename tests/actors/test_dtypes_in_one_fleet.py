@@ -147,7 +147,7 @@ def test_the_pages_block_says_what_is_cast(tmp_path: Path, capsys: pytest.Captur
     names: dict[str, Any] = {"ray": ray, "torch": torch, "WeightSync": WeightSync}
     names |= {"EngineActor": EngineActor, "TrainerShard": TrainerShard, "path": str(tmp_path / "model")}
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM}
-    names = run_block("docs/components.md", 3, names)
+    names = run_block("docs/components.md", 1, names)
     printed = capsys.readouterr().out
     page = Path("docs/components.md").read_text(encoding="utf-8")
     for line in ("small", "exact"):

@@ -12,11 +12,11 @@ import pytest
 from torch import nn
 
 from weightsync import TrainerShard
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import ModelSpec
+from weightsync.recipes.config.recipe import ModelSpec
+from weightsync.recipes.training.model import build_checkpoint
 
 ROOT = Path(__file__).parents[2]
-LOOP = ROOT / "recipes" / "openrlhf_loop.py"
+LOOP = ROOT / "recipes/loops/openrlhf_loop.py"
 MAX_CHANGED = 10
 
 

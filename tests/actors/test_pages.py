@@ -17,8 +17,8 @@ from tests.models import build_tiny_qwen3, greedy
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, WeightSync
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import ModelSpec
+from weightsync.recipes.config.recipe import ModelSpec
+from weightsync.recipes.training.model import build_checkpoint
 
 pytestmark = [
     pytest.mark.timeout(400),

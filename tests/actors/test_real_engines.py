@@ -18,10 +18,10 @@ from tests.models import save_tokenizer
 from tests.pages import run_block
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
-from weightsync.recipes.trainer import GrpoTrainer
+from weightsync.recipes.config.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
+from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.model import build_checkpoint
+from weightsync.recipes.training.trainer import GrpoTrainer
 
 PROMPTS = [
     torch.randint(3, 60, (4 + 3 * (i % 2),), generator=torch.Generator().manual_seed(i)).tolist()

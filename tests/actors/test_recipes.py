@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.actors.test_quickstart import weightsync
+from weightsync.recipes.config.recipe import load_recipe
 from weightsync.recipes.forecast.forecast import planned
 from weightsync.recipes.inputs import recipe_file
-from weightsync.recipes.recipe import load_recipe
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 

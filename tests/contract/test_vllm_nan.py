@@ -1,6 +1,7 @@
 """What vLLM itself does to other requests when an adapter runs: why adapters with NaN are refused by default.
 
-No code of ours fills the slots here. If one of these tests fails, vLLM has changed, and docs/adapters.md too.
+No code of ours fills the slots here. If one of these tests fails, vLLM has changed, and
+docs/internals/adapters.md too.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def test_nan_of_one_request_stays_in_the_kv_cache_for_the_next_ones(vllm: Vllm) 
     wanted = vllm.answers(*everybody)
     assert vllm.answers(*everybody) == wanted
     vllm.answers(PROMPTS, ["broken"] * len(PROMPTS))
-    assert vllm.answers(*everybody) != wanted, "vLLM has mended it: say so in docs/adapters.md"
+    assert vllm.answers(*everybody) != wanted, "vLLM has mended it: say so in docs/internals/adapters.md"
     vllm.forget_values()
     assert vllm.answers(*everybody) == wanted
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.actors.test_quickstart import weightsync
 from tests.unit.recipes.test_recipes_learner import MODEL, compare_one_step
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import ModelSpec, MoeSpec
+from weightsync.recipes.config.recipe import ModelSpec, MoeSpec
+from weightsync.recipes.training.model import build_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

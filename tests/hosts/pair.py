@@ -25,7 +25,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import BufferHandle
 from weightsync.readers import Read, open_reader, serve
 from weightsync.readers.mooncake_process import probe
-from weightsync.recipes.trainer import join_ranks, rendezvous
+from weightsync.recipes.training.trainer import join_ranks, rendezvous
 from weightsync.transports import Broadcast, transport_class
 
 PORTS = 29600, 29699

@@ -113,7 +113,7 @@ class Observer(Screen):
         self, took: Sequence[str], version: int
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[str, int]]]:
         from weightsync.actors.holders.detached import actor_name, find
-        from weightsync.recipes.calls import collect, gather
+        from weightsync.recipes.fleet.calls import collect, gather
 
         trainer, engines = find(actor_name(self._run, "trainer 0")), {}
         for name in took:
@@ -164,7 +164,7 @@ def main(folder: str) -> None:
     overrides = [f"{key}={value}" for key, value in SETTINGS.items()]
     recipe, at = runnable_recipe("quickstart", overrides), RunFolder(Path(folder))
     with local_cluster(at, threads_per_actor=1):
-        from weightsync.recipes.quickstart import run  # as weightsync.recipes.cli does
+        from weightsync.recipes.loops.quickstart import run  # as weightsync.recipes.cli does
 
         report = run(recipe, at, Observer(recipe.name, at.path))
     assert report.status == "done", (report.status, report.final_reward)

@@ -296,7 +296,7 @@ def test_an_allocation_is_mapped_once_for_all_its_tensors_when_one_is_used(mappe
     memory.close()
     assert mapped == []
     elsewhere = DeviceHandle("cuda:1", 7, b"three", 0, 1)
-    with pytest.raises(TransportError, match="process 7 has its memory on cuda:1, this one is on cuda:0"):
+    with pytest.raises(TransportError, match="process 7 has memory on cuda:1, this process is on cuda:0"):
         device.MappedTensors(DeviceMemory.of(handles | {"d": elsewhere}))
     assert mapped == []
 

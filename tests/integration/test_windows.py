@@ -1,4 +1,4 @@
-"""Bytes that change in a window of the table in docs/faults.md: who notices, or that nobody does."""
+"""Bytes that change in a window of the table in docs/internals/faults.md."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The channel between a holder and its engine rank: shared memory and a socket."""
+"""Channels between processes: the driver's calls, an engine rank's buckets, a trainer rank's pushes."""

@@ -1,4 +1,4 @@
-"""Casts what travels to the dtypes that an engine rank holds, and keeps the proof of both."""
+"""Casts received pieces to an engine rank's dtypes, with digests of both."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from weightsync.protocol.messages import Digests, HolderDigests
 
 
 class Casting:
-    """What a rank casts, with digests of it before and after.
+    """Casts of a rank, with digests before and after.
 
-    A `Sink` gets pieces in the rank's dtypes, and digests what it then holds. From these digests
-    `of_received` makes those of the trainers, if the right elements came and the rank holds them, cast.
+    A `Sink` gets pieces in the rank's dtypes, and digests the rank's memory. From these digests `of_received`
+    computes the digests in the trainers' dtypes. They equal the trainers' digests if the right elements came
+    and the rank holds them, cast.
     """
 
     def __init__(self, plan: Plan, layout: RankLayout) -> None:
-        """`layout`: the rank's, with the tensors of `plan`."""
+        """`layout` is the rank's layout of the tensors of `plan`."""
         dtypes = {meta.name: meta.dtype for meta in layout.tensors}
         self._plan = plan
         self._dtype: dict[int, torch.dtype] = {
@@ -38,11 +39,11 @@ class Casting:
         return bool(self._dtype)
 
     def begin(self) -> None:
-        """Start a load. Tensors that do not come in it keep their digests, as frozen ones do."""
+        """Start a load. Tensors that do not come, such as frozen tensors, keep their digests."""
         self._came.clear()
 
     def cast(self, pieces: Sequence[PieceView]) -> list[PieceView]:
-        """Return a bucket's pieces in the rank's dtypes. Digests the rank's boxes of those that are cast."""
+        """Return a bucket's pieces in the rank's dtypes. Digests the rank's boxes of cast pieces."""
         done, before, after = [], list[BoxPart](), list[BoxPart]()
         for tensor, box, data in pieces:
             if (dtype := self._dtype.get(tensor)) is None:
@@ -64,9 +65,10 @@ class Casting:
         return done
 
     def of_received(self, held: Digests) -> Digests:
-        """Return digests in the dtypes that travel. `held` are those of the rank's dtypes.
+        """Convert the digests `held` of the rank's memory to the dtypes that travel.
 
-        Where the rank holds what was cast, they are those of what came; else they differ.
+        If a tensor in memory equals the cast pieces, its result is the digest of the received pieces.
+        Otherwise the result differs from this digest.
         """
         wanted = [*self._dtype]
         found: Digests = held.copy()
@@ -80,18 +82,18 @@ class Casting:
 
 
 class CastingSink:
-    """A Sink in front of another, which gets pieces in its own dtypes."""
+    """A Sink that casts pieces for another Sink."""
 
     def __init__(self, sink: Sink, casting: Casting) -> None:
         self._sink, self._casting = sink, casting
         casting.begin()
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """Cast a bucket's pieces, and pass them on."""
+        """Cast a bucket's pieces and pass them on."""
         self._sink.take(bucket, self._casting.cast(pieces))
 
     def written(self, by_holder: HolderDigests | None) -> None:
-        """Pass it on: only frozen tensors are left out, since no holder writes the rank's memory."""
+        """Pass on the call. Only frozen tensors did not come, since no holder writes the rank's memory."""
         self._sink.written(by_holder)
 
     def finish(self) -> None:
@@ -99,5 +101,5 @@ class CastingSink:
         self._sink.finish()
 
     def digests(self) -> Digests:
-        """Return the other sink's digests, in the dtypes that travel."""
+        """Return the other sink's digests in the dtypes that travel."""
         return self._casting.of_received(self._sink.digests())

@@ -1,8 +1,8 @@
-"""The channel between a holder and its engine rank: shared memory and a socket.
+"""The channel between a holder and an engine rank: shared memory and a socket.
 
 The holder issues a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
-Then, inside one long call per update, the holder says which bucket is ready, and the engine rank says
-when it has read it. A holder that writes the rank's memory itself says only when it has written.
+Then, inside one long call per update, the holder says which bucket is ready, and the engine rank answers
+when the bucket was read. A holder that writes the rank's memory itself only says when all is written.
 
 The socket's file is in a private directory, which is removed as soon as the engine rank is connected, so that
 nothing is left behind.
@@ -73,7 +73,7 @@ _NUM_SPARE = 4  # file descriptors: for the engine rank, and for unknown process
 class HolderFeed:
     """The holder's end. Used by one thread at a time, except for `drop`, which any thread may call.
 
-    Raises PeerError, naming this holder, when no file descriptors are left for its engine rank's connection.
+    Raises PeerError, with the holder's name, if no file descriptors are left for the engine rank.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class HolderFeed:
         self._check_descriptors()
 
     def accept(self, plan_digest: str, timeout_s: float) -> None:
-        """Wait for the engine rank's hello, then remove the socket's file.
+        """Wait for the engine rank's hello, and remove the socket's file.
 
-        Raises DeadlineError when it does not come, WireError when the rank has another plan, PeerError when
-        this process has no file descriptor left for the connection: the engine rank then gives up too.
+        Raises DeadlineError if the hello does not come, WireError if the rank has another plan, PeerError if
+        this process has no file descriptor left: the engine rank then gives up too.
         """
         deadline = time.monotonic() + timeout_s
         while self._peer is None:
@@ -121,15 +121,15 @@ class HolderFeed:
         self._directory.remove()
 
     def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
-        """Tell the engine rank that a bucket may be read. If `whole`, all of it is in the slot."""
+        """Tell the engine rank that a bucket may be read. If `whole`, the slot has the whole bucket."""
         self._send(Ready(attempt, bucket, whole))
 
     def go_on(self, attempt: int) -> None:
-        """Tell the engine rank, which waits for `written`, that more buckets follow."""
+        """Tell the engine rank, which waits for `written`, that more buckets will follow."""
         self._send(GoingOn(attempt))
 
     def written(self, attempt: int, by_holder: HolderDigests | None = None) -> None:
-        """Tell the engine rank that all further buckets are in its memory, and what it digested of them."""
+        """Tell the engine rank that all further buckets are in memory, with the holder's digests."""
         if by_holder is None:
             self._send(Written(attempt))
             return
@@ -137,7 +137,7 @@ class HolderFeed:
         self._send(Written(attempt, *digests, by_holder.are_parts))
 
     def is_writable(self) -> bool:
-        """Return True if the engine rank has said that what is quantised may be written into its export."""
+        """Return True if the engine rank has allowed quantised bytes in the exported memory."""
         while not self._writable and self._socket.poll(0):
             if came := self._take():
                 self._early.append(came)
@@ -151,7 +151,7 @@ class HolderFeed:
     def wait_done(self, attempt: int, bucket: int, timeout_s: float) -> None:
         """Wait until the engine rank has read a bucket.
 
-        Raises EngineError when it reported a failure or was dropped, DeadlineError when it is silent.
+        Raises EngineError if the rank reported a failure or was dropped, DeadlineError if it is silent.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -166,12 +166,12 @@ class HolderFeed:
         self._send(Cancel(attempt, cause))
 
     def drop(self) -> None:
-        """Give up the engine rank: current and later waits for it end at once."""
+        """Give up the engine rank: current and later waits for the rank end at once."""
         self._dropped.set()
         self._directory.remove()
 
     def close(self) -> None:
-        """Close the socket and remove its directory."""
+        """Close the socket and remove the socket's directory."""
         self.drop()
         self._context.destroy(linger=0)
 
@@ -202,7 +202,7 @@ class HolderFeed:
                 return came
 
     def _take(self) -> tuple[bytes, Message] | None:
-        """Receive what came. Returns None if it is refused, or tells only that the rank is writable."""
+        """Receive a message. Returns None if it was refused, or if it was `Writable`."""
         frames = self._socket.recv_multipart()
         known = self._peer in (None, frames[0])
         try:
@@ -224,7 +224,7 @@ class EngineFeed:
 
     Attributes:
         spans: of the last `receive`: ``load``, with waits for buckets and the loader, and ``verify``.
-        casts: whether sinks get pieces in the rank's dtypes, since others travel. Slots have what travels.
+        casts: True if sinks get pieces that are cast to the rank's dtypes. Slots have the dtypes that travel.
         plan_digest: the plan's digest.
     """
 
@@ -255,8 +255,8 @@ class EngineFeed:
     ) -> EngineFeed:
         """Map the buffers, connect and exchange the first messages, within `timeout_s` in all.
 
-        With the rank's `layout`, sinks get pieces in the dtypes that it states. Raises PeerLostError,
-        DeadlineError, EngineError when this process has no file descriptor left, or TransportError when the
+        With the rank's `layout`, sinks get pieces in the dtypes of the layout. Raises PeerLostError,
+        DeadlineError, EngineError if this process has no file descriptor left, or TransportError if the
         holder gave up this rank.
         """
         deadline = time.monotonic() + timeout_s  # the driver's is about the same
@@ -293,16 +293,16 @@ class EngineFeed:
 
     @property
     def views(self) -> Sequence[Sequence[PieceView]]:
-        """The buckets that `receive` passes to `Sink.take`: the same objects in each update.
+        """The buckets that `receive` passes to `Sink.take`: the same objects in every update.
 
-        There are none if it `casts`.
+        Empty if `casts` is True.
         """
         if self.casts:
             return ()
         return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
     def allow_writing(self) -> None:
-        """Tell the holder that it may write what it quantises into this rank's export, see `Writable`."""
+        """Allow the holder to write quantised bytes into this rank's exported memory, see `Writable`."""
         self._send(Writable())
 
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
@@ -316,9 +316,9 @@ class EngineFeed:
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
         """Pass every bucket of one attempt to `sink`, in one long call.
 
-        Returns ``sink.digests()``. Raises DeadlineError when the holder sends nothing for `timeout_s`,
-        TransportError when it gave up, EngineError for other errors of `sink`. The holder learns of any
-        error, so that it stops waiting, except while an earlier load still runs.
+        Returns ``sink.digests()``. Raises DeadlineError if the holder sends nothing for `timeout_s`,
+        TransportError if the holder gave up, EngineError for other errors of `sink`. The holder is told of
+        any error, so that it stops waiting, except while an earlier load still runs.
         """
         # An earlier load that was given up may still be writing a bucket.
         if not self._busy.acquire(timeout=timeout_s):
@@ -386,7 +386,7 @@ class EngineFeed:
         return views
 
     def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
-        """Inject faults. One that corrupts gets a piece in the slot, never one in the send buffer."""
+        """Inject faults. ``corrupt`` changes a piece in the slot, never a piece in the send buffer."""
         data = None
         if has_faults():
             both = zip(views, self._whole[bucket], strict=True)

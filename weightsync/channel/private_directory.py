@@ -20,14 +20,14 @@ _SHORT = "/tmp", "/dev/shm"
 class PrivateDirectory:
     """A directory of mode 0700, removed when this process ends, even by SIGKILL.
 
-    It is in TMPDIR. If a socket's path would be too long there, it is in another folder.
+    The directory is in TMPDIR, or in another folder if a socket's path in TMPDIR would be too long.
     """
 
     def __init__(self) -> None:
         """Raises ConfigError if TMPDIR is too long, and no other folder can be written."""
         self.path = _make()
-        # The shell removes the directory once its standard input ends, which happens when this process does.
-        # It is detached, since Ray may kill the children of a worker with it.
+        # The shell's standard input ends when this process does. The shell then removes the directory.
+        # The shell is detached, since Ray may kill a worker together with the worker's children.
         script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
         self._janitor = subprocess.Popen(
             ["/bin/sh", "-c", script, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True
@@ -55,6 +55,6 @@ def _make() -> Path:
     raise ConfigError(
         "TMPDIR",
         given,
-        f"it has {nbytes} bytes: give a folder of at most {_MAX_FOLDER_NBYTES}, since a socket's path has "
+        f"its path has {nbytes} bytes: give at most {_MAX_FOLDER_NBYTES}, since a socket's path has "
         f"at most {MAX_PATH_NBYTES} ({'; '.join(tried)})",
     )

@@ -1,11 +1,11 @@
-"""The channel by which a holder asks its trainer rank to push weights from host memory.
+"""The channel by which a holder asks a trainer rank to push weights from host memory.
 
-No other process can map a trainer's heap. The rank makes a *ring* of buffers that its holder maps, and says
-hello with their handles. Then the holder asks for one bucket after another. The rank copies its share of a
-bucket into a buffer of the ring, and says when it is there.
+No other process can map a trainer's heap. The rank makes a *ring* of buffers that the holder maps, and says
+hello with the buffers' handles. Then the holder asks for one bucket after another. The rank copies a share of
+the bucket into a buffer of the ring, and answers when the share is there.
 
 Both ends are on one host. Messages travel on a Unix socket in a private directory, which is removed as soon
-as the rank is connected. A process that ends closes its end, so that the other one notices at once.
+as the rank is connected. If a process ends, the other end notices at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_S = 0.05
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Trainer rank → holder, first: its plan, and the buffers that it copies into, in turn."""
+    """Trainer rank → holder, first: the rank's plan, and the buffers that the rank fills in turn."""
 
     secret: bytes
     plan_digest: str
@@ -50,7 +50,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
-    """Trainer rank → holder: what `ticket` asked for is there, or failed for a `cause`."""
+    """Trainer rank → holder: the push of `ticket` is done, or failed for a `cause`."""
 
     ticket: int
     cause: str = ""
@@ -67,7 +67,7 @@ class PushFeed:
         """
         Args:
             trainer: the rank's name in errors.
-            device, num_buffers, nbytes: what the rank makes, see `PushTicket`.
+            device, num_buffers, nbytes: of the rank's ring, see `PushTicket`.
         """
         self._directory = PrivateDirectory()
         endpoint = str(self._directory.path / "push")
@@ -83,9 +83,9 @@ class PushFeed:
         self._aborted = threading.Event()
 
     def accept(self, plan_digest: str, timeout_s: float) -> tuple[Handle, ...]:
-        """Wait for the rank's hello. Returns the handles of its ring.
+        """Wait for the rank's hello. Returns the handles of the ring.
 
-        Raises DeadlineError when it does not come, WireError when the rank has another plan.
+        Raises DeadlineError if no hello comes, WireError if the rank has another plan.
         """
         deadline = time.monotonic() + timeout_s
         callers: list[socket.socket] = []
@@ -113,10 +113,10 @@ class PushFeed:
         return self._last
 
     def wait(self, ticket: int, bucket: int, timeout_s: float) -> None:
-        """Wait until what `ask` asked for is there.
+        """Wait until the push of `ticket` is done.
 
-        Raises DeadlineError, PeerLostError if the rank has ended, TransportError if it failed or `abort` was
-        called.
+        Raises DeadlineError, PeerLostError if the rank has ended, TransportError if the push failed or
+        `abort` was called.
         """
         deadline = time.monotonic() + timeout_s
         while (cause := self._open[ticket]) is None:
@@ -126,9 +126,9 @@ class PushFeed:
             raise TransportError(f"{self._trainer} cannot push bucket {bucket}: {cause}")
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until nothing is being pushed, so that the ring and what it goes to may be used otherwise.
+        """Wait until no push runs, so that the ring and the target memory are free for other uses.
 
-        Raises as `wait`, but for what the rank could not push.
+        Raises the errors of `wait`, except for failed pushes.
         """
         deadline = time.monotonic() + timeout_s
         while any(cause is None for cause in self._open.values()):
@@ -165,7 +165,7 @@ class PushFeed:
         return decoded(_to_holder.decode, data)
 
     def _hello(self, callers: list[socket.socket], deadline: float, timeout_s: float) -> Hello | None:
-        """Take one connection, or one message of `callers`. Returns the rank's hello, and refuses others."""
+        """Accept one connection, or read one message of `callers`. Returns the hello if it is the rank's."""
         caller = self._wait([self._listener, *callers], deadline, "hello", timeout_s)
         if caller is self._listener:
             callers.append(self._listener.accept()[0])
@@ -185,7 +185,7 @@ class PushFeed:
     def _wait(
         self, sockets: Sequence[socket.socket], deadline: float, phase: str, timeout_s: float
     ) -> socket.socket:
-        """Return the first of `sockets` with a message. Raises as `wait`."""
+        """Return the first of `sockets` with a message. Raises the errors of `wait`."""
         while True:
             if self._aborted.is_set():
                 raise TransportError(self._cause)
@@ -218,9 +218,9 @@ class PushEnd:
         return _first([self._socket], 0) is not None
 
     def receive(self) -> Push | None:
-        """Return what is asked next, or None if the connection was closed by either end.
+        """Return the next request, or None if either end closed the connection.
 
-        It is closed if anything else comes.
+        Closes the connection if another message comes.
         """
         try:
             data = self._socket.recv(_MAX_NBYTES)
@@ -228,27 +228,27 @@ class PushEnd:
         except OSError:
             return None
         except WireError as error:
-            logger.warning("the connection to its holder ends: %s", error)
+            logger.warning("the connection to the holder ends: %s", error)
             self.hang_up()
             return None
 
     def answer(self, ticket: int, cause: str = "") -> None:
-        """Say that something was pushed, or why not. The holder may have ended meanwhile."""
+        """Tell the holder that the push of `ticket` is done, or why not. The holder may have ended."""
         with suppress(OSError):  # `receive` will say so
             self._socket.send(msgspec.msgpack.encode(Pushed(ticket, cause[:4096])))
 
     def hang_up(self) -> None:
-        """End the connection; a `receive` in another thread ends."""
+        """End the connection, and a `receive` in another thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket, which nobody uses any more."""
+        """Close the socket. No thread may use it any more."""
         self._socket.close()
 
 
 def _first(sockets: Sequence[socket.socket], timeout_s: float) -> socket.socket | None:
-    """Return the first to get a message, a connection or the end of one within `timeout_s`."""
+    """Return the first of `sockets` with a message, a new connection or a lost connection."""
     poll = select.poll()
     for each in sockets:
         poll.register(each, select.POLLIN)

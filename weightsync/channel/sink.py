@@ -18,15 +18,15 @@ class Sink(Protocol):
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Store the pieces of one bucket.
 
-        Their data are views of a shared slot that may be overwritten once this returns. Copies of them must
-        have ended by then, also on a device.
+        The data are views of a shared slot, which may be overwritten once this returns. Copies of the data
+        must have ended by then, also on a device.
         """
 
     def written(self, by_holder: HolderDigests | None) -> None:
-        """Called instead of `take` for all further pieces: they are in memory.
+        """Called instead of `take` for all further pieces, which are in memory already.
 
-        The holder has written them into exported memory, quantised or as they are, or they are of frozen
-        tensors and have not changed. `by_holder`: the digests that it took of them, if any.
+        Either the holder has written the pieces into exported memory, or the pieces belong to frozen tensors
+        and have not changed. `by_holder` are the holder's digests of the pieces, if any.
         """
 
     def finish(self) -> None:
@@ -37,4 +37,4 @@ class Sink(Protocol):
 
 
 PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"
-"""A tensor's number in the plan, a box of it, and its data: shape ``box.extent``, the plan's dtype."""
+"""A tensor's number in the plan, a box, and the box's data: shape ``box.extent``, in the plan's dtype."""

@@ -1,7 +1,7 @@
-"""The messages between a holder and its engine rank, and their encoding.
+"""Messages between a holder and an engine rank, with their encoding.
 
 Nothing that arrives on a socket is unpickled. `decode` raises WireError for a message that is too long or of
-an unknown type. A holder ignores peers that have not shown the run's secret.
+an unknown type. A holder ignores peers that did not show the run's secret.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from weightsync.errors import KINDS, WeightSyncError, Where, WireError
 from weightsync.protocol.decoding import decoded
 
 MAX_MESSAGE_NBYTES = 16 << 20
-"""`Written` has digests of all tensors, of which there may be hundreds of thousands."""
+"""`Written` has digests of all tensors, perhaps of hundreds of thousands."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Engine rank → holder, first: the engine's name, its plan, and the run's secret."""
+    """Engine rank → holder, first: the run's secret, the engine's name and the engine's plan."""
 
     secret: bytes
     engine: str
@@ -32,9 +32,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Holder → engine rank: `bucket` may be read, where the plan says.
+    """Holder → engine rank: `bucket` may be read from the places in the plan.
 
-    A refill sets `whole`: the slot then has all pieces, also those of the holder's own trainer.
+    A refill sets `whole`: the slot then has all pieces, also pieces of the holder's own trainer.
     """
 
     attempt: int
@@ -49,9 +49,10 @@ class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged.
+    """Holder → engine rank: all further buckets are in the rank's memory.
 
-    If the holder digested them, the rest is that of `HolderDigests`, of which arrays are sent as their bytes.
+    The holder has written the buckets there, or they are frozen and unchanged. If the holder digested the
+    buckets, the other fields are the fields of `HolderDigests`, with arrays as bytes.
     """
 
     attempt: int
@@ -61,14 +62,14 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class Writable(msgspec.Struct, frozen=True, tag="writable"):
-    """Engine rank → holder: from now on, you may quantise into the parameters that I exported.
+    """Engine rank → holder: from now on, you may quantise into the exported parameters.
 
-    An update has shown that what is stored lies where the export says.
+    An update has shown that the export names the right places.
     """
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Engine rank → holder: the bucket was read; its slot may be filled again."""
+    """Engine rank → holder: the bucket was read; the bucket's slot may be filled again."""
 
     attempt: int
     bucket: int
@@ -102,7 +103,7 @@ class SentError(msgspec.Struct, frozen=True):
         return cls(kind, [_sendable(each) for each in error.args], error.where)
 
     def rebuild(self) -> WeightSyncError:
-        """Return the error. Raises WireError when it is not one of ours."""
+        """Return the error. Raises WireError if the class or the arguments are not ours."""
         return decoded(_rebuilt, self, f"an error of ours, {self.kind!r} of {len(self.args)} values")
 
 
@@ -113,7 +114,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message; causes are cut to 4096 characters to keep the size limit."""
+    """Encode a message. Causes are cut to 4096 characters, so that messages stay below the limit."""
     if isinstance(message, Failed | Cancel):
         message = msgspec.structs.replace(message, cause=message.cause[:4096])
     data = _encoder.encode(message)

@@ -5,9 +5,9 @@
     scatter_recv(plan, rank, memory, transport)     # on each rank of the target
 
 Both sides derive the same sequence of segments from the same plan. The sender gathers segments into a few
-large messages; the receiver scatters each message to its segments. The two primitives over segment
-descriptors are FUSCO's (https://arxiv.org/abs/2512.22036), which moves tokens to experts. Here segments are
-2-D, as sharded weights are, and a plan is made once.
+large messages; the receiver scatters messages to segments. The two primitives over segment descriptors are
+FUSCO's (https://arxiv.org/abs/2512.22036), which moves tokens to experts. Here segments are 2-D, as sharded
+weights are, and a plan is made once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUM_BLOCKS = 64
 
 
 def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
-    """Send this rank's part of a plan, once. Returns when it is sent.
+    """Send this rank's part of a plan, once. Returns when all is sent.
 
     The target's ranks call `scatter_recv` at the same time. Use `Shuffle` if this rank also receives, or
     sends more than once. Staging memory on the device is at most twice ``plan.max_message_bytes``.
@@ -50,7 +50,7 @@ def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transpo
         plan: the same plan on every rank.
         rank: this process's rank in `transport`.
         memory: the buffers of this rank's layout by name, of any shape and dtype, all on the device of
-            `transport`. Their bytes are read without a cast.
+            `transport`. Bytes are read without a cast.
         transport: an open transport; see `weightsync/transports/README.md`.
 
     Raises:
@@ -66,9 +66,9 @@ def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transpo
 
 
 def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
-    """Receive this rank's part of a plan, once. Returns when all of it is in `memory`.
+    """Receive this rank's part of a plan, once. Returns when the whole part is in `memory`.
 
-    The source's ranks call `gather_send` at the same time. It needs as much staging memory.
+    The source's ranks call `gather_send` at the same time. Both need as much staging memory.
 
     Args:
         plan: the same plan on every rank.
@@ -91,16 +91,16 @@ def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transp
 class Shuffle:
     """One rank's part of a plan, prepared once and run any number of times.
 
-    It keeps staging memory, at most twice ``plan.max_message_bytes`` for sending and as much for receiving.
-    On a GPU one kernel launch packs a round, one unpacks it, and one makes the copies within the rank. What
-    is transposed takes another launch.
+    Staging memory is at most twice ``plan.max_message_bytes`` for sending and as much for receiving. On a GPU
+    one kernel launch packs a round, one unpacks it, and one makes the copies within the rank. Transposed
+    tensors need another launch.
 
     Args:
         plan: the same plan on every rank.
         rank: this process's rank in `transport`.
         transport: an open transport.
         source: the buffers of this rank's layout in the source by name; only if the rank sends.
-        target: the same for the target; only if it receives. No byte may be both read and written.
+        target: the same for the target; only if the rank receives. No byte may be both read and written.
 
     Raises:
         ConfigError: `source` or `target` is missing, not needed, or on several devices.
@@ -147,7 +147,7 @@ class Shuffle:
     def run(self) -> None:
         """Send and receive all rounds. Every rank of the plan must call it.
 
-        On a GPU it runs on the current stream, and waits for it at the end.
+        On a GPU this runs on the current stream, and waits for the stream at the end.
 
         Raises:
             TransportError: a rank is lost or late. `target` may hold old and new bytes.
@@ -202,7 +202,7 @@ class Shuffle:
                 self._unpack(round)
 
     def _copier(self, groups: Sequence[Sequence[Copies]]) -> Callable[[int], None]:
-        """Return a function that runs the copies of a group by its number."""
+        """Return a function that runs the copies of a group, given the group's number."""
         bounds = [0, *itertools.accumulate(sum(map(len, group)) for group in groups)]
         if not bounds[-1]:
             return lambda _: None
@@ -218,7 +218,7 @@ class _Window:
     """Staging memory for sending or receiving: two slots, one round of messages each."""
 
     def __init__(self, lanes: Sequence[tuple[int, Lane]], num_rounds: int, device: torch.device) -> None:
-        """`lanes`: (other rank, lane) pairs."""
+        """`lanes` has (other rank, lane) pairs."""
         self._rounds: list[list[_Placed]] = []
         slot_nbytes = 0
         for round in range(num_rounds):
@@ -247,7 +247,7 @@ class _Window:
         return [kind(self._data(round, each), each.peer) for each in self._rounds[round]]
 
     def messages(self, round: int) -> list[tuple[Lane, torch.Tensor]]:
-        """Return each lane and its message's bytes in a round; none for negative rounds."""
+        """Return lanes with their messages' bytes in a round; empty for negative rounds."""
         return [(each.lane, self._data(round, each)) for each in (self._rounds[round] if round >= 0 else ())]
 
     def _data(self, round: int, placed: _Placed) -> torch.Tensor:
@@ -260,7 +260,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A message's place in its slot."""
+    """A message's place in a slot."""
 
     peer: int
     lane: Lane
@@ -296,7 +296,7 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Used:
-    """What reads use of one side's buffers: of ``names[buffer[i]]`` the bytes `low[i]` to `high[i]`."""
+    """Bytes that reads use on one side: `low[i]` to `high[i]` of buffer ``names[buffer[i]]``."""
 
     names: tuple[str, ...]
     buffer: Int32
@@ -316,7 +316,7 @@ class _Used:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:
-    """The bytes that are used of each of `names`: from `low` to `high`, which is -1 for none."""
+    """The used bytes of each buffer of `names`: from `low` to `high`, or -1 for unused buffers."""
 
     names: tuple[str, ...]
     low: Int64
@@ -332,7 +332,7 @@ class _Spans:
 
 
 class _Side:
-    """One side's memory. It has all that is used there.
+    """One side's memory, with all used buffers.
 
     Attributes:
         address: the start of each buffer by name.
@@ -353,7 +353,7 @@ class _Side:
         self._starts = {key: starts(its.names, self.address) for key, its in spans.items()}
 
     def starts(self, names: tuple[str, ...]) -> Int64:
-        """Return the address of each of a plan's `names`; 0 for a buffer that is not used."""
+        """Return the addresses of a plan's `names`, with 0 for unused buffers."""
         return self._starts[id(names)]
 
 

@@ -7,9 +7,9 @@
     for batch in stream.receiving():            # every other rank
         load(batch)                             # [(name, tensor), …], verified
 
-For frameworks that give and take iterators of named tensors. Receivers need no names or sizes in advance. A
-bucket travels while the next one is packed and the one before is unpacked. A receiver compares each tensor's
-digest with the sender's before it yields the tensor.
+For frameworks with iterators of named tensors. Receivers need no names or sizes in advance. A bucket travels
+while the next bucket is packed and the previous bucket is unpacked. A receiver compares each tensor's digest
+with the sender's digest before it yields the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGN = 16
 _SIZES_NBYTES = 16
 _SLOTS = 2
 _MOST_TABLES = 1024
-"""The most digest tables kept on a device, one per bucket; each takes 0.2 % of its bucket."""
+"""The most digest tables on a device, one per bucket. A table takes 0.2 % of a bucket's bytes."""
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +65,7 @@ _heads = msgspec.msgpack.Decoder(_Head)
 class TensorStream:
     """One rank's end of a stream, for any number of versions. The `Transport` must be open.
 
-    A rank that fails aborts the communicator, so that no other rank waits: make a new one then.
+    A rank that fails aborts the communicator, so that no other rank waits: make a new communicator then.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class TensorStream:
     ) -> None:
         """
         Args:
-            device: the device of the transport. A version takes twice `bucket_nbytes` there while it
-                moves, and on a GPU 0.2 % of its size permanently.
+            device: the device of the transport. While a version moves, it needs twice `bucket_nbytes` there.
+                On a GPU, 0.2 % of the version's size stays allocated.
 
         Raises ConfigError for a bucket that is too small for one element.
         """
@@ -94,8 +94,8 @@ class TensorStream:
         """Return a context with ``put(name, tensor)``; rank 0 only.
 
         `put` copies a tensor of any shape, dtype and device on the current stream. The block ends when every
-        rank has verified all tensors. Raises TransportError when a rank is lost or late, or gave up, with its
-        cause.
+        rank has verified all tensors. Raises TransportError with the cause if a rank is lost or late, or gave
+        up.
         """
         assert self._rank == 0, "rank 0 sends"
         outgoing = _Outgoing(self._transport, self._device, version, self._bucket_nbytes, self._digester)
@@ -108,28 +108,28 @@ class TensorStream:
             raise
 
     def receiving(self) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
-        """Yield batches of whole tensors in the order in which they were sent.
+        """Yield batches of whole tensors in the order of sending.
 
-        They may be views that are valid until the next batch; copies of them on a device must have ended by
-        then. A receiver that stops before the end aborts all ranks.
+        Tensors may be views that are valid until the next batch; copies on a device must have ended by then.
+        A receiver that stops before the end aborts all ranks.
 
         Raises:
             VerifyError: names tensors that arrived with wrong bytes. Their batch is not yielded.
-            TransportError: a rank is lost or late, or gave up, with its cause.
+            TransportError: a rank is lost or late, or gave up. Has the cause.
         """
         assert self._rank > 0, "rank 0 sends"
         yield from _Incoming(self._transport, self._device, f"rank {self._rank}", self._digester).batches()
         self._wait_verified()
 
     def _wait_verified(self) -> None:
-        """Wait until every receiver has said that it verified all tensors."""
+        """Wait until every receiver has reported that all tensors are verified."""
         word = torch.zeros(self._num_ranks, 1, dtype=torch.uint8, device=self._device)
         for rank in range(1, self._num_ranks):
             self._transport.start([Broadcast(word[rank], rank)]).wait()
 
 
 class _Outgoing:
-    """The sending end: of two buckets, one is packed while the other travels."""
+    """The sending end with two buckets: one is packed while the other travels."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Outgoing:
             (self._transport.start([Broadcast(message, 0)]), message) for message in messages if len(message)
         ]
         self._number, self._used, self._chunks = self._number + 1, 0, []
-        _wait(self._travelling[self._at])  # the bucket before this one, whose slot is packed next
+        _wait(self._travelling[self._at])  # the previous bucket, whose slot is packed next
 
     @property
     def _at(self) -> int:
@@ -191,7 +191,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiving end: of two buckets, one is unpacked while the other arrives."""
+    """The receiving end with two buckets: one is unpacked while the other arrives."""
 
     def __init__(self, transport: Transport, device: torch.device, name: str, digester: _Digester) -> None:
         self._transport, self._device, self._name = transport, device, name
@@ -266,14 +266,14 @@ def _cut(data: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
 
 
 def _wait(travelling: list[tuple[Pending, torch.Tensor]]) -> None:
-    """Wait for messages, which keep their memory until then."""
+    """Wait for messages, whose memory is kept until then."""
     while travelling:
         pending, _message = travelling.pop(0)
         pending.wait()
 
 
 class _Digester:
-    """Computes each chunk's share in the digest of its flattened tensor."""
+    """Computes the shares of chunks in the digests of flattened tensors."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[_Chunk, ...], tuple[int, DigestTable]] = {}  # with the address of the bucket
@@ -284,7 +284,7 @@ class _Digester:
         return [tensor_digest(cut, (math.prod(chunk.shape),), _box(chunk)) for chunk, cut in cuts]
 
     def _on_device(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
-        """Digest all chunks in one launch. Tables are kept: buckets mostly repeat in later versions."""
+        """Digest all chunks in one launch. Tables are stored, since later versions mostly repeat buckets."""
         with torch.cuda.device(data.device):
             chunks, address = tuple(chunk for chunk, _ in cuts), data.data_ptr()
             if self._tables.get(chunks, (None,))[0] != address:

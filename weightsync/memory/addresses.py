@@ -22,7 +22,7 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return True if `tensor` is a DTensor.
 
-    Does not import DTensor's module, which takes 0.7 s: if it is not imported, there are none.
+    Does not import DTensor's module, which takes 0.7 s: without this module, there are no DTensors.
     """
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
@@ -31,30 +31,31 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part, detached: otherwise each version's copy would extend the graph.
 
-    It is what ``to_local`` returns without gradients, which calls autograd for each tensor.
+    Equals ``to_local`` without gradients, which would call autograd for each tensor.
     """
     return attached_part(tensor).detach()
 
 
 def attached_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as autograd knows it, to look at where and how it lies."""
+    """Return this rank's part with autograd's graph, to read address, shape and strides."""
     return _local(tensor) if is_sharded(tensor) else tensor
 
 
 class AddressGuard:
     """Addresses and layouts of a module's tensors, compared before each version.
 
-    It reaches every parameter and persistent buffer through the modules, and keeps none alive. The comparison
-    runs in C, some hundred modules at a time, so that they stay in the processor's cache.
+    The guard reaches every parameter and persistent buffer through the modules, and keeps none alive. The
+    comparison runs in C, some hundred modules at a time, so that they stay in the processor's cache.
 
     Attributes:
         strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], part: str = "") -> None:
-        """`tensors` are those of ``named_tensors(module)``.
+        """`tensors` is the result of ``named_tensors(module)``.
 
-        A parameter with an attribute named `part` keeps its memory there: `tensors` has it in its place.
+        If a parameter has an attribute named `part`, this attribute has the memory, and `tensors` has the
+        attribute in place of the parameter.
         """
         self._module = module
         self._place = {name: _place(tensor) for name, tensor in tensors.items()}
@@ -68,8 +69,8 @@ class AddressGuard:
     def as_before(self, module: nn.Module) -> bool:
         """Return True if `module` is the same, with the same tensor names, layouts and addresses.
 
-        Also False while FSDP has gathered tensors, which taking a ``state_dict`` undoes. Always False if a
-        hook adds its own tensors to the ``state_dict``, or a module defines ``__eq__``.
+        Also False while FSDP has gathered tensors, until the next ``state_dict``. Always False if a hook adds
+        tensors to the ``state_dict``, or a module defines ``__eq__``.
         """
         return (
             module is self._module and not self.strays and all(part.are_as_before() for part in self._parts)
@@ -116,7 +117,7 @@ class _Modules:
         )
 
     def saved(self) -> Iterator[torch.Tensor]:
-        """Yield their tensors that a ``state_dict`` holds."""
+        """Yield the modules' tensors in a ``state_dict``."""
         return chain.from_iterable(kind.saved() for kind in self._tensors)
 
     def are_as_before(self) -> bool:
@@ -124,7 +125,7 @@ class _Modules:
             self._are_compared_by_identity
             and not any(self._empty)
             and self._parents == self._children
-            # Old entries are looked up below. If the number is the same, none was added.
+            # Old entries are looked up below. If their number is the same, no entry was added.
             and list(map(len, self._homes)) == self._num_entries
             and all(key in home for home, key in self._unsent)
             and self._volatile == self._volatile_before
@@ -165,7 +166,7 @@ class _Tensors(_Slots):
             held = self._locals(found)
             addresses = list(map(torch.Tensor.data_ptr, held))
             return addresses == self._addresses and self._are_laid_out_as_before(held)
-        # Now another kind of tensor, no tensor, or one without memory.
+        # Now another kind of tensor, no tensor, or a tensor without memory.
         except (TypeError, AttributeError, RuntimeError):
             return False
 
@@ -200,7 +201,7 @@ class _Shards(_Tensors):
 
 
 class _Parts(_Tensors):
-    """Parameters that keep their memory in an attribute."""
+    """Parameters with memory in an attribute."""
 
     def __init__(self, slots: Iterable[tuple[dict[str, Any], str]], part: str) -> None:
         self._part: Callable[[Any], torch.Tensor] = attrgetter(part or "data")

@@ -48,7 +48,7 @@ def nccl_versions() -> tuple[str, str]:
 def malloc(nbytes: int) -> int:
     """Allocate `nbytes` bytes on the current device and return their address.
 
-    They come from no pool, so they can be exported. Raises TransportError when the device is short of memory.
+    The memory comes from no pool, so it can be exported. Raises TransportError if the device has too little.
     """
     runtime = _runtime()
     try:
@@ -59,7 +59,7 @@ def malloc(nbytes: int) -> int:
         free_nbytes, total = runtime.memGetInfo()
         raise TransportError(
             f"cannot take {nbytes} bytes on {_device()}: {free_nbytes} of {total} are free; leave more of "
-            "the device to weight sync, such as by a lower gpu_memory_utilization of its engine"
+            "the device to weight sync, such as by a lower gpu_memory_utilization of the engine"
         ) from error
 
 
@@ -72,9 +72,9 @@ def free(address: int) -> None:
 
 
 def export(addresses: Iterable[int]) -> dict[int, tuple[bytes, int]]:
-    """Return the CUDA IPC handle of each address's allocation, and its offset there.
+    """Return for each address the CUDA IPC handle of the allocation, and the offset there.
 
-    CUDA is asked once for each allocation, in which PyTorch puts many tensors.
+    CUDA is asked once per allocation, in which PyTorch puts many tensors.
 
     Raises TransportError for memory that cannot be exported: virtual memory, as PyTorch's expandable
     segments and vLLM's sleep mode use it.
@@ -90,7 +90,7 @@ def export(addresses: Iterable[int]) -> dict[int, tuple[bytes, int]]:
 
 
 def ipc_handle(base: int) -> bytes:
-    """Return the handle of the allocation that begins at `base`. Raises as `export`."""
+    """Return the handle of the allocation that begins at `base`. Raises the errors of `export`."""
     runtime = _runtime()
     try:
         handle = bytes(runtime.ipcGetMemHandle(base))
@@ -108,8 +108,8 @@ def ipc_handle(base: int) -> bytes:
 def open_handle(handle: bytes) -> int:
     """Map an exported allocation on the current device and return its address.
 
-    It is mapped once however often it is opened; each `open_handle` needs a `close_handle`. A handle that
-    this process exported gives the original address. Raises TransportError when it cannot be mapped.
+    Repeated calls return the same mapping; every `open_handle` needs a `close_handle`. A handle of this
+    process gives the original address. Raises TransportError if the allocation cannot be mapped.
     """
     with _lock:
         if handle in _exported:
@@ -232,7 +232,7 @@ def _runtime() -> Any:  # noqa: ANN401
 def _kernel(name: str) -> Any:  # noqa: ANN401
     """Return a kernel. CuPy compiles it on first use per device and caches it on disk.
 
-    Only this one is compiled (0.2 s): all together take 0.7 s, for which a starting engine would wait.
+    Only this kernel is compiled (0.2 s): all kernels take 0.7 s, for which a starting engine would wait.
     """
     source = (Path(__file__).parent / "kernels/kernels.cu").read_text()
     options = ("--std=c++17", f"-DKERNEL_{name}")
@@ -245,13 +245,13 @@ def _map(handle: bytes) -> int:
         return int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
     except runtime.CUDARuntimeError as error:
         raise TransportError(
-            f"cannot map another process's memory on {_device()}: {error}; its process must be alive, "
+            f"cannot map another process's memory on {_device()}: {error}; this process must be alive, "
             "and both need the same GPU"
         ) from error
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """Return where the allocation at `address` begins, and its size. An IPC handle names all of it."""
+    """Return the first address and the size of the allocation at `address`, as IPC handles name it."""
     _runtime()  # sets this thread's device
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(

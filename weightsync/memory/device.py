@@ -38,15 +38,15 @@ class DeviceBuffer:
 
     @classmethod
     def create(cls, nbytes: int) -> DeviceBuffer:
-        """Allocate memory, not cleared. Raises TransportError when the device is short of it."""
-        # CUDA puts small allocations into one larger block and would export their neighbours too.
+        """Allocate memory, not cleared. Raises TransportError if the device has too little."""
+        # CUDA puts small allocations into one larger block and would export the whole block.
         address = cuda.malloc(max(1, -(-nbytes // _GRANULE)) * _GRANULE)
         ipc, offset = cuda.export([address])[address]
         return cls(DeviceHandle(_current_device(), os.getpid(), ipc, offset, nbytes), address, owned=True)
 
     @classmethod
     def open(cls, handle: DeviceHandle) -> DeviceBuffer:
-        """Map another process's memory. Raises TransportError if its GPU is another, or it is gone."""
+        """Map another process's memory. Raises TransportError if it is on another GPU or gone."""
         _require_here(handle.device, handle.pid)
         return cls(handle, cuda.open_handle(handle.ipc) + handle.offset, owned=False)
 
@@ -67,7 +67,7 @@ class PeerMemory:
     """Another process's memory on any GPU of this host. Kernels of the current device use it."""
 
     def __init__(self, handle: DeviceHandle) -> None:
-        """Raises TransportError when the current device cannot reach it, or the process is gone."""
+        """Raises TransportError if the current device cannot reach the memory, or the process is gone."""
         self._handle, self._device = handle, torch.cuda.current_device()
         self.address = cuda.open_handle(handle.ipc) + handle.offset
 
@@ -79,12 +79,12 @@ class PeerMemory:
 
 @collector_paused
 def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
-    """Export the memory of tensors of one GPU, each from its first element to its last, gaps included.
+    """Export the memory of one GPU's tensors, from first to last element, gaps included.
 
-    Empty tensors are left out. The caller keeps the others alive while other processes use the memory.
+    Empty tensors are left out. The caller keeps the tensors alive while other processes use the memory.
 
     Raises:
-        TransportError: PyTorch's allocator took memory that cannot be exported; says what to set.
+        TransportError: PyTorch's allocator uses memory that cannot be exported. Names the setting to change.
     """
     held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not held:
@@ -98,10 +98,10 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> DeviceMemory:
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Buffers of other processes by name, each uint8[nbytes].
+    """Buffers of other processes by name: uint8[nbytes].
 
-    An allocation is mapped when one of its buffers is first used, so that a refill maps while it copies. A
-    tensor is made when one is asked for: most copies need addresses alone.
+    An allocation is mapped at the first use of a buffer in it, so that a refill maps while it copies. Tensors
+    are made on demand, since most copies only need addresses.
 
     Attributes:
         memory: the handles.
@@ -125,7 +125,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         self._closing = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a buffer. Raises TransportError if its process is gone."""
+        """Return a buffer. Raises TransportError if the buffer's process is gone."""
         number, offset = self._places[name]
         if number not in self._views:
             self._views[number] = cuda.view(self._start(number), self._ends[number])
@@ -138,17 +138,17 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return len(self._places)
 
     def address(self, name: str) -> int:
-        """Return where a buffer is on the current device. Raises TransportError if its process is gone."""
+        """Return a buffer's address on the current device. Raises TransportError if the process is gone."""
         number, offset = self._places[name]
         return self._start(number) + offset
 
     def addresses(self) -> dict[str, int]:
-        """Return where all buffers are. Raises as `address`."""
+        """Return the addresses of all buffers. Raises the errors of `address`."""
         starts = [*map(self._start, range(len(self._handles)))]
         return {name: starts[number] + offset for name, (number, offset) in self._places.items()}
 
     def map_ahead(self) -> None:
-        """Start to map all of it on another thread. Each use waits for that, and raises what went wrong."""
+        """Start to map all allocations on another thread. Uses wait for it, and raise its errors."""
         self._ahead = on_daemon(self._map_all, "weightsync-mapping")
 
     def close(self) -> None:
@@ -166,13 +166,13 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             return self._mapped(number)
 
     def _map_all(self) -> None:
-        with torch.cuda.device(self._device), suppress(TransportError):  # users try again, and get it
+        with torch.cuda.device(self._device), suppress(TransportError):  # users try again, and get the error
             for number in range(len(self._handles)):
                 if not self._closing:
                     self._mapped(number)
 
     def _wait_mapped(self) -> None:
-        if self._ahead:  # to map and copy at once takes longer than one after the other
+        if self._ahead:  # mapping and copying at once takes longer than in turn
             wait([self._ahead])
             self._ahead = None
 
@@ -185,7 +185,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 def _require_here(device: str, pid: int) -> None:
     if device != (here := _current_device()):
         raise TransportError(
-            f"process {pid} has its memory on {device}, this one is on {here}: both must be on the same GPU"
+            f"process {pid} has memory on {device}, this process is on {here}: both must be on the same GPU"
         )
 
 
@@ -197,5 +197,5 @@ Buffer: TypeAlias = SharedBuffer | DeviceBuffer
 
 
 def open_buffer(handle: Handle) -> Buffer:
-    """Map another process's buffer. Raises PeerLostError or TransportError when that fails."""
+    """Map another process's buffer. Raises PeerLostError or TransportError."""
     return DeviceBuffer.open(handle) if isinstance(handle, DeviceHandle) else SharedBuffer.open(handle)

@@ -1,7 +1,7 @@
-"""The names that tensors of transformers' models have in files, which engines' loaders take.
+"""Names of transformers' tensors in files, which engines' loaders use.
 
 From version 5 on, transformers renames tensors and stacks experts when it loads files, and undoes both when
-it saves them (``transformers.conversion_mapping``).
+it saves files (``transformers.conversion_mapping``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _STACKS: Mapping[tuple[tuple[str, int | None], ...], int] = {
     (("SplitModulelist", 0),): 1,
     (("Chunk", 1), ("SplitModulelist", 0)): 2,
 }
-"""Operations by which experts leave a stack, with their dimensions: how many matrices each of them has."""
+"""Operations and dimensions by which experts leave a stack: the number of matrices per expert."""
 _PREFIX = "PrefixChange"
-"""It adds or removes the name of a part of another model, which the class of this one does not say."""
+"""Adds or removes the name of a part of another model, which this model's class does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FileNames:
     """Names in files of a model's tensors.
 
     Attributes:
-        names: those that differ, by the model's own names. Stacks of experts are named as `stack_name` does.
+        names: names that differ, by the model's own names. `stack_name` names stacks of experts.
         computed: tensors that files store in another form, with the names there.
     """
 
@@ -40,7 +40,7 @@ class FileNames:
 
     @classmethod
     def of(cls, module: nn.Module, names: Iterable[str]) -> FileNames:
-        """Return names in files of tensors, whose `names` may lack the path of the model in `module`."""
+        """Return names in files. `names` may lack the path of the model in `module`."""
         given = sorted(names)  # transformers sorts them, too
         models = [*_pretrained(module)]
         if not any(name.startswith(prefix) for name in given for prefix, _ in models):
@@ -64,7 +64,7 @@ class FileNames:
 
 
 def _in_files(name: str, converters: Sequence[Any], renamings: Sequence[Any]) -> tuple[str, str]:
-    """Return a tensor's name in files, and, if files have it in another form, the name of that."""
+    """Return a tensor's name in files, and the name of another form in files, if any."""
     for converter in converters:
         part, matched = converter.rename_source_key(name)
         if matched is not None:
@@ -81,7 +81,7 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
 
 
 def _leaves(converter: Any) -> Sequence[str]:  # noqa: ANN401 - transformers'
-    """Return the matrices of an expert that leave a stack, in the order of their rows; () for others."""
+    """Return the matrices of an expert in a stack, in the order of rows; () for other converters."""
     operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in converter.operations)
     if len(converter.target_patterns) != _STACKS.get(operations):
         return ()
@@ -89,7 +89,7 @@ def _leaves(converter: Any) -> Sequence[str]:  # noqa: ANN401 - transformers'
 
 
 def _to_files(model: Any) -> tuple[Sequence[Any], Sequence[Any]]:  # noqa: ANN401 - transformers'
-    """Return transformers' conversions from a model to files: those of the form, and those of names alone."""
+    """Return transformers' conversions from a model to files: conversions of the form, and of only names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = get_model_conversion_mapping(_as_declared(model), add_legacy=False)
@@ -99,9 +99,9 @@ def _to_files(model: Any) -> tuple[Sequence[Any], Sequence[Any]]:  # noqa: ANN40
 
 
 def _as_declared(model: Any) -> Any:  # noqa: ANN401 - transformers'
-    """Return a model of the same configuration whose classes are those that transformers looks up by name.
+    """Return a model of the same configuration, of classes that transformers finds by name.
 
-    FSDP gives what it wraps a class of its own.
+    FSDP replaces the class of a module that it wraps.
     """
     if all(_is_declared(type(each)) for _, each in _pretrained(model, nested=True)):
         return model
@@ -116,9 +116,9 @@ def _is_declared(kind: type) -> bool:
 
 
 def _pretrained(module: nn.Module, *, nested: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield transformers' models in `module`, and the prefix of their tensors' names.
+    """Yield transformers' models in `module`, with the prefixes of their tensors' names.
 
-    `nested`: also those that are parts of others.
+    With `nested`, also models that are parts of other models.
     """
     kind = _kind()
     outer: list[str] = []

@@ -20,15 +20,15 @@ from weightsync.protocol.handles import BufferHandle
 _madvise = ctypes.CDLL(None).madvise  # unlike mmap.madvise and MAP_POPULATE it releases the GIL
 POPULATE_READ, POPULATE_WRITE = 22, 23  # since Linux 5.14
 PART_NBYTES = 256 << 20
-"""Bytes that one thread touches at a time, and that are page-locked at once in a large buffer."""
+"""Bytes that one thread touches at a time, and bytes of a page-locked part of a large buffer."""
 
 
 class SharedBuffer:
     """A memfd, or a file in memory, mapped once as a uint8 tensor.
 
-    A memfd has no name in any file system, so nothing is left when its last process ends or is killed.
-    `tensor` has shape ``[nbytes]``. With CUDA, the process that makes a memfd page-locks it, others when they
-    call `pin`: copies to and from a device then run at link speed.
+    A memfd has no name in any file system, so nothing is left when the last process ends or is killed.
+    `tensor` has shape ``[nbytes]``. With CUDA, the process that makes a memfd page-locks it, and other
+    processes call `pin`: copies to and from a device then run at link speed.
     """
 
     def __init__(self, fd: int, handle: BufferHandle, *, is_new: bool = False, touch: bool = True) -> None:
@@ -46,9 +46,9 @@ class SharedBuffer:
     def create(cls, nbytes: int, *, in_parts: bool = False) -> SharedBuffer:
         """Allocate a zeroed buffer, with `in_parts` as in `pin`.
 
-        Raises TransportError when the host is short of memory.
+        Raises TransportError if the host has too little memory.
         """
-        # Checked first: if memory runs out, the kernel kills processes, and not always this one.
+        # Checked first: if memory runs out, the kernel kills processes, not always this process.
         available = psutil.virtual_memory().available
         if nbytes > available:
             raise TransportError(
@@ -63,7 +63,7 @@ class SharedBuffer:
 
     @classmethod
     def open(cls, handle: BufferHandle, *, touch: bool = True) -> SharedBuffer:
-        """Map another process's buffer. Raises PeerLostError when that process is gone.
+        """Map another process's buffer. Raises PeerLostError if the process is gone.
 
         Without `touch`, pages are mapped by `map_pages`, or when they are used.
         """
@@ -82,7 +82,7 @@ class SharedBuffer:
         return self._fd
 
     def close(self) -> None:
-        """Close this process's descriptor and tensor. The memory is freed with its last mapping."""
+        """Close this process's descriptor and tensor. The last mapping frees the memory."""
         if self._fd >= 0:
             self._unpin()
             os.close(self._fd)
@@ -92,8 +92,8 @@ class SharedBuffer:
     def pin(self, *, in_parts: bool = False) -> None:
         """Page-lock the memory for this process's device copies, if there is a device.
 
-        Closes the buffer if that fails. CUDA lets no other call of the process through meanwhile. With
-        `in_parts`, calls get through between two parts, but only `cuda.copy` may copy to or from a device.
+        Closes the buffer if the lock fails. CUDA blocks other calls of the process meanwhile. With
+        `in_parts`, calls are only blocked during a part, but only `cuda.copy` may copy to or from a device.
         """
         # Only snapshots need parts: they are large, and locked while updates run. Other buffers are small, or
         # locked by `connect`, and torch copies them, which does not cut copies where two parts meet.
@@ -120,7 +120,7 @@ class SharedBuffer:
 def open_memory(handle: BufferHandle, flags: int) -> int:
     """Return a descriptor of another process's memory, with `flags` as of `os.open`.
 
-    Raises PeerLostError when that process is gone, or denies access.
+    Raises PeerLostError if the process is gone or denies access.
     """
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
@@ -153,7 +153,7 @@ def map_pages(part: torch.Tensor) -> None:
 
 
 def _touch(tensor: torch.Tensor, is_new: bool) -> None:
-    """Touch all pages in several threads. The kernel clears new ones at 5 GB/s per thread."""
+    """Touch all pages in several threads. The kernel clears new pages at 5 GB/s per thread."""
     advice = POPULATE_WRITE if is_new else POPULATE_READ
     parts = (tensor[at : at + PART_NBYTES] for at in range(0, len(tensor), PART_NBYTES))
     with ThreadPoolExecutor(num_threads(8)) as threads:
@@ -171,5 +171,5 @@ def _writable(view: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
     """Return `view` as a type that torch does not warn about as read-only."""
     held = np.frombuffer(view, np.uint8)
     memory = (ctypes.c_uint8 * len(view)).from_address(held.ctypes.data)
-    memory.held = held  # type: ignore[attr-defined]  # it does not keep its memory alive
+    memory.held = held  # type: ignore[attr-defined]  # `memory` itself does not keep the mapping alive
     return memory

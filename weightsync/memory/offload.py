@@ -19,7 +19,7 @@ class Offload:
     def __init__(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor]) -> None:
         """Free `tensors`. Contents of `keep` are copied to the host, page-locked if they were on a GPU.
 
-        All others are zeros after `undo`. Raises StateError, without any effect, if torch does not own the
+        Other tensors are zeros after `undo`. Raises StateError, without any effect, if torch does not own the
         memory.
         """
         held = _storages(tensors)
@@ -36,7 +36,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the host copy of a tensor of `keep`, with its shape and strides."""
+        """Return the host copy of a tensor of `keep`, with the tensor's shape and strides."""
         copy = self._copies[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
 

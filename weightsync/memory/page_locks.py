@@ -1,4 +1,4 @@
-"""Host memory of other owners, page-locked where it is."""
+"""Page-locks on host memory of other owners."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weightsync.memory.tensors import extent_nbytes
 logger = logging.getLogger("weightsync.memory.page_locks")
 
 _MIN_NBYTES = 1 << 20
-"""Fewer bytes are not worth a lock: they share pages with others, and are copied in no time."""
+"""Fewer bytes are not worth a lock: they share pages with other tensors, and are copied in no time."""
 
 
 class PageLocks:
-    """Locks the pages of tensors, from which a GPU then copies at the rate of its link.
+    """Locks the pages of tensors, so that a GPU copies at the rate of the link.
 
-    It keeps the tensors' memory allocated, since a GPU would go on to read the old pages of an address.
+    Keeps the tensors' memory allocated, since a GPU would continue to read an address's old pages.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lock what can be locked. `tensors` are on the host, without large gaps; few bytes are left out."""
+        """Lock `tensors` on the host, without large gaps. Small tensors are left out."""
         self._held = [each for each in tensors if each.numel()]
         pinned = [_span(each) for each in self._held if each.is_pinned()]
         self._own: list[tuple[int, int]] = []

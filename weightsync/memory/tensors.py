@@ -1,4 +1,4 @@
-"""The tensors of a module's checkpoint, as trainers and engines name them."""
+"""The tensors of a module's checkpoint, by the names of trainers and engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.plan import Box, Segment, TensorMeta
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
-    """Return parameters and persistent buffers in the order of ``state_dict``, tied ones once.
+    """Return parameters and persistent buffers in the order of ``state_dict``, tied tensors once.
 
     Returns:
         The live tensors by name, DTensors unchanged, and (alias, canonical) pairs. The first of several
@@ -43,7 +43,7 @@ def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def extent_nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the end of the last, gaps included."""
-    if tensor.is_contiguous():  # most are, of tens of thousands; so is one without elements
+    if tensor.is_contiguous():  # most of tens of thousands of tensors are, and empty tensors, too
         return tensor.nbytes
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
@@ -52,8 +52,8 @@ def extent_nbytes(tensor: torch.Tensor) -> int:
 def device_id(device: torch.device) -> str:
     """Return ``cuda:<UUID>``, or empty for the host. An index may differ between processes.
 
-    A MIG instance is ``cuda:MIG-<UUID>``, as ``CUDA_VISIBLE_DEVICES`` names it, and has to be named there:
-    the properties of a device do not say whether it is an instance.
+    A MIG instance is ``cuda:MIG-<UUID>``, as in ``CUDA_VISIBLE_DEVICES``, which must name the instance: the
+    properties of a device do not show whether the device is an instance.
     """
     if device.type == "cpu":
         return ""
@@ -62,7 +62,7 @@ def device_id(device: torch.device) -> str:
 
 
 def _mig_instance(index: int | None) -> str:
-    """Return the name of the MIG instance `index`, or empty if ``CUDA_VISIBLE_DEVICES`` names none there."""
+    """Return the name of MIG instance `index`; empty if ``CUDA_VISIBLE_DEVICES`` has no such name."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if not names[0].startswith("MIG-"):
         return ""

@@ -261,17 +261,18 @@ class Node:
         answer = getattr(self._peer, ask.method)(*args)
         if not inspect.iscoroutine(answer):
             return answer
+        called: list[Future[Any]] = []
 
         async def unless_dropped() -> Any:  # noqa: ANN401
-            if (its := self._running.get(ask.ticket)) and its.cancelled():
+            if called and called[0].cancelled():
                 answer.close()
                 raise asyncio.CancelledError
             return await answer
 
-        coroutine = asyncio.run_coroutine_threadsafe(unless_dropped(), self._own_loop())
         with self._sending:
-            self._running[ask.ticket] = coroutine
-        return coroutine.result()
+            called.append(asyncio.run_coroutine_threadsafe(unless_dropped(), self._own_loop()))
+            self._running[ask.ticket] = called[0]
+        return called[0].result()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._counting:

@@ -1,4 +1,4 @@
-"""The trainer's end of a communicator with workers of engines that users drive."""
+"""The trainer's end of a communicator with workers of engines that the user drives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Sender:
     """Rank 0, which sends. Give its `init_info` to the workers, call `open` while they join, then `send`.
 
     Args:
-        host: address of this host at which the workers reach it.
+        host: this host's address for the workers.
         world_size: number of workers plus one.
         transport: ``nccl`` from GPU to GPU, ``gloo`` from host to host.
         bucket_nbytes: see `TensorStream`.
-        timeout_s: for all to join, and for each bucket.
-        ports: the range of the port at which the workers meet, such as ``"29600-29699"``; any free one
-            without it.
+        timeout_s: seconds for all workers to join, and for one bucket.
+        ports: the range of the port at which the workers meet, such as ``"29600-29699"``; by default any
+            free port.
 
     Raises:
-        ConfigError: no such transport or range, or every port of it is in use.
+        ConfigError: no such transport or range, or every port of the range is in use.
         TransportError: see `TensorStream.sending`.
     """
 
@@ -47,7 +47,7 @@ class Sender:
             "transport": transport,
             "timeout_s": timeout_s,
         }
-        """Argument of vLLM's ``init_weight_transfer_engine``, for each worker."""
+        """Argument of vLLM's ``init_weight_transfer_engine``, for every worker."""
 
     def open(self) -> None:
         """Open the communicator. Returns when all workers have joined."""
@@ -55,7 +55,7 @@ class Sender:
         self._stream = TensorStream(self._transport, 0, self._world_size, self._device, self._bucket_nbytes)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
-        """Send whole tensors, by the checkpoint's names. Returns when all workers have verified them."""
+        """Send whole tensors, by the checkpoint's names. Returns when all workers have verified all."""
         with self._stream.sending(version) as put:
             for name, tensor in tensors:
                 put(name, tensor)

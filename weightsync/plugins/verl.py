@@ -56,14 +56,14 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     Args:
         bucket_size: bytes of a bucket; an update uses two.
-        is_master: whether this is actor rank 0.
-        transport: ``nccl``, ``gloo``, or ``auto``, which takes nccl if there is a GPU.
+        is_master: True for actor rank 0.
+        transport: ``nccl``, ``gloo``, or ``auto``, which is nccl if there is a GPU.
         timeout_s: seconds for one bucket, and for all ranks to join.
-        ports: the range of the ports at which ranks meet, such as ``29600-29699``; any free ones without it.
+        ports: the range of the ports at which ranks meet, such as ``29600-29699``; by default any free ports.
 
     Raises:
-        ConfigError: no such transport or range, or every port of it is in use.
-        TransportError, VerifyError: an update failed; the next one makes a new communicator.
+        ConfigError: no such transport or range, or every port of the range is in use.
+        TransportError, VerifyError: an update failed. The next update makes a new communicator.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     @property
     def epoch(self) -> str:
-        """Unique name of the current communicator, empty before the first."""
+        """Unique name of the current communicator; empty without a communicator."""
         return self._place.epoch if self._place else ""
 
     def prepare(self) -> _Ready:

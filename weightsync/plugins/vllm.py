@@ -1,7 +1,7 @@
 """The workers' side of vLLM's weight transfer backend ``weightsync``.
 
-vLLM's ``WeightTransferEngine`` documents the methods. Two versions of it are supported: in 0.24 the worker
-reloads and passes its loader to `receive_weights`; from 0.25 on the backend reloads.
+vLLM's ``WeightTransferEngine`` documents the methods. Two versions are supported: in 0.24 the worker reloads
+and passes a loader to `receive_weights`; from 0.25 on the backend reloads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not followed
-    """How a worker joins, see `Sender.init_info`. Its rank is its number plus `rank_offset`."""
+    """How a worker joins, see `Sender.init_info`. The rank is the worker's number plus `rank_offset`."""
 
     rendezvous: str
     world_size: int
@@ -46,14 +46,14 @@ class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM 
 class WeightSyncUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Optional information about an update.
 
-    `shapes` are those of the checkpoint's tensors, by name, by which stacked experts are recognised.
+    `shapes` has the shapes of the checkpoint's tensors by name, by which stacked experts are recognised.
     """
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Loads whole tensors with vLLM's loader, each after its digest was compared."""
+    """Loads whole tensors with vLLM's loader, after digests were compared."""
 
     init_info_cls = WeightSyncInitInfo
     update_info_cls = WeightSyncUpdateInfo
@@ -70,7 +70,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             require_no_draft(config)
             require_updatable(config, self.model)
         self.shutdown()
-        # 0.24 does not pass the device, and during a reload parameters have none.
+        # 0.24 does not pass the device, and during a reload parameters have no device.
         self._model_device = next(self.model.parameters()).device
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
@@ -80,7 +80,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._stream = TensorStream(self._transport, rank, init_info.world_size, device)
 
     def start_weight_update(self) -> None:
-        """Start a reload. Called from vLLM 0.25 on; 0.24 starts it itself."""
+        """Start a reload. Called from vLLM 0.25 on; 0.24 starts reloads itself."""
         self._reload = Reload(self.model, self.model_config, self.device).witness()
 
     def finish_weight_update(self) -> None:
@@ -90,7 +90,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         reload.finish()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive an update, and wait for the accelerator if there is one. Called from vLLM 0.25 on."""
+        """Receive an update, and wait for the accelerator, if any. Called from vLLM 0.25 on."""
         self.receive_weights(self.parse_update_info(update_info))
         if self._model_device.type != "cpu":
             torch.accelerator.synchronize()
@@ -129,7 +129,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:  # noqa: ANN401
-        """Send an update, in vLLM 0.24. `trainer_args`: ``{"sender": Sender, "version": int}``."""
+        """Send an update, in vLLM 0.24. `trainer_args` is ``{"sender": Sender, "version": int}``."""
         sender: Sender = trainer_args["sender"]
         sender.send(iterator, trainer_args.get("version", 0))
 

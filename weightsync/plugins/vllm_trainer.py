@@ -39,7 +39,7 @@ class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM 
 
 
 class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """The engine of one trainer rank. Rank 0 drives vLLM through its client and sends."""
+    """The engine of one trainer rank. Rank 0 drives vLLM through the client, and sends."""
 
     init_info_cls = WeightSyncTrainerInitInfo
 
@@ -59,7 +59,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         Raises ValueError without a source, and TransportError.
         """
         if source is None:
-            raise ValueError("weightsync sends what a WeightSource gives: pass source=")
+            raise ValueError("source is missing: pass a WeightSource")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             sender = Sender(

@@ -1,1 +1,1 @@
-"""Quantises weights to the bytes of engines' formats."""
+"""Quantises weights to engines' formats."""

@@ -8,6 +8,6 @@ import torch
 def divided(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
     """Return `tensor` over a number, rounded correctly, in the tensor's dtype.
 
-    PyTorch's GPU kernels multiply by a number's reciprocal. They divide by a tensor on their device.
+    For a number, PyTorch's GPU kernels multiply by the reciprocal. For a tensor on the device, they divide.
     """
     return tensor / torch.tensor(divisor, dtype=tensor.dtype, device=tensor.device)

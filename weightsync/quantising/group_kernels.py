@@ -1,6 +1,6 @@
 """Quantises matrices on a GPU to words of 4 or 8 bits a value, with a scale for each group of columns.
 
-One kernel finds scales and zero points, another makes the words. Each reads the matrix once.
+One kernel finds scales and zero points, another kernel makes the words. Both read the matrix once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _RULES = {
     ("gptq", "int4", True): "gptq",
     ("gptq", "int8", True): "gptq",
 }
-"""What kernels' names begin with, by the rule, the values, and whether zero points are none."""
+"""First parts of kernels' names, by the rule, the values, and True without zero points."""
 _NUM_THREADS = 256  # kQuantizers in kernels.cu
-_STRIP, _CHUNK = 8, 32  # kStrip and kChunk: rows, and groups of each, whose scales a thread block finds
-_TILE = 64, 128  # kTileRows and kTileColumns, of which a thread block makes words
+_STRIP, _CHUNK = 8, 32  # kStrip and kChunk: rows, and groups a row, whose scales a thread block finds
+_TILE = 64, 128  # kTileRows and kTileColumns, for which a thread block makes words
 _GPTQ_ZEROS = {4: 0x77777777, 8: 0x7F7F7F7F}
-"""Words of GPTQ's zero points, less one, as the first version of the format has them."""
+"""Words of GPTQ's zero points minus one, as in the first version of the format."""
 
 
 def can_quantize_groups(weight: torch.Tensor, form: Format) -> bool:
@@ -72,7 +72,7 @@ def quantize_groups(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, t
 def _launch(
     kind: str, weight: torch.Tensor, form: Format, tile: tuple[int, int], *memory: torch.Tensor | None
 ) -> None:
-    """Start a kernel, of which each thread block takes a tile of the matrix."""
+    """Start a kernel with a thread block for each tile of the matrix."""
     down, across = (-(-size // part) for size, part in zip(weight.shape, tile, strict=True))
     sizes = (np.int64(size) for size in (*weight.shape, form.block[1] or weight.shape[1]))
     source, *pointers = (np.uint64(0 if each is None else each.data_ptr()) for each in (weight, *memory))

@@ -1,4 +1,4 @@
-"""Launches that are recorded once as a CUDA graph, and then started together by one call."""
+"""Launches that are recorded as a CUDA graph and started by one call."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class LaunchGraph:
-    """Launches on the current device. Their tables and kernels are loaded, and no memory is allocated.
+    """Launches on the current device. Tables and kernels must be loaded, and memory allocated.
 
-    Starting dozens of kernels one by one takes longer than they do.
+    To start dozens of kernels one by one would take longer than the kernels.
     """
 
     def __init__(self, launch: Callable[[torch.cuda.Stream], None]) -> None:
-        """Record what `launch` starts on the stream that it is given."""
-        self._graph, self._launch = torch.cuda.CUDAGraph(), launch  # which holds the tables
+        """Record the kernels that `launch` starts on the given stream."""
+        self._graph, self._launch = torch.cuda.CUDAGraph(), launch  # `launch` keeps the tables alive
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             # Other threads may use the device while this one records.
@@ -26,6 +26,6 @@ class LaunchGraph:
                 self._graph.capture_end()
 
     def launch(self, stream: torch.cuda.Stream) -> None:
-        """Start all of them on `stream`, in order."""
+        """Start all launches on `stream`, in order."""
         with torch.cuda.stream(stream):
             self._graph.replay()

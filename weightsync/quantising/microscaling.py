@@ -1,7 +1,7 @@
 """Quantises matrices to MXFP4, MXFP8 and NVFP4, bit for bit as compressed-tensors 0.17 does on a CPU.
 
-Sources: its ``generate_mx_scales``, ``generate_gparam``, ``cast_to_fp4`` and ``pack_fp4_to_uint8``; OCP
-Microscaling Formats, version 1.0, for E8M0 and E2M1.
+Sources: ``generate_mx_scales``, ``generate_gparam``, ``cast_to_fp4`` and ``pack_fp4_to_uint8`` of
+compressed-tensors; OCP Microscaling Formats, version 1.0, for E8M0 and E2M1.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from weightsync.quantising.division import divided
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _FP4_MAX = 6.0
 _LARGEST_EXPONENT = {FP4: 2, "float8_e4m3fn": 8}
-"""Of the greatest value of each element type."""
+"""Exponent of the greatest value of each element type."""
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _LEAST_FP8 = 0.125
 """Replaces a scale of zero."""
 
 _UP_TO, _BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-"""Midpoints between neighbours in E2M1: values at the first round down, at the second up, each to even."""
+"""Midpoints between neighbours in E2M1, rounded to even: `_UP_TO` down, `_BELOW` up."""
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 def microscale(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a checkpoint stores for a matrix, each with the last part of its name.
+    """Yield the tensors that a checkpoint stores for a matrix, with the last parts of their names.
 
-    The library says nothing of NaN and infinities. A group of MXFP4 or MXFP8 with one has a NaN as scale, and
-    an NVFP4 matrix with one is undefined.
+    The library does not define NaN and infinities. With NaN or an infinity, a group of MXFP4 or MXFP8 has a
+    NaN as scale, and an NVFP4 matrix is undefined.
 
     Args:
         weight: [rows, columns], of bfloat16, float16 or float32, on any device. `Format.stored` accepts its
@@ -40,7 +40,7 @@ def microscale(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.
         form: of the rule ``mx`` or ``nvfp4``.
 
     Yields:
-        What `Format.stored` declares, in its order, on the same device.
+        The tensors of `Format.stored`, in the same order, on the matrix's device.
     """
     groups = weight.reshape(len(weight), -1, form.block[1])
     most = groups.abs().amax(2)
@@ -61,7 +61,7 @@ def microscale(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.
 
 
 def _power_scales(most: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return E8M0 exponents, and the powers of two that they stand for in the weights' dtype.
+    """Return E8M0 exponents, and their powers of two in the weights' dtype.
 
     A maximum of 1.75 times a power of two or more counts as the next power.
     """
@@ -80,7 +80,7 @@ def _power_scales(most: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch
 
 
 def _two_level_scales(most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return E4M3 scales for groups, what to divide groups by, and the tensor's float32 scale [1]."""
+    """Return E4M3 scales for groups, the groups' divisors, and the tensor's float32 scale [1]."""
     whole = _FP8_MAX * _FP4_MAX / most.amax().clamp(min=torch.finfo(most.dtype).tiny)
     whole = whole.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).float().reshape(1)
     scales = divided(most, _FP4_MAX) * whole
@@ -90,7 +90,7 @@ def _two_level_scales(most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _pack_fp4(values: torch.Tensor) -> torch.Tensor:
-    """Round [rows, columns] to E2M1 and pack along rows, the first of two values in the lower bits."""
+    """Round [rows, columns] to E2M1 and pack pairs along rows, the first value in the lower bits."""
     size = values.abs()
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for middle in _UP_TO:

@@ -1,4 +1,4 @@
-"""The pieces of a plan in bucket slots, to be read as tensors."""
+"""Views of a plan's pieces in bucket slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.plan import Box, Piece, Plan, TensorMeta
 
 
 class SlotPieces:
-    """Pieces of a plan, each in its slot while its bucket is worked on."""
+    """A plan's pieces in slots, while buckets are processed."""
 
     def __init__(self, plan: Plan, slots: Sequence[torch.Tensor]) -> None:
         """`slots`: uint8, one dimension, one device."""
@@ -19,13 +19,13 @@ class SlotPieces:
         self.device = slots[0].device
 
     def view(self, piece: Piece) -> torch.Tensor:
-        """View a piece: shape ``piece.box.extent``, in the dtype of its tensor, contiguous."""
+        """View a piece: shape ``piece.box.extent``, in the tensor's dtype, contiguous."""
         return self._view(piece, self._plan.tensors[piece.tensor], piece.box)
 
     def whole(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
-        """View the tensor that `pieces`, all that a bucket has of one, make up if they lie row after row.
+        """View the whole tensor of `pieces`, all pieces of a tensor in a bucket.
 
-        None if they are not all of it, or lie otherwise.
+        Returns None if the pieces are not the whole tensor, or are not stored row after row.
         """
         meta, first = self._plan.tensors[pieces[0].tensor], min(pieces, key=lambda piece: piece.offset)
         return self._view(first, meta, Box.whole(meta.shape)) if _is_run(meta, pieces) else None

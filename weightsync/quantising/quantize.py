@@ -1,15 +1,15 @@
-"""Quantises matrices, bit for bit as the libraries that made each format do on a CPU.
+"""Quantises matrices, bit for bit as the libraries of the formats do on a CPU.
 
-GPUs give the same bytes, which the libraries themselves need not do there: see `divided`. The rule ``sglang``
-is the exception: SGLang quantises on GPUs alone, with Hopper's approximate reciprocal. Our kernel has the
-same instruction. A CPU rounds the reciprocal correctly, so a few of its values are neighbours of a GPU's.
-The rules `TOGETHER` have only correctly rounded operations, as SGLang and vLLM compile these kernels.
+On GPUs, the bytes are the same, although a library's bytes may differ there: see `divided`. The rule
+``sglang`` is the exception: SGLang only quantises on GPUs, with Hopper's approximate reciprocal. Our kernel
+has the same instruction. A CPU rounds the reciprocal correctly, so a few values are neighbours of the GPU's
+values. The rules `TOGETHER` only have correctly rounded operations, as SGLang and vLLM compile these kernels.
 
 Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), for blocks of
 the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``), for the rule ``sglang`` the machine code of
 ``per_token_quant_fp8_kernel`` in sglang-kernel 0.4.5, which SGLang 0.5.17 requires, for the rule
-``sglang_experts`` that SGLang's ``per_tensor_quant_fp8.cuh``, and for ``vllm_online`` the same kernel in
-vLLM's ``quantization/w8a8/fp8/common.cu``.
+``sglang_experts`` SGLang's ``per_tensor_quant_fp8.cuh``, and for ``vllm_online`` the same kernel in vLLM's
+``quantization/w8a8/fp8/common.cu``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a checkpoint stores for a matrix, each with the last part of its name.
+    """Yield the tensors that a checkpoint stores for a matrix, with the last parts of their names.
 
     Args:
-        weight: [rows, columns], in a floating dtype, on any device. `Format.stored` accepts its shape.
+        weight: [rows, columns], in a floating dtype, on any device. `Format.stored` accepts the shape.
 
     Yields:
-        What `Format.stored` declares, in its order, on the same device.
+        The tensors of `Format.stored`, in the same order, on the matrix's device.
     """
     assert not form.together, "matrices that share scales are quantised by `quantize_together`"
     if form.rule in TOGETHER:
@@ -67,7 +67,7 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         scales, values = _as_sglang(blocks)
     else:
         scales, zero_points = _scales_and_zero_points(blocks, form)
-        # A zero point of 0 is added, too, as the library does: it turns -0 to 0.
+        # Like the library, add a zero point of 0 too: this turns -0 to 0.
         values = _rounded(blocks / scales + zero_points.to(weight.dtype), form)
     values = _from_blocks(values, weight.shape)
     scales = scales.reshape(form.grid(weight.shape))
@@ -85,11 +85,11 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
 def quantize_together(
     weights: Sequence[torch.Tensor], forms: Sequence[Format]
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Quantise matrices whose blocks share scales. Yields for each what `quantize` yields.
+    """Quantise matrices whose blocks share scales. Yields a list per matrix, as `quantize` does.
 
     Args:
         weights: as for `quantize`, on one device.
-        forms: their formats, of a rule in `TOGETHER`. All have equally many blocks along both axes.
+        forms: the matrices' formats, of a rule in `TOGETHER`. All have equally many blocks along both axes.
     """
     by_kernel = can_share_scales(weights, forms)
     find = largest_of_blocks if by_kernel else _largest
@@ -108,9 +108,9 @@ def _largest(weights: Sequence[torch.Tensor], forms: Sequence[Format]) -> torch.
 
 
 def _scaled(weight: torch.Tensor, form: Format, inverses: torch.Tensor) -> torch.Tensor:
-    """Return a matrix in float8, each block times its number in `inverses`."""
+    """Return a matrix in float8, with blocks multiplied by `inverses`."""
     blocks = _in_blocks(weight, form)
-    # These kernels have the greatest value where a product is no number, as of 0 with a scale of 0.
+    # If a product is not a number, such as 0 with a scale of 0, these kernels store the greatest value.
     scaled = (blocks * inverses.view(len(blocks), 1, -1, 1)).nan_to_num_(_FP8_MAX).clamp_(-_FP8_MAX, _FP8_MAX)
     return _from_blocks(scaled, weight.shape).to(getattr(torch, form.values)).contiguous()
 
@@ -137,7 +137,7 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _scales_and_zero_points(blocks: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales in the weights' dtype, and the int8 values that stand for zero."""
+    """Return scales in the weights' dtype, and int8 zero points."""
     least = blocks.amin((1, 3), keepdim=True).clamp(max=0)
     most = blocks.amax((1, 3), keepdim=True).clamp(min=0)
     zero_points = torch.zeros_like(least, dtype=torch.int8)
@@ -165,7 +165,7 @@ def _fp8_scales(blocks: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def _as_sglang(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 scales, and values that are not rounded yet. Denormals count as zero."""
+    """Return float32 scales, and values before rounding. Denormals count as zero."""
     given = _normal(blocks.float())
     # Compiled with fast math, SGLang's division by 448 is a product.
     scales = _normal(given.abs().amax((1, 3), keepdim=True) * (1.0 / _FP8_MAX))
@@ -174,10 +174,10 @@ def _as_sglang(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _normal(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float32 with zeros, of the same sign, in place of denormals."""
+    """Replace float32 denormals by zeros of the same sign."""
     return torch.where(tensor.abs() < _LEAST_NORMAL, torch.copysign(torch.zeros_like(tensor), tensor), tensor)
 
 
 def _pack(values: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Pack int8[rows, columns] along rows: made unsigned, the first value in the lowest bits of an int32."""
+    """Pack int8[rows, columns] along rows into int32: made unsigned, the first value in the lowest bits."""
     return in_words((values + (1 << (num_bits - 1))).to(torch.uint8), num_bits)

@@ -1,6 +1,6 @@
-"""Quantises matrices on a GPU by one kernel, and digests what it reads and what it makes meanwhile.
+"""Quantises matrices on a GPU by one kernel, which also digests its input and output.
 
-It reads each element once, and of blocks of more than 32 KiB the rest twice.
+The kernel reads an element once. Elements of a block after the first 32 KiB are read twice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from weightsync.memory.kernels.digest_factors import COLUMNS
 from weightsync.plan.layout.formats import TOGETHER, Format
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-"""Dtypes that kernels quantise, as their names have them."""
+"""Dtypes that kernels quantise, as spelled in kernels' names."""
 _VALUES = {"float8_e4m3fn": "fp8", "int8": "int8"}
 _FIRST_WITH_FP8 = (8, 9)
-_NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 3  # kQuantizers in kernels.cu, and what its registers allow
+_NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 3  # kQuantizers in kernels.cu, and as many as registers allow
 _MOST_NUMEL = (1 << 16) - 1  # Divider in kernels.cu
 
 
@@ -35,14 +35,14 @@ def has_float8(weight: torch.Tensor) -> bool:
 def can_quantize(weight: torch.Tensor, form: Format) -> bool:
     """Return True if `quantize_into` accepts a matrix.
 
-    It must be on a GPU with float8, and be quantised to 8 bits with a scale per block.
+    The matrix must be on a GPU with float8, and be quantised to 8 bits with a scale per block.
     """
     fits = form.block[0] > 0 and math.prod(_block(weight, form)) <= _MOST_NUMEL
     return fits and form.rule not in TOGETHER and has_kernel(weight, form)
 
 
 def has_kernel(weight: torch.Tensor, form: Format) -> bool:
-    """Return True if a `QuantizedMatrix` can be made of a matrix, if its blocks fit."""
+    """Return True if `QuantizedMatrix` accepts a matrix, provided that the blocks fit."""
     is_held = has_float8(weight) and weight.is_contiguous() and weight.numel() > 0
     return is_held and weight.dtype in DTYPES and _kernel(weight.dtype, form) != ""
 
@@ -59,16 +59,16 @@ def quantize_into(weight: torch.Tensor, form: Format, values: torch.Tensor, scal
 
 @dataclass(frozen=True, slots=True)
 class MatrixDigests:
-    """The digests to which a matrix adds: numbers among those of what comes and of what is stored.
+    """The digests to which a matrix adds, as indices of source and stored digests.
 
     Attributes:
-        source: of the matrix.
-        width: the columns of its whole tensor.
-        values: of its values; None if they are not digested.
-        scales: of its scales.
-        row: the number of its first row in the tensor that comes, seen as a matrix.
-        stored_row: the same in what is stored, a multiple of the rows of a block.
-        column: the number of its first column, a multiple of the columns of a block.
+        source: index of the source digest.
+        width: the columns of the whole tensor.
+        values: index of the values' digest; None if values are not digested.
+        scales: index of the scales' digest.
+        row: index of the matrix's first row in the source tensor, seen as a matrix.
+        stored_row: index of the first row in the stored tensor, a multiple of the rows of a block.
+        column: index of the first column, a multiple of the columns of a block.
     """
 
     source: int
@@ -80,7 +80,7 @@ class MatrixDigests:
     column: int = 0
 
     def numbers(self, block: tuple[int, int], columns: int) -> tuple[int, ...]:
-        """Return `gap` to `of_scales` of `Matrix` in kernels.cu for a matrix of so many columns."""
+        """Return `gap` to `of_scales` of `Matrix` in kernels.cu, for a matrix with `columns`."""
         across, scales = (-(-each // block[1]) for each in (columns, self.width))
         return (
             self.width - columns,
@@ -93,15 +93,15 @@ class MatrixDigests:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix to quantise. It holds addresses, and keeps no memory alive.
+    """Addresses and shapes of a matrix to quantise. Keeps no memory alive.
 
     Attributes:
-        kernel: the kernel that does it.
+        kernel: name of the kernel.
         itemsize: bytes per element of the matrix.
-        num_blocks: the blocks that have a scale.
-        num_words: the elements of its tensor, up to its last one.
-        numbers: addresses of the matrix, the values and the scales, rows and columns, and those of a block;
-            then `MatrixDigests.numbers`.
+        num_blocks: number of blocks with a scale.
+        num_words: number of the tensor's elements up to the matrix's last element.
+        numbers: addresses of the matrix, the values and the scales; rows and columns of the matrix and of a
+            block; then `MatrixDigests.numbers`.
     """
 
     kernel: str
@@ -123,8 +123,8 @@ class QuantizedMatrix:
         Args:
             weight: [rows, columns], which `has_kernel` accepts.
             values: [rows, columns], contiguous, of a dtype of 8 bits.
-            scales: float32, contiguous, of as many elements as ``form.grid(weight.shape)`` has.
-            digests: to add to, if any.
+            scales: float32, contiguous, with as many elements as ``form.grid(weight.shape)``.
+            digests: the digests to which the matrix adds, if any.
         """
         addresses = (each.data_ptr() for each in (weight, values, scales))
         (rows, columns), block = weight.shape, _block(weight, form)
@@ -140,7 +140,7 @@ class QuantizedMatrix:
 
 
 class QuantizeTable:
-    """Matrices to quantise on the current device, by one launch for each kernel."""
+    """Matrices to quantise on the current device, by one launch per kernel."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class QuantizeTable:
     ) -> None:
         """
         Args:
-            sources: digests of what comes, int64, to which launches add. The caller zeroes them.
-            stored: digests of what is made, likewise. Both are None if no matrix has digests.
+            sources: int64 digests of the sources, to which launches add. The caller zeroes the digests.
+            stored: digests of the results, likewise. Both are None if no matrix has digests.
         """
         by_kernel: dict[str, list[QuantizedMatrix]] = {}
         for matrix in (each for each in matrices if each.num_blocks):
@@ -198,7 +198,7 @@ def _block(weight: torch.Tensor, form: Format) -> tuple[int, int]:
 
 
 def _kernel(dtype: torch.dtype, form: Format) -> str:
-    """Return the kernel for a dtype and format, "" if there is none."""
+    """Return the name of the kernel for a dtype and format, or ""."""
     if form.packed or not form.symmetric or form.powers_of_two or form.values not in _VALUES:
         return ""
     if form.rule in TOGETHER:

@@ -1,4 +1,4 @@
-"""The launches that quantise what a rank reads of trainers' tensors, made once for each plan."""
+"""Launches that quantise a rank's reads of trainers' tensors, made once per plan."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from weightsync.quantising.shared_scale_table import SharedScaleTable, can_share
 from weightsync.quantising.stored_places import StoredPlaces
 
 GROUP_NBYTES = 256 << 20
-"""With half of it, reading and quantising 8 GB took a tenth more time on an H200."""
+"""With half of this size, reading and quantising 8 GB took a tenth more time on an H200."""
 NUM_SLOTS = 3
-"""A group is quantised while the next ones are gathered: kernels of both share multiprocessors."""
+"""A group is quantised while the next two groups are gathered, on the same multiprocessors."""
 _ALIGN = 256
 
 
 class QuantizingReads:
-    """Quantises reads in groups. Group 0 has what is stored as it comes, and is only digested.
+    """Quantises reads in groups. Reads in group 0 are stored without conversion, and only digested.
 
-    The others are read to `nbytes` of memory: group n to the slot of group n - `NUM_SLOTS`. What is in
-    `in_place` is read there.
+    The other groups are gathered in scratch memory: group n in the slot of group n - `NUM_SLOTS`. Sources in
+    `in_place` are read directly.
 
     Attributes:
-        in_place: the sources of reads that are not gathered, by the name of their buffer.
-        nbytes: of that memory.
+        in_place: the sources of reads that are not gathered, by the name of the read's buffer.
+        nbytes: size of the scratch memory.
         num_groups: number of groups.
-        group_of: the group of what is read to a buffer, by its name.
+        group_of: the group of a read, by the name of the read's buffer.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class QuantizingReads:
     ) -> None:
         """
         Args:
-            reads: those of the rank, see `stored_reads`.
-            places: where the rank's live parameters hold what is stored.
-            in_place: of any buffers, those that are on this device.
+            reads: the rank's reads, see `stored_reads`.
+            places: places of stored tensors in the rank's live parameters.
+            in_place: the sources on this device, by buffer.
         """
         self._plan, self._reads, self._places = plan, reads, places
         quantised = {gathered(number) for number, each in enumerate(reads) if each.form}
@@ -77,10 +77,10 @@ class QuantizingReads:
         self._shared: list[tuple[SharedScaleTable, list[list[int]]]] = []
 
     def bind(self, memory: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Prepare launches that use `memory`, uint8[nbytes]. The caller keeps it while they run.
+        """Prepare launches that use `memory`, uint8[nbytes]. The caller keeps `memory` alive.
 
-        `sources` has the memory of what is `in_place`, from its first byte on: uint8, one dimension.
-        Returns the address of each buffer that is read to, by its name. Raises NoKernelError.
+        `sources` has the memory of each source in `in_place`, from the first byte on: uint8, one dimension.
+        Returns the addresses of the reads' target buffers, by name. Raises NoKernelError.
         """
         held = {
             number: self._view(number, memory, sources)
@@ -103,11 +103,11 @@ class QuantizingReads:
             self._stored.zero_()
 
     def launch(self, group: int, stream: torch.cuda.Stream) -> None:
-        """Start all launches for a group that was read, on `stream`. They use its slot until they end."""
+        """Start all launches for a gathered group on `stream`. The launches use the group's slot."""
         self._graphs[group].launch(stream)
 
     def result(self) -> HolderDigests:
-        """Return what was made, after all launches ended.
+        """Return the digests of the sources and results, after all launches have ended.
 
         A tensor that changed during the launches has a wrong digest.
         """
@@ -126,7 +126,7 @@ class QuantizingReads:
         return -(-nbytes // _ALIGN) * _ALIGN
 
     def _view(self, number: int, memory: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """View the matrix of a read, where it is gathered or where it lies."""
+        """View the matrix of a read, gathered or in place."""
         read, name = self._reads[number], gathered(number)
         meta, slot = self._plan.tensors[read.tensor], (self.group_of[name] - 1) % NUM_SLOTS
         start = slot * self._slot_nbytes + self._offset[number]
@@ -134,7 +134,7 @@ class QuantizingReads:
         return typed(data[: read.box.numel * meta.itemsize], meta, read.box).view(read.stored.extent)
 
     def _digest(self) -> Callable[[torch.cuda.Stream], None]:
-        """Return the launches for what is stored as it comes."""
+        """Return the launches for reads that are stored without conversion."""
         wholes, stored = [], []
         for read in (each for each in self._reads if not each.form):
             place, meta = self._places.view(read.name, read.place), self._plan.tensors[read.tensor]
@@ -154,7 +154,7 @@ class QuantizingReads:
         return launch
 
     def _quantize(self, held: Mapping[int, torch.Tensor]) -> list[Callable[[torch.cuda.Stream], None]]:
-        """Return the launches for each group of matrices, `held` by the numbers of their reads."""
+        """Return the launches per group. `held` has a matrix for each read's index."""
         groups: list[_Matrices] = [_Matrices() for _ in range(self.num_groups)]
         for number, data in held.items():
             read, its = self._reads[number], groups[self.group_of[gathered(number)]]
@@ -211,9 +211,9 @@ class QuantizingReads:
 
 @dataclass(slots=True)
 class _Matrices:
-    """The matrices of a group: those with scales of their own, and by place those that share one.
+    """The matrices of a group: with separate scales, and by place with a shared scale.
 
-    These have the numbers of their tensors with them.
+    Matrices with a shared scale come with the numbers of their tensors.
     """
 
     alone: list[QuantizedMatrix] = field(default_factory=list)
@@ -223,7 +223,7 @@ class _Matrices:
 
 
 def _together(reads: Sequence[StoredRead]) -> Iterator[Sequence[int]]:
-    """Yield the numbers of reads that are quantised, of one scale together."""
+    """Yield the indices of reads that are quantised, together if the reads share a scale."""
     sharing = defaultdict[object, list[int]](list)
     for number, each in enumerate(reads):
         if each.form:
@@ -232,6 +232,6 @@ def _together(reads: Sequence[StoredRead]) -> Iterator[Sequence[int]]:
 
 
 def _row(shape: Sequence[int], offset: Sequence[int]) -> int:
-    """Return the number of the row of a tensor, seen as a matrix, in which `offset` is."""
+    """Return the index of the row with `offset` in a tensor, seen as a matrix."""
     sizes = (math.prod(shape[axis + 1 : -1]) for axis in range(len(shape) - 1))
     return sum(at * size for at, size in zip(offset, sizes, strict=False))

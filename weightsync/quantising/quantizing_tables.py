@@ -1,4 +1,4 @@
-"""The launches that quantise buckets into live parameters, made once for each plan."""
+"""Launches that quantise buckets into live parameters, made once per plan."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _ALIGN = 256
 
 
 class NoKernelError(Exception):
-    """There is no kernel for what an engine stores. The message names the tensor."""
+    """No kernel writes a tensor as the engine stores it. The message names the tensor."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is done with one bucket, after what is put together was taken from it."""
+    """The work for one bucket, after pieces of assembled tensors were copied out."""
 
     wholes: list[BoxPart] = field(default_factory=list)
     matrices: list[QuantizedMatrix] = field(default_factory=list)
@@ -47,28 +47,28 @@ class _Step:
     names: set[str] = field(default_factory=set)
 
     def write(self, part: BoxPart, place: torch.Tensor) -> None:
-        """Copy what is stored to its place, and digest it where it was."""
+        """Copy a stored part to its place, and digest the source."""
         self.stored.append(part)
         self.copies.append(_copy(part.data, place))
 
 
 class _Parts(NamedTuple):
-    """The names under which a tensor is stored: its own, or those of its experts. One format for all."""
+    """The tensor's stored name, or the names of the tensor's experts. One format for all."""
 
     names: tuple[str, ...]
     form: Format | None
 
 
 class QuantizingTables:
-    """The launches of an update: digest what came, quantise it, digest what that makes, write it.
+    """The launches of an update: digest received pieces, quantise, digest the results, write them.
 
-    A piece that is whole rows of blocks is quantised where it lies. Other matrices, and stacks of experts,
-    are first put together from their pieces, unless all their rows lie in order. If the place of a matrix is
-    whole rows, too, the kernel writes there. Otherwise it writes to scratch memory.
+    A piece of whole rows of blocks is quantised in the slot. Other matrices, and stacks of experts, are first
+    assembled from pieces, unless all rows are in order in a slot. If the place of a matrix is whole rows too,
+    the kernel writes there. Otherwise the kernel writes to scratch memory.
 
     Attributes:
-        nbytes: of the memory in which tensors are put together and quantised during an update.
-        places: where what is stored lives.
+        nbytes: size of the memory in which an update assembles and quantises tensors.
+        places: places of stored tensors in live parameters.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class QuantizingTables:
     ) -> None:
         """
         Args:
-            pieces: where they lie, on the device of the live parameters.
-            formats: of what is quantised, by the name of its weight. All else is stored as it comes.
+            pieces: pieces on the device of the live parameters.
+            formats: formats of quantised tensors, by the weight's name. Other tensors are not converted.
 
         Raises:
-            NoKernelError: a tensor is stored in a way that no kernel here writes. `bind` finds the rest.
+            NoKernelError: no kernel here writes a tensor as it is stored. `bind` finds further cases.
         """
         self.places = places
         self._plan, self._memory, self._formats = plan, pieces, formats
@@ -108,9 +108,9 @@ class QuantizingTables:
             )
 
     def bind(self, memory: torch.Tensor) -> None:
-        """Prepare launches that use `memory`, uint8[nbytes], unless they use it already.
+        """Prepare launches that use `memory`, uint8[nbytes], if they do not use it already.
 
-        The caller keeps it while they run. Raises NoKernelError, see `QuantizingTables`.
+        The caller keeps `memory` alive. Raises NoKernelError, see `QuantizingTables`.
         """
         if memory.data_ptr() == self._base:
             return
@@ -123,7 +123,7 @@ class QuantizingTables:
         self._base = memory.data_ptr()
 
     def run(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        """Start all launches for a bucket on `stream`. They use its slot until they end.
+        """Start all launches for a bucket on `stream`. The launches use the bucket's slot.
 
         Bucket 0 begins an update.
         """
@@ -134,7 +134,7 @@ class QuantizingTables:
         self._graphs[bucket].launch(stream)
 
     def result(self) -> HolderDigests:
-        """Return what an update made, after all its launches have ended."""
+        """Return the digests of an update, after all launches have ended."""
         wholes, stored = (each[0].cpu().numpy().view(np.uint64) for each in (self._wholes, self._stored))
         return HolderDigests(wholes, stored)
 
@@ -153,19 +153,19 @@ class QuantizingTables:
         return launch
 
     def _parts_of(self, meta: TensorMeta) -> _Parts:
-        """Return the names of what a tensor is stored as. Raises NoKernelError if no kernel makes that."""
+        """Return the stored names of a tensor. Raises NoKernelError if no kernel writes the tensor."""
         whole = torch.empty(meta.shape, device="meta")
         names = tuple(name for name, _ in as_loaded(meta.name, whole, self._shapes))
         formats = {self._formats.get(name) for name in names}
         if len(formats) > 1:
             raise NoKernelError(f"experts of {meta.name} are stored in different formats")
         form = formats.pop()
-        if form and form.rule in TOGETHER:  # before memory is taken for it
+        if form and form.rule in TOGETHER:  # before memory is allocated for the tensor
             raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
         return _Parts(names, form)
 
     def _can_pass(self, piece: Piece) -> bool:
-        """Return True if a piece can be stored without the others of its tensor, as it comes or quantised."""
+        """Return True if a piece can be stored or quantised without the tensor's other pieces."""
         meta, (names, form) = self._plan.tensors[piece.tensor], self._parts[piece.tensor]
         if form is None or names != (meta.name,):
             return form is None and names == (meta.name,)
@@ -173,7 +173,7 @@ class QuantizingTables:
         return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
 
     def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
-        """Return each tensor that a bucket has whole, row after row."""
+        """Return the tensors that are whole in a bucket, row after row."""
         held = defaultdict[int, list[Piece]](list)
         for piece in pieces:
             held[piece.tensor].append(piece)
@@ -194,12 +194,12 @@ class QuantizingTables:
         return step
 
     def _assembled(self, tensor: int, memory: torch.Tensor) -> torch.Tensor:
-        """View a tensor where it is put together."""
+        """View the memory in which a tensor is assembled."""
         meta, start = self._plan.tensors[tensor], self._assembly.offset[tensor]
         return typed(memory[start : start + meta.nbytes], meta, Box.whole(meta.shape))
 
     def _copies(self, bucket: int, memory: torch.Tensor) -> list[BoxCopy]:
-        """Return the copies of a bucket's pieces to where tensors are put together."""
+        """Return the copies of a bucket's pieces to assembled tensors."""
         return [
             _copy(self._memory.view(piece), self._assembled(piece.tensor, memory)[piece.box.slices()])
             for piece in self._pieces[bucket]
@@ -207,7 +207,7 @@ class QuantizingTables:
         ]
 
     def _scratch_nbytes(self, tensors: Sequence[int]) -> int:
-        """Return the bytes of scratch memory that the quantised tensors among `tensors` take."""
+        """Return the bytes of scratch memory for the quantised tensors among `tensors`."""
         nbytes = 0
         for tensor in tensors:
             meta, form = self._plan.tensors[tensor], self._parts[tensor].form
@@ -218,7 +218,7 @@ class QuantizingTables:
         return nbytes
 
     def _pass_on(self, step: _Step, piece: Piece) -> None:
-        """Store a piece as it comes, or quantise it."""
+        """Store or quantise a piece."""
         meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
         data = self._memory.view(piece)
         if form:
@@ -234,7 +234,7 @@ class QuantizingTables:
                 step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
 
     def _store(self, step: _Step, tensor: int, whole: torch.Tensor, scratch: _Scratch) -> None:
-        """Store a whole tensor, and quantise it if it has a format."""
+        """Store a whole tensor, quantised if it has a format."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
         parts = as_loaded(meta.name, whole, self._shapes)
         if form is None:
@@ -260,7 +260,7 @@ class QuantizingTables:
             self._put(step, _scales_of(name, form), scales[first // block : -(-end // block)])
 
     def _put(self, step: _Step, name: str, data: torch.Tensor) -> None:
-        """Write what is stored, a whole tensor, to its places."""
+        """Write `data`, a whole stored tensor, to the tensor's places."""
         step.names.add(name)
         for _, place in self.places.held(name):
             _require_dtype(name, data, place)
@@ -268,7 +268,7 @@ class QuantizingTables:
             step.write(part, place)
 
     def _fits_in_rows(self, tensor: int) -> bool:
-        """Return True if a kernel can write a quantised matrix: it has one place, in whole rows."""
+        """Return True if a kernel can write a matrix in place: it has one place of whole rows."""
         meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
         if form is None or names != (meta.name,):
             return False
@@ -288,7 +288,7 @@ class QuantizingTables:
         )
 
     def _quantize_in_place(self, step: _Step, tensor: int, data: torch.Tensor, first: int) -> None:
-        """Quantise rows of a matrix, from `first` on, to the place of those that this rank holds, if any."""
+        """Quantise a matrix's rows from `first` on into this rank's place, if the rank holds any of them."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
         assert form
         require_kernel(meta, data, form)
@@ -316,7 +316,7 @@ class QuantizingTables:
 
 
 class _Scratch:
-    """Memory that is handed out in order."""
+    """Memory that is allocated in order."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory, self._next = memory, 0
@@ -339,7 +339,7 @@ def _scales_of(name: str, form: Format) -> str:
 
 
 def _is_rows_of_blocks(box: Box, meta: TensorMeta, form: Format) -> bool:
-    """Return True if a box of a matrix is whole rows, between which no block is cut."""
+    """Return True if a box of a matrix is whole rows and cuts no block."""
     first, block = box.offset[0], form.block[0]
     end = first + box.extent[0]
     is_cut = not block or first % block or (end % block and end < meta.shape[0])
@@ -356,7 +356,7 @@ def _rows_besides(box: Box, part: Box | None) -> list[Box]:
 
 
 def require_kernel(meta: TensorMeta, matrix: torch.Tensor, form: Format) -> None:
-    """Raise NoKernelError unless a kernel quantises `matrix`, a part of a tensor, so."""
+    """Raise NoKernelError unless a kernel quantises `matrix`, a part of a tensor, to `form`."""
     if not can_quantize(matrix, form):
         raise NoKernelError(f"{meta.name}: no kernel quantises {meta.dtype} to {form}")
 

@@ -1,9 +1,9 @@
-"""Quantises matrices to what AWQ and GPTQ checkpoints store, by the least and greatest value of each group.
+"""Quantises matrices to AWQ and GPTQ, by the least and greatest value of each group.
 
-AutoAWQ and GPTQModel choose scales and values by data that calibrates them, which a trainer's weights do not
-have. The bytes are those of vLLM's ``quantize_weights``, ``awq_pack`` and ``gptq_pack`` on a CPU, with two
-exceptions. The range of an AWQ group is widened to hold zero: its zero point could not be stored. A GPTQ
-group of zeros has a scale, since vLLM would divide by zero.
+AutoAWQ and GPTQModel choose scales and values by calibration data, which a trainer's weights do not have. The
+bytes equal the bytes of vLLM's ``quantize_weights``, ``awq_pack`` and ``gptq_pack`` on a CPU, with two
+exceptions. The range of an AWQ group is widened to include zero: otherwise its zero point could not be
+stored. A GPTQ group of zeros has a scale, since vLLM would divide by zero.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _LEAST_RANGE = 1e-5
 """The least range of a group with a zero point, in vLLM and AutoAWQ."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight rows each place of a word holds, from the lowest bits."""
+"""The row of each of a word's eight values, from the lowest bits."""
 
 
 def round_to_nearest(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a checkpoint stores for a matrix, each with the last part of its name.
+    """Yield the tensors that a checkpoint stores for a matrix, with the last parts of their names.
 
-    A group with NaN or infinities has a scale that is not finite. Its NaN become zeros.
+    A group with NaN or infinities has a scale that is not finite. NaN become zeros.
 
     Args:
-        weight: [rows, columns], in a floating dtype, on any device. `Format.stored` accepts its shape.
+        weight: [rows, columns], in a floating dtype, on any device. `Format.stored` accepts the shape.
         form: of the rule ``awq`` or ``gptq``.
 
     Yields:
-        What `Format.stored` declares, in its order, on the same device.
+        The tensors of `Format.stored`, in the same order, on the matrix's device.
     """
     groups = weight.reshape(len(weight), -1, form.block[1] or weight.shape[1])
     scales, zero_points = _scales_and_zero_points(groups, form)
@@ -44,7 +44,7 @@ def round_to_nearest(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, 
         yield "qzeros", in_words(_interleaved(zero_points), form.num_bits)
     else:
         yield "qweight", in_words(values, form.num_bits).T.contiguous()
-        yield "qzeros", in_words(zero_points - 1, form.num_bits)  # so does the first version of the format
+        yield "qzeros", in_words(zero_points - 1, form.num_bits)  # as in the first version of the format
     yield "scales", scales.squeeze(2).T.contiguous()
     if form.rule == "gptq":
         columns = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device)
@@ -52,7 +52,7 @@ def round_to_nearest(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, 
 
 
 def _scales_and_zero_points(groups: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [rows, groups, 1]: scales in the weights' dtype, and the uint8 values that stand for zero."""
+    """Return [rows, groups, 1]: scales in the weights' dtype, and uint8 zero points."""
     least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     half = 2 ** (form.num_bits - 1)
     if form.symmetric:
@@ -68,7 +68,7 @@ def _scales_and_zero_points(groups: torch.Tensor, form: Format) -> tuple[torch.T
 def _rounded(
     groups: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, num_bits: int
 ) -> torch.Tensor:
-    """Return uint8 values, of which the zero points stand for zero."""
+    """Return uint8 values, relative to zero points."""
     most = 2**num_bits - 1
     steps = (groups / scales).round().clamp(-most, most).nan_to_num(0.0).to(torch.int16)
     return (steps + zero_points).clamp(0, most).to(torch.uint8)

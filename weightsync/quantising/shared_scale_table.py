@@ -1,7 +1,8 @@
-"""Quantises matrices that share one scale with others, on a GPU, and digests what is read and what is made.
+"""Quantises matrices that share one scale, on a GPU, and digests sources and results.
 
-One kernel finds the greatest magnitudes, another makes values and scales. Both read each element once. If a
-trainer writes it in between, a scale may not fit its values. Digests do not show that, but `changed` does.
+One kernel finds the greatest magnitudes, another kernel makes values and scales. Both read every element
+once. If a trainer writes an element in between, a scale may not fit the values. Digests do not show this, but
+`changed` does.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from weightsync.quantising.quantize_kernels import QuantizedMatrix, has_kernel
 
 _NUM_THREADS = 256  # kQuantizers in kernels.cu
 _FINDERS, _MAKERS = 4, 3  # blocks per processor, as registers allow
-_PIECE_NBYTES = 32 << 10  # what the registers of a block hold
+_PIECE_NBYTES = 32 << 10  # as much as fits in the registers of a block
 _LEAST_COLUMNS = 512
 
 
 def can_share_scale(weight: torch.Tensor, form: Format) -> bool:
-    """Return True if a `SharedScaleTable` takes a matrix: on a GPU with float8, of one block."""
+    """Return True if `SharedScaleTable` accepts a matrix: on a GPU with float8, of one block."""
     return form.rule in TOGETHER and math.prod(form.grid(weight.shape)) == 1 and has_kernel(weight, form)
 
 
 class SharedScaleTable:
-    """Matrices on the current device, in groups of one scale each."""
+    """Matrices on the current device, in groups with one scale."""
 
     def __init__(
         self, groups: Sequence[Sequence[QuantizedMatrix]], sources: torch.Tensor, stored: torch.Tensor
     ) -> None:
         """
         Args:
-            groups: matrices of one block each. All of a group have their scale at the same address.
-            sources: digests of what comes, int64, to which launches add. The caller zeroes them.
-            stored: digests of what is made, likewise.
+            groups: matrices of one block. All matrices of a group have the same scale address.
+            sources: int64 digests of the sources, to which launches add. The caller zeroes the digests.
+            stored: digests of the results, likewise.
         """
         by_kernel = defaultdict[str, list[tuple[QuantizedMatrix, int]]](list)
         for group, its in enumerate(groups):
@@ -65,14 +66,14 @@ class SharedScaleTable:
             table.launch(table.maker, _MAKERS, stream, memory)
 
     def changed(self) -> list[int]:
-        """Return the numbers of groups of which the two kernels read other values, after both have ended."""
+        """Return the indices of groups that changed between the two kernels. Both must have ended."""
         first, second = self._largest.cpu()
         return torch.nonzero(first != second).flatten().tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Matrices for one pair of kernels: int64[n, 16], `Matrix` in kernels.cu, and int32[n], their groups."""
+    """Matrices for one pair of kernels: int64[n, 16], `Matrix` in kernels.cu, and int32[n] groups."""
 
     finder: str
     maker: str

@@ -1,4 +1,4 @@
-"""Quantises matrices that share scales, on a GPU. One kernel finds maxima, another makes the values."""
+"""Quantises matrices that share scales, on a GPU. One kernel finds maxima, another kernel makes values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NUM_THREADS, _BLOCKS_PER_PROCESSOR = 256, 4  # kQuantizers in kernels.cu, and e
 
 
 def can_share_scales(weights: Sequence[torch.Tensor], forms: Sequence[Format]) -> bool:
-    """Return True if the kernels accept these matrices.
+    """Return True if the kernels accept `weights`.
 
-    They must be contiguous, on a GPU with float8, and quantised by a rule of `TOGETHER`.
+    The matrices must be contiguous, on a GPU with float8, and quantised by a rule of `TOGETHER`.
     """
     fit = (each.is_contiguous() and each.dtype in DTYPES and each.numel() > 0 for each in weights)
     return all(map(has_float8, weights)) and all(fit) and all(form.rule in TOGETHER for form in forms)
@@ -34,7 +34,7 @@ def largest_of_blocks(weights: Sequence[torch.Tensor], forms: Sequence[Format]) 
 
 
 def scaled_values(weight: torch.Tensor, form: Format, inverses: torch.Tensor) -> torch.Tensor:
-    """Return a matrix in float8, each block times its number in `inverses`, float32 in row-major order."""
+    """Return a matrix in float8, with blocks multiplied by `inverses`: float32, row-major."""
     values = torch.empty(weight.shape, dtype=getattr(torch, form.values), device=weight.device)
     _launch("scaled", weight, form, inverses, values)
     return values

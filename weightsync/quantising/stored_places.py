@@ -1,4 +1,4 @@
-"""The places in live parameters of what a quantised checkpoint stores."""
+"""The places of a quantised checkpoint's tensors in live parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weightsync.protocol.messages import Digests
 
 
 class StoredPlaces:
-    """Where a rank's live parameters hold each tensor of its quantised checkpoint.
+    """The places of a quantised checkpoint's tensors in a rank's live parameters.
 
     Attributes:
-        formats: of what is quantised, by the name of its weight.
-        are_right: whether the engine's own loader has put the bytes of an update where this says. None
-            before the first update.
-        num_elements: how many elements of each live parameter hold what is stored, by its name.
+        formats: formats of quantised tensors, by the weight's name.
+        are_right: True if the engine's own loader has put an update's bytes in these places. None before the
+            first update.
+        num_elements: by live parameter, the number of elements in these places.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class StoredPlaces:
     ) -> None:
         """
         Args:
-            segments: places in `live`, in the dtype of each live parameter.
+            segments: places in `live`, in the live parameters' dtypes.
+            live: the live parameters.
             stored: the whole stored tensors.
             formats: see above.
         """
@@ -50,7 +51,7 @@ class StoredPlaces:
         self.num_elements: Counter[str] = Counter()
         for segment in segments:
             self._held[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
-        # Matrices that share a scale have it in one place.
+        # The matrices of a shared scale have the same place.
         places = ((each.buffer, each.byte_offset, each.box.extent, each.strides) for each in segments)
         for buffer, _, extent, _ in dict.fromkeys(places):
             self.num_elements[buffer] += math.prod(extent)
@@ -60,19 +61,22 @@ class StoredPlaces:
 
     @classmethod
     def of(cls, export: StoredExport, memory: Mapping[str, torch.Tensor]) -> StoredPlaces:
-        """Return the places of another process in its mapped `memory`: uint8, one dimension."""
+        """Return another process's places in mapped `memory`: uint8, one dimension."""
         live = {name: memory[name].view(getattr(torch, dtype)) for name, dtype in export.dtypes.items()}
         return cls(export.layout.segments, live, export.layout.tensors, export.formats)
 
     def in_memory(self, live: Mapping[str, torch.Tensor]) -> StoredPlaces:
-        """Return the same places in other memory, itself if `live` is where it was."""
+        """Return the same places in other memory. Returns `self` if the addresses of `live` are the same."""
         if all(live[name].data_ptr() == address for name, address in self.addresses().items()):
             return self
         segments = [segment for its in self._held.values() for segment, _ in its]
         return StoredPlaces(segments, live, [*self._stored.values()], self.formats)
 
     def export(self, formats: Mapping[str, Format]) -> StoredExport:
-        """Export the places to a process that has mapped the live parameters. `formats` are of what comes."""
+        """Export the places to a process that has mapped the live parameters.
+
+        `formats` are the formats of incoming tensors.
+        """
         held = [each for its in self._held.values() for each in its]
         dtypes = {segment.buffer: str(place.dtype).removeprefix("torch.") for segment, place in held}
         segments = tuple(segment for segment, _ in held)
@@ -84,7 +88,7 @@ class StoredPlaces:
         return frozenset(self._stored)
 
     def number(self, name: str) -> int:
-        """Return a stored tensor's number among the digests."""
+        """Return the index of a stored tensor's digest."""
         return self._numbers[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ class StoredPlaces:
         return self._stored[name].shape
 
     def held(self, name: str) -> Sequence[tuple[Segment, torch.Tensor]]:
-        """Return this rank's places of a stored tensor, and views of them. There may be none."""
+        """Return this rank's places of a stored tensor, with views. May be empty."""
         return self._held.get(name, ())
 
     def view(self, name: str, place: Segment) -> torch.Tensor:
@@ -100,13 +104,13 @@ class StoredPlaces:
         return next(view for segment, view in self.held(name) if segment == place)
 
     def addresses(self) -> dict[str, int]:
-        """Return the address of each live parameter that holds what is stored, by its name."""
+        """Return the address of each live parameter with stored tensors, by name."""
         return {name: each.data_ptr() for name, each in self._live.items()}
 
     def parts(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, BoxPart]]:
-        """Return this rank's places of a stored tensor, each with the part of `tensor` that goes there.
+        """Return this rank's places of a stored tensor, with the matching parts of `tensor`.
 
-        Parts are in the dtype of the place. There is none if the rank holds nothing of the tensor.
+        Parts are in the dtype of the place. Empty if the rank holds nothing of the tensor.
         """
         number, shape = self._numbers[name], self.shape(name)
         return [
@@ -115,7 +119,7 @@ class StoredPlaces:
         ]
 
     def digests(self) -> Digests:
-        """Digest what the live parameters hold of each tensor: uint64[len(names)]."""
+        """Digest each stored tensor in live parameters: uint64[len(names)]."""
         if not self._device or self._device.type == "cpu":
             return box_digests(self._places(), len(self._numbers))
         with torch.cuda.device(self._device):
@@ -131,14 +135,14 @@ class StoredPlaces:
         ]
 
     def require(self, digests: Digests) -> Digests:
-        """Raise TransportError if live memory holds other bytes than `digests` say. Returns what it holds."""
+        """Raise TransportError if live memory differs from `digests`. Returns the live digests."""
         found = self.digests()
         if differ := self._differing(found, digests):
             raise TransportError(f"{differ[0]} was written, and live memory holds other bytes")
         return found
 
     def differing(self, digests: Digests) -> list[str]:
-        """Return the names of tensors of which live memory holds other bytes than `digests` say."""
+        """Return the names of tensors whose live bytes differ from `digests`."""
         return self._differing(self.digests(), digests)
 
     def _differing(self, found: Digests, digests: Digests) -> list[str]:

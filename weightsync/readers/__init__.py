@@ -39,16 +39,16 @@ def serve(
 ) -> Server:
     """Let peers read `buffer`: over `protocol`, or by mapping it on the same host.
 
-    `protocol` comes from `choose_protocol`. `host` is this host's address as peers reach it. Any process that
-    reaches Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown
-    protocol, or if none of `ports` can be had; TransportError when the server does not start.
+    `protocol` comes from `choose_protocol`. `host` is this host's address for peers. Any process that reaches
+    Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown protocol,
+    or if all `ports` are in use; TransportError if the server does not start.
     """
     server: Server = way_of(protocol).has("serve")(buffer, holder, host, protocol, rdma_device, ports)
     return server
 
 
 def serve_unmapped(memory: Readable, holder: str, host: str, ports: Ports | None = None) -> Server:
-    """Let peers read `memory`, which none can map, over ZeroMQ. Raises as `serve`."""
+    """Let peers read `memory`, which they cannot map, over ZeroMQ. Raises the errors of `serve`."""
     from weightsync.protocol.handles import BufferHandle
     from weightsync.readers.zeromq_server import ZeroMqServer
 
@@ -60,8 +60,8 @@ def open_reader(
 ) -> Reader:
     """Open a reader that fills `targets` from the peers in `offers`.
 
-    With `may_map`, it maps the memory of peers that it finds on this host. It reads others by their offer's
-    protocol. Raises ReadError for a peer that ends meanwhile, TransportError when Mooncake does not start.
+    With `may_map`, the reader maps memory of peers on this host. Other peers are read by their offer's
+    protocol. Raises ReadError for a peer that ends meanwhile, TransportError if Mooncake does not start.
     """
     from weightsync.readers.mapped import MappedReader, can_map
 

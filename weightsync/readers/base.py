@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`nbytes` bytes at `source` of `peer`'s buffer, for `offset` of target number `target`."""
+    """A read of `nbytes` bytes from `source` in `peer`'s buffer to `offset` in target number `target`."""
 
     peer: str
     source: int
@@ -25,15 +25,15 @@ class Read:
 
 
 class Readable(Protocol):
-    """Memory that a server sends from. A `SharedBuffer` is served as it is, other memory through this."""
+    """Memory that a server sends. A `SharedBuffer` needs no such interface."""
 
     @property
     def nbytes(self) -> int: ...
 
     def read(self, start: int, nbytes: int) -> bytes | memoryview:
-        """Return `nbytes` bytes from `start` on, both within bounds. Called from the server's thread alone.
+        """Return `nbytes` bytes from `start` on, within bounds. Only the server's thread calls this.
 
-        What is returned must stay as it is until it is sent, or be a view of what may change.
+        The result must not change until it is sent, or be a view of memory that may change.
         """
 
 
@@ -42,7 +42,7 @@ class Server(Protocol):
 
     @property
     def offer(self) -> Offer:
-        """All that a peer needs to read the buffer."""
+        """The offer with which a peer reads the buffer."""
 
     def close(self) -> None:
         """Stop serving; a peer that reads over the network gets a ReadError. Safe to call twice."""
@@ -53,18 +53,18 @@ class Reader(Protocol):
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """How each peer is read: "mapped" or its offer's protocol."""
+        """The way of each peer: "mapped" or the offer's protocol."""
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> Mapping[str, int]:
         """Run `reads`, all peers in parallel. Returns bytes by peer.
 
-        Called from one thread at a time. Raises ReadError, naming the peer; DeadlineError, naming the peers
-        that are late; TransportError when the reader is closed during the call. After an error no byte lands
-        in a target any more, so targets can be reused at once. The reader cannot: open a new one.
+        Called from one thread at a time. Raises ReadError with the peer; DeadlineError with the late peers;
+        TransportError if the reader is closed during the call. After an error no more bytes are written to a
+        target, so targets can be reused at once. The reader cannot be reused: open a new reader.
         """
 
     def close(self) -> None:
-        """Close, also during a read in another thread. No byte lands after this. Safe to call twice."""
+        """Close, also during a read in another thread. No byte is written afterwards. Safe to call twice."""
 
 
 def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Sequence[SharedBuffer]) -> None:
@@ -85,7 +85,7 @@ def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Seq
 
 
 def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:
-    """Group `reads` by peer, keeping their order."""
+    """Group `reads` by peer, in order."""
     found: dict[str, list[Read]] = {}
     for read in reads:
         found.setdefault(read.peer, []).append(read)
@@ -93,7 +93,7 @@ def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:
 
 
 def pieces(reads: Sequence[Read], max_nbytes: int) -> Iterator[Read]:
-    """Join neighbouring `reads` of one peer, then cut them to at most `max_nbytes`."""
+    """Join neighbouring `reads` of one peer, then cut reads to at most `max_nbytes`."""
     joined: list[Read] = []
     for read in reads:
         if joined and _follows(joined[-1], read):

@@ -17,9 +17,9 @@ def choose_protocol(wanted: str, rdma_device: str = "") -> str:
     """Return the first protocol of `wanted` that works on this host.
 
     `wanted` is ``auto`` or a name of `NETWORK`. `rdma_device` names one of the host's devices, or several
-    with commas; empty means any. Mooncake is tried in its own process, which takes a fraction of a second.
+    with commas; empty means any. Mooncake is tried in a separate process, for a fraction of a second.
 
-    Raises ConfigError when no protocol works, or for an unknown device.
+    Raises ConfigError if no protocol works, or for an unknown device.
     """
     protocols = tuple(NETWORK) if wanted == "auto" else (wanted,)
     if rdma_device and "rdma" in protocols:

@@ -1,4 +1,4 @@
-"""Lets any thread close a reader: ends its read, waits, then releases."""
+"""Lets any thread close a reader: ends the read, waits, then releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.errors import TransportError
 
 
 class Ending:
-    """The state shared by a reader's read and its close.
+    """The shared state of a reader's `read` and `close`.
 
     `fd` (an eventfd) becomes readable at the end and stays so, for reads that poll.
     """

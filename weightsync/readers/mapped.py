@@ -18,7 +18,7 @@ from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 
 PIECE_NBYTES = 16 << 20
-"""The most bytes of one copy. A DeadlineError is late by at most the time of one copy."""
+"""The most bytes of one copy. A DeadlineError is late by at most the duration of one copy."""
 MAX_THREADS = 4
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,10 +27,10 @@ Bytes = npt.NDArray[np.uint8]
 def can_map(offer: Offer) -> bool:
     """Return True if this process may map the offered memory. Needs the same host, and access through /proc.
 
-    Only the memory proves the host: its name is random, while boot ids, namespaces, process ids and hostnames
-    of cloned machines and containers may be alike. False also if the process that offered it is gone.
+    Only the memory proves the host: the memory's name is random, while cloned machines and containers may
+    have equal boot ids, namespaces, process ids and hostnames. False also if the offering process is gone.
     """
-    # Other hosts may have a file of that name. Memory without a name is served over the network alone.
+    # Other hosts may have a file of this name. Memory without a name is only served over the network.
     if offer.memory.is_file or not offer.memory.name:
         return False
     try:
@@ -43,11 +43,11 @@ def can_map(offer: Offer) -> bool:
 class MappedReader:
     """The reader of way "mapped": copies between two mappings, with a few threads.
 
-    A peer that dies or stops does not matter: the memory lives as long as a mapping of it.
+    A peer that dies or stops does not matter: the memory exists as long as it is mapped.
     """
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
-        """Map every peer's memory, read-only. Raises ReadError for one that is gone."""
+        """Map every peer's memory, read-only. Raises ReadError if a peer is gone."""
         self.ways = dict.fromkeys(offers, "mapped")
         self._targets: list[Bytes] = [target.tensor.numpy() for target in targets]
         self._sources = {peer: _map(peer, offer) for peer, offer in offers.items()}
@@ -98,6 +98,6 @@ def _map(peer: str, offer: Offer) -> Bytes:
             view = mmap.mmap(fd, max(offer.memory.nbytes, 1), mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
-    except (PeerLostError, ValueError) as error:  # ValueError: it is smaller than the offer says
+    except (PeerLostError, ValueError) as error:  # ValueError: the memory is smaller than offered
         raise ReadError(peer, str(error)) from error
     return np.frombuffer(view, dtype=np.uint8)

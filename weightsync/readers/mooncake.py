@@ -1,6 +1,7 @@
 """Reads peers' memory through Mooncake (RDMA or TCP), one process per peer.
 
-SIGKILL of that process enforces a deadline: nothing lands after it. A peer that hangs delays no other.
+SIGKILL of this process enforces a deadline: no byte is written afterwards. A peer that hangs does not delay
+other peers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ __all__ = ["READER", "MooncakeReader", "MooncakeServer", "absence", "probe", "se
 
 PIECE_NBYTES = 16 << 20
 _NOT_MOONCAKES = "32768-60999"
-"""Ports of the kernel's default range for clients. Mooncake ignores a range that has any of them."""
+"""Ports of the kernel's default range for clients. Mooncake ignores a range that includes such a port."""
 
 
 class MooncakeServer:
-    """A process that keeps the memory registered. Peers read it without asking a process."""
+    """A process with registered memory, which peers read without asking a process."""
 
     def __init__(
         self,
@@ -40,8 +41,8 @@ class MooncakeServer:
         device: str,
         ports: Ports | None,
     ) -> None:
-        """Raises TransportError when Mooncake does not work on this host, ConfigError when it has no port."""
-        # A process that reaches the port may write too. Over TCP a read-only mapping prevents that.
+        """Raises TransportError if Mooncake does not work on this host, ConfigError if no port is free."""
+        # A process that reaches the port could also write. Over TCP a read-only mapping prevents writes.
         writable = protocol == "rdma"
         self._child = MooncakeProcess(protocol, host, device, [buffer], writable=writable, ports=ports)
         if ports and not _is_within(self._child.endpoint, ports):
@@ -65,7 +66,7 @@ class MooncakeReader:
     """The reader of ways "tcp" and "rdma"."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
-        """Raises TransportError when Mooncake does not work on this host."""
+        """Raises TransportError if Mooncake does not work on this host."""
         self.ways = {peer: offer.protocol for peer, offer in offers.items()}
         self._offers = offers
         self._children: dict[str, MooncakeProcess] = {}
@@ -145,7 +146,7 @@ READER, serve = MooncakeReader, MooncakeServer
 
 
 def absence(protocol: str) -> str:
-    """Return what this host lacks for `protocol`; empty if nothing."""
+    """Return the missing part of this host for `protocol`; empty if none."""
     if protocol == "rdma" and not rdma_devices():
         return "this host has no RDMA device; take tcp or zeromq"
     if importlib.util.find_spec("mooncake") is None:

@@ -1,10 +1,10 @@
-"""The process that Mooncake runs in: ``python -m weightsync.readers.mooncake_child``.
+"""Mooncake's process: ``python -m weightsync.readers.mooncake_child``.
 
-Only SIGKILL guarantees that no byte of a failed read lands later: Mooncake's first contact with a peer
-that hangs has no deadline, a read that timed out still lands, and unregistering memory is no barrier.
+Only SIGKILL guarantees that no byte of a failed read is written later: Mooncake's first contact with a
+hanging peer has no deadline, a read may still write after a timeout, and unregistering memory is no barrier.
 
-Orders are lines of JSON. Each is answered by one line, ``{"error": cause}`` if it failed. The first order
-says what memory to register, the others what to read. The process ends with its stdin.
+Orders are lines of JSON. The answer is one line, ``{"error": cause}`` if the order failed. The first order
+has the memory to register, later orders have reads. The process ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from typing import Any
 
 WINDOW = 4
-"""Pieces that are read at a time."""
+"""Pieces to read at a time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 1e-3
 
 _ENDS = {-1: "the read failed", -2: "the read made no progress"}
@@ -58,7 +58,7 @@ class _Memory:
     """Registered memory and the engine that moves it."""
 
     def __init__(self, host: str, device: str, memories: list[tuple[int, int]], writable: bool) -> None:
-        """`memories`: descriptor and bytes of each, mapped read-only unless `writable`."""
+        """`memories` has pairs of descriptor and bytes, mapped read-only unless `writable`."""
         self._engine = _engine()
         # Mooncake ignores the third argument, the protocol: environment variables choose it.
         if status := self._engine.initialize(host, "P2PHANDSHAKE", "", device):
@@ -70,7 +70,7 @@ class _Memory:
         self.bases = [self._register(fd, nbytes, writable) for fd, nbytes in memories]
 
     def read(self, endpoint: str, pieces: list[tuple[int, int, int, int]]) -> int:
-        """Read `pieces`: (memory, offset in it, address at the peer, nbytes). Returns the total bytes."""
+        """Read `pieces`: (memory, offset, address at the peer, nbytes). Returns the total bytes."""
         todo, flying = deque(pieces), set[int]()
         pause = MIN_PAUSE_S
         while todo or flying:

@@ -27,13 +27,13 @@ _answers = msgspec.json.Decoder(dict[str, Any])
 _CHILD = "weightsync.readers.mooncake_child"
 _FORCE = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 _RANGE = ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT")
-"""Mooncake's range of ports, as old and new versions spell it."""
+"""Variables of Mooncake's range of ports, in old and new versions."""
 _TIMES = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TRANSFER_TIMEOUT": "30"}
 """Mooncake's own time-outs in seconds: without progress, and for a whole piece."""
 
 
 class MooncakeProcess:
-    """A process that runs `mooncake_child`, with memory that it registers."""
+    """A process that runs `mooncake_child`, with registered memory."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class MooncakeProcess:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait until the memory is registered. Raises TransportError when Mooncake does not start."""
+        """Wait until the memory is registered. Raises TransportError if Mooncake does not start."""
         answer, deadline = None, time.monotonic() + START_S
         while not answer and readable([self.answers], deadline):
             answer = self.receive()
@@ -76,13 +76,13 @@ class MooncakeProcess:
         self.endpoint, self.bases = answer["endpoint"], answer["bases"]
 
     def order(self, order: Mapping[str, object]) -> None:
-        """Send an order. Raises OSError when the process has ended."""
+        """Send an order. Raises OSError if the process has ended."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """Receive the answer; None until its line is complete. Another line, or none, gives an error."""
+        """Receive the answer; None until the line is complete. Other lines, or no line, give an error."""
         data = os.read(self.answers, 1 << 16)
         if not data:
             return {"error": f"Mooncake's process ended, status {self._process.wait()}"}
@@ -110,7 +110,7 @@ class MooncakeProcess:
 
 
 def probe(protocol: str, device: str) -> str:
-    """Return why Mooncake does not work here with `protocol`; empty if it does. Starts a process."""
+    """Return why Mooncake does not work here with `protocol`; empty if it works. Starts a process."""
     try:
         child = MooncakeProcess(protocol, "127.0.0.1", device)
     except TransportError as error:
@@ -130,7 +130,7 @@ def _environment(protocol: str, host: str, ports: Ports | None) -> dict[str, str
 
 
 def readable(fds: Sequence[int], deadline: float) -> list[int]:
-    """Wait for `fds` until the deadline and return those that can be read."""
+    """Wait for `fds` until the deadline. Returns the readable ones."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

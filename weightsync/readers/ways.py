@@ -1,4 +1,4 @@
-"""The registry of ways to read a peer over the network. A line says what is known without importing it."""
+"""The registry of ways to read a peer over the network, with facts that need no import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Way:
     num_ports: int = 1
 
     def has(self, name: str) -> Any:  # noqa: ANN401 - a function or a class
-        """Import the module, and return what it has under this name."""
+        """Import the module, and return its attribute `name`."""
         return resolve_name(f"{self.module}:{name}")
 
 
@@ -34,7 +34,7 @@ NETWORK: Mapping[str, Way] = {
     "tcp": Way("weightsync.readers.mooncake", num_ports=2),
     "zeromq": Way("weightsync.readers.zeromq", is_fast=False),
 }
-"""Ways by the name of their protocol, in the order in which ``auto`` tries them."""
+"""Ways by protocol, in the order in which ``auto`` tries them."""
 
 
 def way_of(protocol: str, field: str = "protocol") -> Way:

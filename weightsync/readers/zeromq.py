@@ -1,6 +1,6 @@
 """Reads a peer's memory over ZeroMQ, in chunks requested one by one.
 
-Only the reading thread copies bytes into a target, so none lands once a read has ended."""
+Only the reading thread copies bytes into a target, so no byte is written after the end of a read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = 4
 """Chunks requested from one peer at a time."""
 MAX_IO_THREADS = 4
 EVENT_MS = 1000
-"""What a send that found no connection waits for the event that says why."""
+"""Time that a send without a connection waits for the event with the cause."""
 _BROKE = "its connection broke"
 _CAUSES: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: _BROKE,
@@ -107,7 +107,7 @@ class _Peer:
             self._ask()
 
     def receive(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copy one answer into its target, and request the next chunk."""
+        """Copy one answer into the target, and request the next chunk."""
         head, *data = self.socket.recv_multipart(copy=False)
         try:
             answer = decoded_one(answers.decode, [head.buffer])
@@ -125,7 +125,7 @@ class _Peer:
         np.copyto(targets[wanted.target][wanted.offset : wanted.offset + wanted.nbytes], source)
 
     def heed(self) -> None:
-        """Note a lost connection. Raises ReadError if reads are not done yet."""
+        """Record a lost connection. Raises ReadError if reads are not done yet."""
         self._lost = self._lost or self._cause()
         self._check()
 

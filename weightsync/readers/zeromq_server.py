@@ -1,6 +1,6 @@
-"""Serves memory over ZeroMQ to peers that show its secret.
+"""Serves memory over ZeroMQ to peers that show the offer's secret.
 
-A request is one frame, a `Request`. An answer is an `Answer`, then a frame of data unless it refuses.
+A request is one frame, a `Request`. An answer is an `Answer`, followed by a frame of data unless refused.
 Secrets are checked as in `weightsync.protocol.handshake`.
 """
 
@@ -46,7 +46,7 @@ answers = msgspec.msgpack.Decoder(Answer)
 
 
 class SharedMemory:
-    """A shared buffer as `Readable`: answers are views of it."""
+    """A shared buffer as `Readable`: answers are views."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._view = buffer.tensor.numpy().data
@@ -65,9 +65,9 @@ class ZeroMqServer(Server):
     def __init__(
         self, memory: Readable, handle: BufferHandle, holder: str, host: str, ports: Ports | None
     ) -> None:
-        """Start to serve. `handle` is how processes of this host map the memory.
+        """Start to serve. Processes of this host map the memory by `handle`.
 
-        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        Raises ConfigError or TransportError, as `weightsync.protocol.ports.listen`.
         """
         self._memory = memory
         super().__init__(host, ports, MAX_FRAME_NBYTES, f"{holder} cannot serve")
@@ -80,7 +80,7 @@ class ZeroMqServer(Server):
         )
 
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
-        """Return the bytes that a request asks for, or a refusal."""
+        """Return the requested bytes, or a refusal."""
         try:
             request = decoded_one(requests.decode, frames)
         except WireError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -45,16 +46,36 @@ SOURCES = {
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""
 _MODULE = SOURCES["torch.nn.modules.module.Module"]
 _ENGINE = SOURCES["deepspeed.runtime.engine.DeepSpeedEngine"]
-_INSTEAD = {
-    "quantization": {_MODULE: "weightsync.sources.quantized_module:QuantizedModuleSource"},
-    "merge": {
-        _MODULE: "weightsync.sources.lora.merged_lora:MergedLoraSource",
-        _ENGINE: "weightsync.sources.lora.merged_zero:MergedZeroSource",
-    },
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of `TrainerShard` that adds a `Transform` to a source.
+
+    Attributes:
+        transform: the class, ``module:Class``, which is made with the setting's value.
+        when: the argument of `TensorSource` that takes the transform.
+        sources: the sources that take the transform.
+        takes: these sources, in words.
+    """
+
+    transform: str
+    when: str
+    sources: tuple[str, ...]
+    takes: str
+
+
+_TRANSFORMS = {
+    "quantization": _Setting(
+        "weightsync.sources.quantized:Quantized", "after", (_MODULE,), "plain modules and FSDP2"
+    ),
+    "merge": _Setting(
+        "weightsync.sources.lora.merged:Merged",
+        "before",
+        (_MODULE, _ENGINE),
+        "plain modules, FSDP2 and DeepSpeed's engine",
+    ),
 }
-"""The source that takes another one's place, by the setting that wants it."""
-_TAKES = {"quantization": "plain modules and FSDP2", "merge": "plain modules, FSDP2 and DeepSpeed's engine"}
-"""What each of these settings is for, in words."""
 
 
 def attach(
@@ -97,14 +118,14 @@ def make_source(
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
     settings = {"quantization": quantization, "merge": merge, "names": names, "offloads": offloads}
-    if setting := next((name for name in _INSTEAD if settings[name]), ""):
-        if found not in _INSTEAD[setting]:
-            remedy = f"leave it out: it takes {_TAKES[setting]}"
-            raise ConfigError(setting, type(model).__name__, remedy)
-        given = settings.pop(setting)
-        _require_alone(setting, settings)
-        instead: ModelSource = resolve_name(_INSTEAD[setting][found])(model, given, exclude, frozen=frozen)
-        return instead
+    if name := next((each for each in _TRANSFORMS if settings[each]), ""):
+        given, setting = settings.pop(name), _TRANSFORMS[name]
+        if found not in setting.sources:
+            raise ConfigError(name, type(model).__name__, f"leave it out: it takes {setting.takes}")
+        _require_alone(name, settings)
+        transforms = {setting.when: [resolve_name(setting.transform)(given)]}
+        transformed: ModelSource = resolve_name(found)(model, exclude, frozen=frozen, **transforms)
+        return transformed
     source: ModelSource = resolve_name(found)(
         model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )

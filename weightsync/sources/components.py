@@ -1,4 +1,4 @@
-"""A rank's model and the draft that engines speculate with, as one source: their version is one."""
+"""Joins a rank's model and the draft that engines speculate with: both have one version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.plan import RankLayout, Segment
+from weightsync.plan import RankLayout
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.base import Models
@@ -21,7 +21,7 @@ from weightsync.sources.tensors import Guard, TensorSource
 class ComponentsSource(TensorSource):
     """Joins the sources of a model and a draft. Names of the draft's tensors begin with `DRAFT`.
 
-    Where the draft uses a tensor of the model itself, such as its embedding, that is declared as tied.
+    If the draft uses a tensor of the model, such as the embedding, the draft's tensor is declared as tied.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class ComponentsSource(TensorSource):
     ) -> None:
         """`make` is `make_source`. Other arguments are those of `TrainerShard`.
 
-        Of `exclude`, `frozen` and a mapping in `names`, those that begin with `DRAFT` are for the draft. A
-        function gets names of both. `of_model` is for the model alone.
+        Entries of `exclude`, `frozen` and a mapping `names` that begin with `DRAFT` are for the draft. If
+        `names` is a function, it gets names of both. `of_model` is only for the model.
         """
         super().__init__(models, offloads=offloads)
         model, draft = models
@@ -51,28 +51,29 @@ class ComponentsSource(TensorSource):
         self._draft: TensorSource | None = None if draft is None else make(draft)
 
     def replace(self, model: Models) -> None:
-        """Take the weights of these models from now on, see `TensorSource.replace`."""
+        """Use the weights of these models from now on, see `TensorSource.replace`."""
         super().replace(model)
         for part, each in zip((self._model, self._draft), model, strict=True):
             if part and part.model is not each:
                 part.replace(each)
 
     def describe(self) -> LocalWeights:
-        """Return what this rank holds now. Settings are checked and used by component."""
+        """Return this rank's weights. Each component has checked and applied its settings."""
         return self._weights()
 
-    def _selected(self, weights: LocalWeights) -> RankLayout:
-        return weights.layout
+    def _selected(self, weights: LocalWeights) -> LocalWeights:
+        return weights
 
     def _weights(self) -> LocalWeights:
         model = self._model.describe() if self._model else LocalWeights(RankLayout((), ()), {})
         if self._draft is None:
             return model
         draft = self._named(self._draft.describe())
-        return LocalWeights(_join(model, draft), {**model.tensors, **draft.tensors})
+        tensors = {**model.tensors, **draft.tensors}
+        return LocalWeights(_join(model, draft), tensors, computed=model.computed)
 
     def _named(self, weights: LocalWeights) -> LocalWeights:
-        """Return a draft's weights under their names in the plan."""
+        """Return a draft's weights with names of the plan."""
         layout = _with_prefix(weights.layout)
         unmatched = self._of_draft.check(layout)
         layout = self._of_draft.of(layout)
@@ -91,7 +92,7 @@ class ComponentsSource(TensorSource):
 
     def _finish(self) -> None:
         for part in self._parts():
-            part._finish()
+            part._complete()
 
     def _watch(self, weights: LocalWeights) -> _GuardOfBoth:
         model, draft = _apart(weights.tensors)
@@ -126,7 +127,7 @@ class _GuardOfBoth:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split tensors of both into those of the model and those of the draft, by their own names."""
+    """Split tensors into the model's and the draft's, without the prefix."""
     model = {name: each for name, each in tensors.items() if not name.startswith(DRAFT)}
     draft = {name.removeprefix(DRAFT): each for name, each in tensors.items() if name.startswith(DRAFT)}
     return model, draft
@@ -147,17 +148,13 @@ def _of_prefix(names: Names | None, of_draft: bool) -> Names | None:
 
 
 def _with_prefix(layout: RankLayout) -> RankLayout:
-    def named(segment: Segment) -> Segment:
-        return replace(segment, tensor=DRAFT + segment.tensor, buffer=DRAFT + segment.buffer)
-
     mesh, stage = layout.mesh, layout.stage
+    given = (*(meta.name for meta in layout.tensors), *(alias for alias, _ in layout.tied))
+    named = layout.renamed({name: DRAFT + name for name in (*given, *(stage.shared if stage else ()))})
     return replace(
-        layout,
-        tensors=tuple(replace(meta, name=DRAFT + meta.name) for meta in layout.tensors),
-        segments=tuple(map(named, layout.segments)),
-        tied=tuple((DRAFT + alias, DRAFT + name) for alias, name in layout.tied),
+        named,
+        segments=tuple(replace(each, buffer=DRAFT + each.buffer) for each in named.segments),
         mesh=mesh and replace(mesh, cuts={DRAFT + name: cut for name, cut in mesh.cuts.items()}),
-        stage=stage and replace(stage, shared=tuple(DRAFT + name for name in stage.shared)),
     )
 
 
@@ -179,8 +176,9 @@ def _join(model: LocalWeights, draft: LocalWeights) -> RankLayout:
 
 
 def _shared(model: LocalWeights, draft: LocalWeights) -> dict[str, str]:
-    """Return which of the draft's tensors are the model's, by name: the same objects, of the same form."""
-    owners = {id(model.tensors[each.buffer]): each for each in model.layout.segments}
+    """Return names of the draft's tensors that are the model's: the same objects, of the same form."""
+    buffers = model.buffers
+    owners = {id(buffers[each.buffer]): each for each in model.layout.segments}
     metas = {meta.name: meta for meta in (*model.layout.tensors, *draft.layout.tensors)}
     found = {}
     for segment in draft.layout.segments:
@@ -192,7 +190,7 @@ def _shared(model: LocalWeights, draft: LocalWeights) -> dict[str, str]:
 
 
 def _join_meshes(model: RankLayout, draft: RankLayout) -> MeshPlace | None:
-    """Return the rank's place in the meshes of both, which follow one another. Others are of one rank."""
+    """Return the rank's place in the model's meshes, followed by the draft's. Others are of one rank."""
     sizes: tuple[int, ...] = ()
     coordinates: tuple[int, ...] = ()
     cuts: dict[str, Cut] = {}

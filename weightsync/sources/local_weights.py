@@ -1,9 +1,9 @@
-"""What one trainer rank holds: boxes of tensors, and the memory that they are in."""
+"""Describes one trainer rank's weights: boxes of tensors, and the memory that contains them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,15 +15,22 @@ class LocalWeights:
     """One rank's layout and its live tensors.
 
     Attributes:
-        layout: each segment's `buffer` is a name in `tensors`. It has a `stage` if other ranks hold tensors
-            that this rank does not know.
+        layout: each segment's `buffer` is a name in `tensors` or `computed`. It has a `stage` if other ranks
+            hold tensors that this rank does not know.
         tensors: live tensors by the trainer's own names. A DTensor stands for its local part.
         excluded: patterns of `exclude` that have left tensors out of the layout already.
-        num_experts: experts of a layer on all ranks, if ``experts.3.up_proj.weight`` and its like are to
+        num_experts: experts of a layer on all ranks, if tensors such as ``experts.3.up_proj.weight`` must
             become parts of stacks.
+        computed: memory that the source fills for each version, by names that no tensor of a model has.
     """
 
     layout: RankLayout
     tensors: Mapping[str, torch.Tensor]
     excluded: frozenset[str] = frozenset()
     num_experts: int = 0
+    computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the memory of all segments."""
+        return {**self.tensors, **self.computed}

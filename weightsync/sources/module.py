@@ -11,12 +11,18 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard, attached_part, is_sharded
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
-from weightsync.plan import Box, RankLayout, Segment
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.mesh import mesh_place
 from weightsync.sources.readable import require_no_flat_parameters, require_strided
 from weightsync.sources.tensors import Guard, TensorSource
-from weightsync.sources.zero_partitions import is_partitioned
+from weightsync.sources.zero_partitions import (
+    check_partition,
+    is_partitioned,
+    part_segments,
+    whole_meta,
+    with_memory,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,23 +35,47 @@ class ModuleSource(TensorSource):
     def _weights(self) -> LocalWeights:
         require_no_flat_parameters(self.model)
         tensors, tied = named_tensors(self.model)
-        require_strided(tensors)
-        for name, tensor in tensors.items():
-            if is_partitioned(tensor):
-                remedy = (
-                    f"{name} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
-                )
-                raise ConfigError("self.model", type(self.model).__name__, remedy)
-        metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
-        cut = functools.cache(_cut)  # a mixture of experts has few shapes, and thousands of tensors
-        segments = tuple(segment_of(name, tensor, cut) for name, tensor in tensors.items())
-        return LocalWeights(RankLayout(metas, segments, tied, mesh=mesh_place(tensors)), tensors)
+        if cut := next((name for name, tensor in tensors.items() if is_partitioned(tensor)), None):
+            remedy = f"{cut} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
+            raise ConfigError("self.model", type(self.model).__name__, remedy)
+        return weights_of(tensors, tied)
 
     def _watch(self, weights: LocalWeights) -> Guard:
         return AddressGuard(self.model, weights.tensors)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return named_tensors(self.model)[0]
+        return with_memory(named_tensors(self._module)[0])
+
+
+def weights_of(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str], ...]) -> LocalWeights:
+    """Describe a module's tensors, whether plain, DTensors or partitioned by ZeRO-3.
+
+    Raises PlanError or ConfigError if this rank's part of a tensor cannot be read.
+    """
+    require_strided(tensors)
+    cut = functools.cache(_cut)  # a mixture of experts has few shapes, and thousands of tensors
+    metas: list[TensorMeta] = []
+    segments: list[Segment] = []
+    for name, tensor in tensors.items():
+        meta, held = declare(name, tensor, cut)
+        metas.append(meta)
+        segments += held
+    layout = RankLayout(tuple(metas), tuple(segments), tied, mesh=mesh_place(tensors))
+    return LocalWeights(layout, with_memory(tensors))
+
+
+def declare(
+    name: str, tensor: torch.Tensor, cut: Callable[..., Box] | None = None
+) -> tuple[TensorMeta, tuple[Segment, ...]]:
+    """Return a tensor's global shape, and this rank's boxes of the tensor in a buffer of its name.
+
+    Raises ConfigError if a DTensor is a part of a sum, or if a partition of ZeRO-3 cannot be read.
+    """
+    if is_partitioned(tensor):
+        check_partition(name, tensor)
+        meta = whole_meta(name, tensor)
+        return meta, part_segments(meta, tensor)
+    return meta_of(name, tensor), (_segment(name, tensor, cut or _cut),)
 
 
 def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
@@ -56,8 +86,7 @@ def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...])
     return Box(tuple(offset), tuple(extent))
 
 
-def segment_of(name: str, tensor: torch.Tensor, cut: Callable[..., Box] = _cut) -> Segment:
-    """Return which box of a tensor this rank has. Raises ConfigError if it has a part of a sum."""
+def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segment:
     strides = byte_strides(attached_part(tensor))
     if not is_sharded(tensor):
         return Segment(name, Box.whole(tuple(tensor.shape)), name, 0, strides)

@@ -39,11 +39,11 @@ class PieceCopy:
 
 
 class PieceCopies:
-    """One epoch's pieces, each with its place in host memory that is laid out as a send buffer.
+    """One epoch's pieces, and places in host memory that is laid out as a send buffer.
 
     Attributes:
         copies: all parts that are copied.
-        kept: parts that are read where they lie, each with its elements, in the dtype that travels.
+        kept: pairs of a part that is read in place and its elements, in the dtype that travels.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class PieceCopies:
         memory: torch.Tensor,
         stays: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
-        """Prepare the copies: together those of each GPU, in a table those on the host without a cast.
+        """Prepare the copies: together for each GPU, in a table for host memory without a cast.
 
         Args:
             live: the tensors now, by buffer.
-            strays: buffers whose tensors have to be looked up each time.
+            strays: buffers whose tensors must be looked up each time.
             memory: where to copy: uint8[nbytes of the send buffer], on the host.
-            stays: whether a part on the host, which needs no cast, is read where it lies.
+            stays: returns True if a part on the host, which needs no cast, is read in place.
         """
         self._plan, self._memory = plan, memory
         metas, start = plan.tensors, memory.data_ptr()
@@ -112,14 +112,14 @@ class PieceCopies:
         return bool(self._device_copies)
 
     def place(self, copy: PieceCopy) -> torch.Tensor:
-        """Return where a part is copied to, 1-D, in the dtype that travels."""
+        """Return a part's place in the copy, 1-D, in the dtype that travels."""
         meta = self._plan.tensors[copy.tensor]
         data = self._memory[copy.start : copy.start + copy.box.numel * meta.itemsize]
         dtype: torch.dtype = getattr(torch, meta.dtype)
         return data.view(dtype)
 
     def run(self, find: Callable[[], Mapping[str, torch.Tensor]], count: bool) -> Published:
-        """Copy what is copied, and digest it.
+        """Copy and digest all parts that are not in `kept`.
 
         Args:
             find: returns the tensors now, by buffer. Called if some are strays, or need a cast.
@@ -148,10 +148,11 @@ class PieceCopies:
         return Published(combine([digests, *(each.digests for each in sent)]), dict(+nonfinite))
 
     def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
-        """Digest what `run` copied from where it is, as it is now. `find` as in `run`."""
+        """Digest all pieces in the rank's memory, as they are now. `find` as in `run`."""
         live = self._find(find)
         digests = self._digest(self._again, lambda copy: self._share(copy, self._cut(copy, live)), False)
-        return combine([digests, *(copies.digest_again() for copies in self._device_copies)])
+        kept = self.digest_kept(count=False).digests
+        return combine([digests, kept, *(copies.digest_again() for copies in self._device_copies)])
 
     def _find(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         live = find() if self._others else {}
@@ -169,7 +170,7 @@ class PieceCopies:
         return tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
 
     def _digest(self, table: HostTable, share: Callable[[PieceCopy], int], count: bool) -> Digests:
-        """Run all of `table`, and add the shares of other parts on the host to its digests."""
+        """Run all of `table`, and add the shares of other parts on the host."""
         with ThreadPoolExecutor(num_threads(16)) as threads:
             shares = threads.map(share, self._others)
             digests = _run(table, threads, count)
@@ -179,7 +180,7 @@ class PieceCopies:
         return digests
 
     def digest_kept(self, count: bool) -> Published:
-        """Digest what is read where it lies, and count NaN and Inf there if `count` is set."""
+        """Digest parts that are read in place, and count NaN and Inf if `count` is set."""
         with ThreadPoolExecutor(num_threads(16)) as threads:
             digests = _run(self._kept_table, threads, count)
         found = self._found(self._kept_table, [copy for copy, _ in self.kept]) if count else {}
@@ -196,13 +197,13 @@ class PieceCopies:
 
 
 def _run(table: HostTable, threads: ThreadPoolExecutor, count: bool) -> Digests:
-    """Run all of a table, and return its digests."""
+    """Run a table, and return the digests."""
     list(threads.map(lambda each: table.run(each[0], each[1], count), table.ranges))  # raises an error
     return table.digests()
 
 
 def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[PieceCopy]:
-    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
+    """Yield the copies of a piece in the send buffer's order; one copy if `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.send_buffer_offset
     for box in piece.box.split(piece.box.numel if whole else CHUNK_NBYTES // itemsize):

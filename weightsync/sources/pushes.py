@@ -33,10 +33,10 @@ _Run: TypeAlias = tuple[int, int, int]
 
 
 class Pushes:
-    """One epoch's pieces in host memory, which a holder asks for bucket by bucket.
+    """One epoch's pieces in host memory. A holder asks for them bucket by bucket.
 
-    Where pages can be locked, bytes go from the weights straight to the GPU. Others are copied to memory of
-    this object first: small tensors, and those that need a cast.
+    If pages can be locked, bytes are copied from the weights straight to the GPU. Small tensors, and tensors
+    that need a cast, are first copied to memory of this object.
     """
 
     def __init__(self, plan: Plan, trainer: int, ticket: PushTicket) -> None:
@@ -65,7 +65,7 @@ class Pushes:
         live: Mapping[str, torch.Tensor],
         strays: Collection[str],
     ) -> None:
-        """Lock the pages of `live`, and prepare to push `pieces`. Called again when tensors are elsewhere."""
+        """Lock the pages of `live`, and prepare to push `pieces`. Called again if tensors have moved."""
         with self._busy, self._on_device():
             self._unlock()
             stays = self._lock(live.values()).cover if self._device else _always
@@ -75,17 +75,17 @@ class Pushes:
             self._runs = self._find_runs(self._copies)
 
     def start(self) -> None:
-        """Connect to the holder, and push what it asks for. Raises PeerLostError if it is gone."""
+        """Connect to the holder and serve its requests. Raises PeerLostError if the holder is gone."""
         self._end = PushEnd(self._ticket, self._plan.digest(), tuple(buffer.handle for buffer in self._ring))
         self._thread.start()
 
     def copy(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Copy what is not pushed from where it is, as `PieceCopies.run`. Holders may ask afterwards."""
+        """Copy pieces that are not pushed in place, as `PieceCopies.run`. Holders may ask afterwards."""
         assert self._copies
         self._copied = self._copies.run(find, count=True)
 
     def digest(self, count: bool) -> Published:
-        """Digest the weights that are pushed from where they are. Returns that, with what `copy` found."""
+        """Digest weights that are pushed in place. The result includes the results of `copy`."""
         assert self._copies
         assert self._copied
         kept = self._copies.digest_kept(count)
@@ -94,10 +94,9 @@ class Pushes:
         return Published(combine([kept.digests, self._copied.digests]), dict(nonfinite))
 
     def digest_again(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Digests:
-        """Digest all weights from where they are, as they are now. `find` as in `PieceCopies.run`."""
+        """Digest all weights in the rank's memory, as they are now. `find` as in `PieceCopies.run`."""
         assert self._copies
-        kept = self._copies.digest_kept(count=False)
-        return combine([kept.digests, self._copies.digest_again(find)])
+        return self._copies.digest_again(find)
 
     def close(self) -> None:
         """Disconnect, and release all memory."""
@@ -122,7 +121,7 @@ class Pushes:
                     self._push_all(ask, self._end)
 
     def _push_all(self, first: Push, end: PushEnd) -> None:
-        """Push `first`, and what is asked for meanwhile: while one copy runs, the next is queued."""
+        """Push `first` and later requests: while one copy runs, the next is queued."""
         ask: Push | None = first
         started: deque[Callable[[], str]] = deque()
         tickets: deque[int] = deque()
@@ -135,7 +134,7 @@ class Pushes:
                 end.answer(tickets.popleft(), started.popleft()())
 
     def _push(self, ask: Push) -> Callable[[], str]:
-        """Start to copy a bucket. Returns what waits for its end, and returns why it failed, or ""."""
+        """Start to copy a bucket. Returns a function that waits, and returns an error or ""."""
         event: torch.cuda.Event | None = None
         failed = ""
         try:
@@ -160,7 +159,7 @@ class Pushes:
         return finish
 
     def _find_runs(self, copies: PieceCopies) -> Mapping[int, Sequence[_Run]]:
-        """Return what to copy for each bucket. Parts that lie one after another on both sides are one run."""
+        """Return the copies for each bucket. Parts that are adjacent on both sides are one run."""
         placed = [(copy, cut.data_ptr()) for copy, cut in copies.kept]
         placed += [(copy, copies.place(copy).data_ptr()) for copy in copies.copies]
         runs: defaultdict[int, list[_Run]] = defaultdict(list)

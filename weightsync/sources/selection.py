@@ -1,4 +1,4 @@
-"""Which of a rank's tensors travel, and under which names."""
+"""Selects and renames the tensors of a rank that travel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Named:
     """A layout in a checkpoint's names.
 
     Attributes:
-        wrapped: by name, the name with those of wrappers, where they were taken off.
+        wrapped: for each name that lost wrappers, the name with the wrappers.
     """
 
     layout: RankLayout
@@ -84,29 +84,17 @@ class _Named:
 
     @classmethod
     def of(cls, layout: RankLayout) -> _Named:
-        """Take names of wrappers off, unless two tensors would get one name. They stay as aliases."""
+        """Remove wrappers from names, unless two tensors would get one name. Old names become aliases."""
         names = [*(meta.name for meta in layout.tensors), *(alias for alias, _ in layout.tied)]
         bare = {name: unwrapped(name) for name in names}
         counts = Counter(bare.values())
         new = {name: each for name, each in bare.items() if each != name and counts[each] == 1}
         if not new:
             return cls(layout, {})
-        canonical, stage = dict(layout.tied), layout.stage
-
-        def of(name: str) -> str:
-            return new.get(name, name)
-
-        layout = dataclasses.replace(
-            layout,
-            tensors=tuple(dataclasses.replace(meta, name=of(meta.name)) for meta in layout.tensors),
-            segments=tuple(dataclasses.replace(each, tensor=of(each.tensor)) for each in layout.segments),
-            tied=(
-                *((of(alias), of(name)) for alias, name in layout.tied),
-                *((name, of(canonical.get(name, name))) for name in new),
-            ),
-            stage=stage and dataclasses.replace(stage, shared=tuple(map(of, stage.shared))),
-        )
-        return cls(layout, {each: name for name, each in new.items()})
+        canonical, layout = dict(layout.tied), layout.renamed(new)
+        aliases = [(name, canonical.get(name, name)) for name in new]
+        tied = (*layout.tied, *((alias, new.get(name, name)) for alias, name in aliases))
+        return cls(dataclasses.replace(layout, tied=tied), {each: name for name, each in new.items()})
 
     def fits(self, name: str, patterns: Collection[str]) -> bool:
         """Return True if a tensor's name fits a pattern, with or without the names of wrappers."""
@@ -115,7 +103,7 @@ class _Named:
 
 
 class Selection:
-    """Renames a layout's tensors, takes names of wrappers off, and then leaves some tensors out."""
+    """Renames a layout's tensors, removes wrappers from names, and leaves tensors out."""
 
     def __init__(
         self, exclude: Collection[str] = (), names: Names | None = None, frozen: Collection[str] = ()
@@ -161,9 +149,11 @@ class Selection:
                 yield Unmatched(setting, pattern, most_alike(pattern, names))
 
     def of(self, layout: RankLayout) -> RankLayout:
-        """Return `layout` with a checkpoint's names, without what is excluded, and what is frozen."""
+        """Return `layout` with a checkpoint's names and frozen tensors, without excluded tensors."""
         named = _Named.of(self._renamed(layout))
-        frozen = tuple(meta.name for meta in named.layout.tensors if named.fits(meta.name, self._frozen))
+        still = set(named.layout.frozen)
+        names = [meta.name for meta in named.layout.tensors]
+        frozen = tuple(name for name in names if name in still or named.fits(name, self._frozen))
         layout = dataclasses.replace(named.layout, frozen=frozen)
         if not self._exclude:
             return layout

@@ -39,15 +39,16 @@ from weightsync.sources.piece_copies import PieceCopies
 from weightsync.sources.pushes import Pushes
 from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
+from weightsync.sources.transforms import Transform
 
 logger = logging.getLogger("weightsync.sources")
 
 
 class Guard(Protocol):
-    """What a model's tensors were when they were prepared, compared before each version.
+    """Compares a model's tensors with the tensors at the last preparation.
 
     Attributes:
-        strays: names of tensors that have to be looked up for each version.
+        strays: names of tensors that must be looked up for each version.
     """
 
     strays: frozenset[str]
@@ -62,14 +63,14 @@ class Guard(Protocol):
 class TensorSource(ABC):
     """Base class of sources whose weights are tensors in this process.
 
-    A subclass describes what a rank holds, in `_weights`, and how it notices a change, in `_watch`.
+    A subclass describes a rank's weights in `_weights`, and notices changes in `_watch`.
 
-    If ranks hold the same box, each of them declares it, and the plan chooses which rank sends it. Weights
-    that are all on one GPU are read in place if they can be shared, see `Source`. With `offloads` they are
-    not, since memory that a holder has mapped could not be released.
+    If several ranks hold a box, all of them declare the box, and the plan chooses the sender. If all weights
+    are on one GPU and can be shared, holders read the weights in place, see `Source`. With `offloads` holders
+    get copies, since memory that a holder has mapped cannot be released.
 
     Attributes:
-        model: the model. `replace` changes it for another of the same layout.
+        model: the model. `replace` sets another model of the same layout.
     """
 
     def __init__(
@@ -81,13 +82,23 @@ class TensorSource(ABC):
         frozen: Collection[str] = (),
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers'
+        before: Sequence[Transform] = (),
+        after: Sequence[Transform] = (),
     ) -> None:
-        """All arguments are those of `TrainerShard`. `hf_config` is for models that do not name tensors."""
+        """Most arguments are those of `TrainerShard`.
+
+        Args:
+            hf_config: for models that do not name tensors.
+            before: transforms of tensors with the model's own names, before `names`, `exclude` and `frozen`.
+            after: transforms of the tensors that are selected, with names of the checkpoint.
+        """
         del hf_config
         self.model = model
         self._guard: Guard | None = None
         self._rank = 0
         self._selection = Selection(exclude, names, frozen)
+        self._before, self._after = before, after
+        self._computed: Mapping[str, torch.Tensor] = {}
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
@@ -98,7 +109,6 @@ class TensorSource(ABC):
         self._in_place: InPlace | None = None
         self._is_ready = self._is_replaced = False
         self._plan: Plan | None = None
-        self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._copies: PieceCopies | None = None
         self._pushes: Pushes | None = None
         self._layout_now: RankLayout | None = None
@@ -107,21 +117,32 @@ class TensorSource(ABC):
 
     @abstractmethod
     def _weights(self) -> LocalWeights:
-        """Describe what this rank holds now, in a checkpoint's names."""
+        """Describe this rank's weights as they are now, in a checkpoint's names."""
 
     @abstractmethod
     def _watch(self, weights: LocalWeights) -> Guard:
-        """Return a guard of `weights`, which were described just now."""
+        """Return a guard of `weights`, the result of the last `_weights`."""
+
+    @property
+    def _module(self) -> Any:  # noqa: ANN401 - a framework's
+        """Return the module whose tensors `_weights` names."""
+        return self.model
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of `_weights`."""
         return self._weights().tensors
 
     def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Have all weights of this version in the tensors of `_weights`, which was called before.
+        """Complete this version in the tensors of `_weights`, which was called before.
 
-        Raises StateError if that cannot be had.
+        Raises StateError if the version cannot be completed.
         """
+
+    def _complete(self) -> None:
+        """Finish the weights of this version, and run all transforms."""
+        self._finish()
+        for each in (*self._before, *self._after):
+            each.run(self._module, self._tensors())
 
     @collector_paused
     def layout(self) -> RankLayout:
@@ -130,15 +151,16 @@ class TensorSource(ABC):
         Raises StateError if the model changed while it was offloaded, PlanError for a tensor without values.
         """
         weights = self.describe()
-        layout, device = weights.layout, ""
+        layout, buffers, device = weights.layout, weights.buffers, ""
+        self._computed = weights.computed
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         else:
-            require_values(layout, weights.tensors)
-        self._finish()
+            require_values(layout, buffers)
+        self._complete()
         if not self._offloads:
-            buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
-            held = {name: local_tensor(weights.tensors[name]) for name in buffers}
+            names = dict.fromkeys(segment.buffer for segment in layout.segments)
+            held = {name: local_tensor(buffers[name]) for name in names}
             device, self._exported = _share(held)
             if self._exported:
                 gpu = next(iter(held.values())).device
@@ -148,27 +170,35 @@ class TensorSource(ABC):
         return self._layout
 
     def describe(self) -> LocalWeights:
-        """Return what this rank holds now, under the names of the checkpoint, without what is excluded.
+        """Return this rank's weights with the checkpoint's names, without excluded tensors.
 
         Raises ConfigError if a setting fits none of the names.
         """
-        weights = self._weights()
+        weights = self._transformed(self._weights(), self._before)
         unmatched = self._selection.check(self._as_in_files(weights.layout), weights.excluded)
-        layout = self._selected(weights)
-        if layout.stage:
-            layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
-        return LocalWeights(layout, weights.tensors)
+        weights = self._selected(weights)
+        if not (stage := weights.layout.stage):
+            return weights
+        stage = dataclasses.replace(stage, unmatched=unmatched)
+        return dataclasses.replace(weights, layout=dataclasses.replace(weights.layout, stage=stage))
 
     def trial_handle(self) -> DeviceHandle | None:
-        """Return the handle of one tensor that `layout` exported, if it exported any."""
+        """Return the handle of a tensor that `layout` exported, or None."""
         return self._exported.first() if self._exported else None
 
-    def _selected(self, weights: LocalWeights) -> RankLayout:
-        chosen = self._selection.of(self._as_in_files(weights.layout))
-        return stack_experts(chosen, weights.num_experts) if weights.num_experts else chosen
+    def _selected(self, weights: LocalWeights) -> LocalWeights:
+        """Rename and select weights, and apply the transforms of `after`."""
+        layout = self._selection.of(self._as_in_files(weights.layout))
+        layout = stack_experts(layout, weights.num_experts) if weights.num_experts else layout
+        return self._transformed(dataclasses.replace(weights, layout=layout), self._after)
+
+    def _transformed(self, weights: LocalWeights, transforms: Sequence[Transform]) -> LocalWeights:
+        for each in transforms:
+            weights = each.apply(self._module, weights)
+        return weights
 
     def _as_in_files(self, layout: RankLayout) -> RankLayout:
-        """Return a layout with the names that transformers gives its model's tensors in files."""
+        """Return a layout with the names that transformers writes to files."""
         given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
         key = type(self.model), given
         if isinstance(self.model, torch.nn.Module) and self._names[0] != key:
@@ -176,7 +206,7 @@ class TensorSource(ABC):
         return layout.renamed(self._names[1]) if self._names[1] else layout
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
-        """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
+        """Use the weights of `model` from now on. Raises StateError while weights are offloaded."""
         if self._offloaded:
             raise StateError(
                 f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
@@ -189,7 +219,7 @@ class TensorSource(ABC):
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
         layout = self._begin(plan, trainer)
         if send_buffer is None:
-            live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+            live = self._live()
             parts = [
                 (tensor, box, _view(live[segment.buffer], segment, box))
                 for tensor, box, segment in share_in_place(plan, trainer, layout)
@@ -197,7 +227,6 @@ class TensorSource(ABC):
             self._in_place = InPlace(plan, parts, live[layout.segments[0].buffer].device)
             return Attached(plan.digest(), self._exported)
         warm_up()
-        self._sources = _pair(plan, trainer, layout)
         self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
         if self._offloads or (self._copies and self._copies.has_device_copies):
@@ -215,10 +244,9 @@ class TensorSource(ABC):
 
     @collector_paused
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
-        """Lock the weights' pages, and connect to the holder that asks for them."""
-        layout = self._begin(plan, trainer)
+        """Lock the weights' pages, and connect to the holder that asks for buckets."""
+        self._begin(plan, trainer)
         warm_up()
-        self._sources = _pair(plan, trainer, layout)
         self._pushes = Pushes(plan, trainer, ticket)
         self._make_copies()
         self._pushes.start()
@@ -236,24 +264,26 @@ class TensorSource(ABC):
         """Prepare the copies to the send buffer, or pushes."""
         assert self._plan is not None
         assert self._guard is not None
+        assert self._layout_now is not None
+        pieces = _pair(self._plan, self._rank, self._layout_now)
         if self._pushes:
-            self._pushes.prepare(self._sources, self._live(), self._guard.strays)
+            self._pushes.prepare(pieces, self._live(), self._guard.strays)
             return
-        assert self._send_buffer is not None
-        self._copies = PieceCopies(
-            self._plan, self._sources, self._live(), self._guard.strays, self._send_buffer.tensor
-        )
+        if self._send_buffer is None:
+            raise StateError(f"trainer {self._rank}: it is not connected: call connect() again")
+        memory = self._send_buffer.tensor
+        self._copies = PieceCopies(self._plan, pieces, self._live(), self._guard.strays, memory)
 
     def ready(self) -> bool:
-        """Have weights that are read in place written. Returns False for others.
+        """Finish writing weights that are read in place. Returns False for other weights.
 
-        To look through thousands of tensors for those that moved takes as long as to move them all. `publish`
-        does it, while holders read: what they read stays allocated. If it is no longer the model's, `publish`
-        raises, and no engine serves it. Raises as `publish`.
+        To look through thousands of tensors for moved ones takes as long as to send all of them. `publish`
+        looks while holders read: the memory stays allocated. If the model uses other memory by then,
+        `publish` raises, and no engine serves the bytes. Raises as `publish`.
         """
         if self._pushes:
             self._follow()
-            self._finish()
+            self._complete()
             self._pushes.copy(self._live)
             self._is_ready = True
         if self._in_place is None:
@@ -261,7 +291,7 @@ class TensorSource(ABC):
         if self._is_replaced or not self._in_place.has_memory():
             self._follow()
         self._is_replaced = False
-        self._finish()
+        self._complete()
         self._in_place.wait_written()
         self._is_ready = True
         return True
@@ -269,8 +299,8 @@ class TensorSource(ABC):
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
 
-        Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
-        returned.
+        If the engine has another float dtype, copies cast. While weights are offloaded, the result of
+        `offload` is returned.
 
         Raises:
             MovedError: weights that are read in place are at other addresses, with the same layout.
@@ -280,7 +310,7 @@ class TensorSource(ABC):
         assert self._plan is not None
         if not (self._in_place or self._pushes):
             self._follow()
-            self._finish()
+            self._complete()
             return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
         if not self._is_ready:
             self.ready()
@@ -290,12 +320,12 @@ class TensorSource(ABC):
         assert self._in_place
         self._in_place.begin()
         if self._follow():
-            self._finish()
+            self._complete()
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
         return self._confirmed(self._in_place.result(count), self._in_place.digest_again)
 
     def compare_replicas(self, rounds: Sequence[int]) -> Compared:
-        """Digest boxes that other ranks hold, too, see `ComparesReplicas`. Follows `publish`."""
+        """Digest boxes that other ranks also hold, see `ComparesReplicas`. Called after `publish`."""
         if self._in_send_buffer is not None:
             made = [self._before_offload[number] for number in rounds]
             return Compared(combine([x.digests for x in made]), combine([x.agreement for x in made]))
@@ -313,7 +343,7 @@ class TensorSource(ABC):
     def offload(self) -> None:
         """Copy all tensors to the send buffer, and release their memory.
 
-        Tensors that the send buffer has in another dtype, or not completely, are also kept on the host.
+        If the send buffer has a tensor in another dtype, or only in part, the host stores a copy, too.
         Raises StateError without `offloads`, since the holder may have mapped the memory.
         """
         if not self._offloads:
@@ -322,7 +352,7 @@ class TensorSource(ABC):
             stored: dict[str, list[Stored]] = {}
             if self._send_buffer:
                 self._follow()
-                self._finish()
+                self._complete()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
             if published and self._plan and self._plan.replicas:
                 rounds = range(self._plan.replicas.num_rounds)
@@ -332,7 +362,7 @@ class TensorSource(ABC):
                     stored.setdefault(copy.segment.buffer, []).append(
                         Stored(copy.segment, copy.index, self._copies.place(copy))
                     )
-            # They have memory of their own on the GPU; `onload` has them made again.
+            # Both own memory on the GPU, and are made again after `onload`.
             self._copies = self._claimed = None
             self._offloaded = Offloaded(self._live(), stored)
             self._in_send_buffer = published
@@ -357,21 +387,23 @@ class TensorSource(ABC):
             return True  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
-        now = self._selected(weights)
+        weights = self._selected(self._transformed(weights, self._before))
+        now = weights.layout
         if not self._offloaded:
-            require_values(now, weights.tensors)
+            require_values(now, weights.buffers)
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
-        kept = {segment.buffer: weights.tensors[segment.buffer] for segment in now.segments}
+        names = [each.buffer for each in now.segments if each.buffer in weights.tensors]
+        kept = {name: weights.tensors[name] for name in names}
         moved = self._guard.moved(kept) if self._guard else []
+        moved += [name for name, made in weights.computed.items() if made is not self._computed.get(name)]
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
         self._guard, self._layout_now, self._claimed = self._watch(weights), now, None
+        self._computed = weights.computed
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
-            assert self._plan is not None
-            self._sources = _pair(self._plan, self._rank, now)  # strides may differ
             self._make_copies()
         return True
 
@@ -392,11 +424,11 @@ class TensorSource(ABC):
     def _confirmed(self, published: Published, digest_again: Callable[[], Digests]) -> Published:
         """Digest the weights once more, and name the tensors that were written meanwhile.
 
-        If both passes find the same, everything was published as it was between them. Torch's counters of
-        writes would not say that: they miss those to DTensors, through ``.data`` and by other libraries.
+        If both passes find the same digests, the weights did not change between the passes. Torch's counters
+        of writes prove less: they miss writes to DTensors, through ``.data`` and by other libraries.
         """
         assert self._plan is not None
-        self._finish()
+        self._complete()
         written = np.flatnonzero(digest_again() != published.digests)
         names = tuple(self._plan.tensors[number].name for number in written)
         return dataclasses.replace(published, written=names) if names else published
@@ -417,23 +449,24 @@ class TensorSource(ABC):
     def _live(self) -> Mapping[str, torch.Tensor]:
         if self._offloaded:
             return self._offloaded.on_host()
-        return {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+        live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+        return {**live, **self._computed}
 
 
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:
-    """Return the pieces that `trainer` sends, each with its segment in `layout`."""
+    """Return pairs of a piece that `trainer` sends and the segment in `layout` that has the piece."""
     held = [deque(segments) for segments in by_tensor(plan, layout)]
     return tuple((piece, holding(held[piece.tensor], piece.box)) for piece in plan.trainer_pieces(trainer))
 
 
 def _view(buffer: torch.Tensor, segment: Segment, box: Box) -> torch.Tensor:
-    """View `box`, a part of `segment`, in its buffer. Mostly it is all of it, of ten thousands."""
+    """View `box`, a part of `segment`, in the buffer. Most boxes are whole segments."""
     whole = segment_view(buffer, segment)
     return whole if box == segment.box else whole[box.slices(segment.box)]
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | None]:
-    """Return the device and the memory of all `tensors`: "" and None if they need a send buffer."""
+    """Return the device and memory of `tensors`, or "" and None if a send buffer is needed."""
     devices = {name: tensor.device for name, tensor in tensors.items()}
     gpu = next((device for device in devices.values() if device.type == "cuda"), None)
     if gpu is None:
@@ -452,7 +485,7 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, DeviceMemory | Non
 
 
 def _load_kernels(gpu: torch.device, layout: RankLayout) -> None:
-    """Load kernels while the plan is made, so that `attach` need not wait for them. It reports errors."""
+    """Load kernels while the plan is made, so that `attach` need not wait. `attach` reports errors."""
     with torch.cuda.device(gpu):
         load_digests((meta.itemsize for meta in layout.tensors), flags=True)
 

@@ -1,4 +1,4 @@
-"""What ZeRO-3 keeps of a parameter on one rank: its partition.
+"""Reads the partition of a parameter that ZeRO-3 stores on one rank.
 
 Between steps, a parameter is empty. Its partition, in ``ds_tensor``, is an equal run of its flattened
 elements on each rank, padded on the last. Parameters that persist whole on every rank have partitions, too,
@@ -17,7 +17,7 @@ from weightsync.plan import Segment, TensorMeta
 from weightsync.plan.layout.runs import run_segments
 
 PART = "ds_tensor"
-"""The attribute of a parameter that has its partition."""
+"""The attribute of a parameter that has the partition."""
 _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 """DeepSpeed's mark of parameters that a user has gathered."""
 
@@ -28,18 +28,18 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has a parameter's memory on this rank: its partition, if it has one."""
+    """Return the tensor that has a parameter's memory on this rank: the partition, if there is one."""
     part: torch.Tensor = getattr(tensor, PART, tensor)
     return part
 
 
 def with_memory(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors that have the memory of `held`: partitions in place of those that have one."""
+    """Return `held` with partitions in place of partitioned parameters."""
     return {name: part_of(tensor) for name, tensor in held.items()}
 
 
 def check_partition(name: str, tensor: Any) -> None:  # noqa: ANN401 - DeepSpeed's parameter
-    """Raise ConfigError if a parameter's partition is not in memory, or not its values."""
+    """Raise ConfigError if a parameter's partition is not in memory, or is quantised."""
     part = tensor.ds_tensor
     if getattr(part.final_location, "value", part.final_location) == "nvme":
         remedy = "weights cannot be read from NVMe: offload parameters to the CPU (offload_param.device: cpu)"
@@ -55,21 +55,21 @@ def whole_meta(name: str, tensor: Any) -> TensorMeta:  # noqa: ANN401 - DeepSpee
 
 
 def run_of(tensor: Any) -> tuple[int, int]:  # noqa: ANN401 - DeepSpeed's parameter
-    """Return the first element of a flattened parameter that this rank holds, and one past the last."""
+    """Return this rank's range of a flattened parameter: the first element, and one past the last."""
     start = min(tensor.ds_tensor.ds_numel * tensor.ds_zero_partition_rank, tensor.ds_numel)
     return start, min(start + tensor.ds_tensor.ds_numel, tensor.ds_numel)
 
 
 def part_segments(meta: TensorMeta, tensor: Any) -> tuple[Segment, ...]:  # noqa: ANN401 - DeepSpeed's
-    """Return this rank's boxes of `meta`, in a buffer of its name that begins with this rank's run."""
+    """Return this rank's boxes of `meta`. The buffer, named as `meta`, begins with this rank's run."""
     return run_segments(meta, *run_of(tensor), meta.name)
 
 
 def require_current(rank: int, partitioned: Iterable[tuple[str, Any]]) -> None:
-    """Require that partitions hold all changes that were made to gathered parameters.
+    """Require that partitions have all changes to gathered parameters.
 
-    A forward pass may leave parameters gathered; their partitions are up to date. Raises StateError, which
-    names trainer `rank` and a parameter.
+    A forward pass may leave parameters gathered, with partitions that are up to date. Raises StateError,
+    which names trainer `rank` and a parameter.
     """
     whole = [(name, held) for name, held in partitioned if held.ds_status.name == "AVAILABLE"]
     for name, held in whole:

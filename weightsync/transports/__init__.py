@@ -1,4 +1,4 @@
-"""Transports by name, each imported on use; see README.md for how to add one."""
+"""Transports by name, imported on use. README.md explains how to add a transport."""
 
 from __future__ import annotations
 

@@ -42,15 +42,15 @@ Op = Broadcast | Send | Recv
 
 
 class Pending(Protocol):
-    """Operations that were started."""
+    """Started operations."""
 
     def wait(self) -> None:
         """Wait until this rank's bytes have arrived or left. Blocks the host. Called once per `start`.
 
-        Raises TransportError when a rank is lost or late, naming the missing ranks where they are known, or
-        with the cause of an abort. The communicator is then unusable on every rank. If one rank gives up
-        first, NCCL's kernels on another may report an incomplete broadcast as done. So received bytes are
-        valid only if every rank's wait returned, which the caller must check.
+        Raises TransportError if a rank is lost or late, with the missing ranks if known, or with the cause of
+        an abort. The communicator is then unusable on every rank. If one rank gives up first, NCCL's kernels
+        on another rank may report an incomplete broadcast as done. So received bytes are only valid if every
+        rank's wait returned, which the caller must check.
         """
 
 
@@ -60,28 +60,28 @@ class Transport(Protocol):
     def offer(self, host: str, ports: Ports | None = None) -> str:
         """Start the rendezvous and return its address, one line. Called on rank 0 only, before `open`.
 
-        `host` is this host's address as its peers reach it. The rendezvous listens on one of `ports`, or
-        without them on any free port. Raises ConfigError if all of them are in use.
+        `host` is this host's address for peers. The rendezvous listens on one of `ports`, by default on any
+        free port. Raises ConfigError if all `ports` are in use.
         """
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Join the communicator, on the current device for device memory. Returns when every rank has joined.
 
-        Raises TransportError, naming the ranks that did not join within `timeout_s`. Each later `start` and
-        its wait together also have `timeout_s`, from `start` or from the end of the operation before it,
-        whichever is later.
+        Raises TransportError with the ranks that did not join within `timeout_s`. A later `start` and the
+        wait together also have `timeout_s`, from `start` or from the end of the previous operation, whichever
+        is later.
         """
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Give operations `timeout_s` from now on. Called after `open`, while none is running."""
+        """Give operations `timeout_s` from now on. Called after `open`, while no operation is running."""
 
     def start(self, ops: Sequence[Op]) -> Pending:
         """Start `ops` as one group. Does not wait for the peers if the library allows that.
 
-        Every rank passes the ops that concern it, in the same groups and order. They run after the work on
-        the caller's current CUDA stream. Several starts may be pending; they run in turn. Their data must
-        live until they have been waited for. Broadcasts of one start that are neighbours in memory must be
-        neighbours on every rank. Raises TransportError.
+        Every rank passes the ops that concern this rank, in the same groups and order. Ops run after the work
+        on the caller's current CUDA stream. Several starts may be pending; they run in turn. The data of a
+        start must exist until its wait returned. Broadcasts of one start that are neighbours in memory must
+        be neighbours on every rank. Raises TransportError.
         """
 
     def abort(self, cause: str) -> None:
@@ -91,4 +91,4 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Leave the communicator, even a broken one. A new one can then be opened. Safe to call twice."""
+        """Leave the communicator, even if broken. Then a new one can be opened. Safe to call twice."""

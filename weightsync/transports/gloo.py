@@ -30,22 +30,22 @@ _LEAST_S = 0.1
 """Time that is always left for connecting, even if signing in took until the deadline."""
 _MARGIN_S = 5.0
 _NUM_WAITS = 3
-"""gloo's own time-out, in waits plus the margin. It must come after ours, which names the late ranks.
+"""gloo's own time-out, in waits plus the margin. Our time-out must come first, since it names late ranks.
 
-Ours counts only for the oldest of several pending operations.
+Our time-out only counts for the oldest of several pending operations.
 """
 
 
 class GlooTransport(WatchedTransport):
     """A gloo process group that is independent of torch's default group.
 
-    gloo cannot stop a running operation. After an abort it continues in gloo's threads, and may write its
-    data, until its peers' connections close or gloo's own time-out.
+    gloo cannot stop a running operation. After an abort the operation continues in gloo's threads, and may
+    write its data, until the peers' connections close or gloo's own time-out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._group: Any = None  # a ProcessGroupGloo; its stub lacks the collectives
+        self._group: Any = None  # a ProcessGroupGloo, whose stub lacks the collectives
         self._works: list[Future[object]] = []
         self._timeout = timedelta(0)
 
@@ -70,7 +70,7 @@ class GlooTransport(WatchedTransport):
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             store = PrefixStore("gloo", self._store)
-            # It calls the store several times, each with a separate deadline.
+            # ProcessGroupGloo calls the store several times, with separate deadlines.
             making = on_daemon(partial(ProcessGroupGloo, store, rank, num_ranks, options))
             if not wait([making], timeout_s / 2).done:
                 on_daemon(reach.examine)
@@ -106,7 +106,7 @@ class GlooTransport(WatchedTransport):
         return _GlooPending(works, number, watch)
 
     def _unconnected(self, timeout_s: float, reach: Reach) -> str:
-        """Say which ranks have not connected to every other rank, and which pairs do not reach each other."""
+        """Return the ranks without connections to every other rank, and the pairs that fail."""
         asking = on_daemon(lambda: (ranks_text(reach.unconnected(), self._num_ranks), reach.text()))
         try:
             missing, unreached = asking.result(SLACK_S)
@@ -123,7 +123,7 @@ class GlooTransport(WatchedTransport):
         super().close()
 
     def _start(self, op: Op) -> Future[object]:
-        """Start an operation, and wait for its end on a thread: gloo has no other sign of it."""
+        """Start an operation, and wait for the end on a thread: gloo does not report it otherwise."""
         if isinstance(op, Broadcast):
             options = BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = op.root, 0, self._timeout
@@ -150,12 +150,12 @@ class _GlooPending:
 
 
 def _hold(group: ProcessGroupGloo, works: Sequence[Future[object]]) -> None:
-    """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
+    """Keep `group` until all `works` end. Destroying `group` would wait and block all of Python."""
     wait(works)
 
 
 def _own_timeout(timeout_s: float) -> timedelta:
-    """Return gloo's own time-out for an operation that has `timeout_s` seconds by ours."""
+    """Return gloo's own time-out for an operation with our time-out `timeout_s`."""
     return timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
 
 

@@ -28,14 +28,14 @@ _POLL_S = 5e-5
 _SPIN_S = 0.02
 """A wait only yields at first: one sleep takes as long as a small bucket."""
 _LEAVE_S = 0.5
-"""A call inside NCCL for longer than this waits for its peers. Only an abort frees it."""
+"""A call inside NCCL for longer than this waits for peers. Only an abort frees the call."""
 _ABORT_S = 10.0
 
 
 class NcclTransport(WatchedTransport):
     """An NCCL communicator on the device that was current at `open`.
 
-    All communicators of a device share one stream, so operations of one wait for those of the others.
+    All communicators of a device share one stream, so their operations run one after another.
     Broadcasts of one start that are neighbours in memory on one rank must be neighbours on every rank.
     """
 
@@ -50,7 +50,7 @@ class NcclTransport(WatchedTransport):
         self._device = -1
 
     def offer(self, host: str, ports: Ports | None = None) -> str:
-        """Serve the rendezvous as gloo's; return ``secret@host:port/unique id in hex``."""
+        """Serve the rendezvous, as gloo does. Returns ``secret@host:port/unique id in hex``."""
         unique_id: bytes = cuda.nccl().get_unique_id()
         self._server = StoreServer(host, ports)
         return f"{self._server.address}/{unique_id.hex()}"
@@ -191,7 +191,7 @@ def _compare_versions() -> None:
 
 
 def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
-    """Return True if the ranks broadcast equal parts of contiguous memory, in their order."""
+    """Return True if the ranks broadcast equal parts of contiguous memory, in order of ranks."""
     if num_ranks == 1 or len(ops) != num_ranks:
         return False
     base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()

@@ -1,4 +1,4 @@
-"""Which ranks do not reach one another, found out while they do not get connected."""
+"""Finds pairs of ranks that do not reach each other, while they fail to connect."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weightsync.protocol.decoding import decoded
 from weightsync.protocol.routes import host_of, joined
 
 TRY_S = 1.0
-"""How long a rank waits for another's answer."""
+"""How long a rank waits for another rank's answer."""
 _MOST_AT_ONCE = 16
 
 
 class Unreached(msgspec.Struct, frozen=True):
-    """A rank at `caller`, which got no connection to rank `rank` at `address`."""
+    """A rank at `caller` without a connection to rank `rank` at `address`."""
 
     caller: str
     rank: int
@@ -32,13 +32,13 @@ _noted = msgspec.json.Decoder(list[Unreached])
 
 
 class Reach:
-    """A rank that listens on one address, for others to try, until `close`.
+    """A rank that listens on one address, for trials of other ranks, until `close`.
 
     Errors of the store (RuntimeError) propagate.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, address: str) -> None:
-        """`address`: of this host, on which it takes connections of the others."""
+        """`address` is this host's address for the other ranks' connections."""
         self._store, self._rank, self._num_ranks, self._address = store, rank, num_ranks, address
         self._listener = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=num_ranks
@@ -46,21 +46,21 @@ class Reach:
         store.set(_listens(rank), joined(address, self._listener.getsockname()[1]))
 
     def connected(self) -> None:
-        """Tell the others that this rank is connected to all of them."""
+        """Tell the other ranks that this rank is connected to all of them."""
         self._store.set(_connected(self._rank), "")
 
     def unconnected(self) -> list[int]:
-        """Return the ranks that are not connected to all others."""
+        """Return the ranks that are not connected to all other ranks."""
         return [rank for rank in range(self._num_ranks) if not self._store.check([_connected(rank)])]
 
     def examine(self) -> None:
-        """Try every other rank that is not connected, and note in the store which this one does not reach."""
+        """Try all other unconnected ranks, and write in the store which ranks this rank does not reach."""
         others = [rank for rank in self.unconnected() if rank != self._rank]
         there = [rank for rank in others if self._store.check([_listens(rank)])]
         endpoints = {rank: self._store.get(_listens(rank)).decode(errors="replace") for rank in there}
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
             causes = dict(zip(endpoints, threads.map(_try, endpoints.values()), strict=True))
-        still = self.unconnected()  # one that is connected by now no longer listens
+        still = self.unconnected()  # ranks that are connected by now no longer listen
         found = [
             Unreached(self._address, rank, host_of(endpoints[rank]), cause)
             for rank, cause in causes.items()
@@ -69,11 +69,11 @@ class Reach:
         self._store.set(_unreached(self._rank), msgspec.json.encode(found).decode())
 
     def text(self) -> str:
-        """Return what ranks have noted, such as ``rank 1 at 10.0.0.2 does not reach rank 2 at 10.0.0.3``."""
+        """Return the ranks' notes, such as ``rank 1 at 10.0.0.2 does not reach rank 2 at 10.0.0.3``."""
         said = []
         for rank in range(self._num_ranks):
             if self._store.check([_unreached(rank)]):
-                with contextlib.suppress(WireError):  # it can say nothing, the others can
+                with contextlib.suppress(WireError):  # the other ranks' notes count
                     said += _lines(rank, decoded(_noted.decode, self._store.get(_unreached(rank))))
         return "; ".join(said)
 
@@ -90,12 +90,12 @@ def _lines(rank: int, noted: Iterable[Unreached]) -> list[str]:
 
 
 def _try(endpoint: str) -> str:
-    """Return why no connection to `endpoint` is made; empty if one is."""
+    """Try a connection to `endpoint`. Returns the cause of a failure, or ""."""
     try:
         address = host_of(endpoint), int(endpoint.rpartition(":")[2])
         with contextlib.closing(socket.create_connection(address, TRY_S)):
             return ""
-    except (OSError, OverflowError, ValueError) as error:  # a port may be none
+    except (OSError, OverflowError, ValueError) as error:  # the port may not exist
         return getattr(error, "strerror", "") or str(error)
 
 

@@ -10,13 +10,13 @@ from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore
 
 SLACK_S = 1.0
-"""Time after its deadline within which a rank has named the missing ranks."""
+"""Time after a rank's deadline until the rank has named the missing ranks."""
 
 
 def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> NetworkStore:
     """Return the store at `address` once every rank has signed in.
 
-    Raises TransportError, naming the ranks that did not sign in within `timeout_s`.
+    Raises TransportError with the ranks that did not sign in within `timeout_s`.
     """
     store = NetworkStore(address, timeout_s)
     place = address.rpartition("@")[2]

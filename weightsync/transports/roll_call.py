@@ -19,7 +19,7 @@ from weightsync.errors import TransportError, WireError
 from weightsync.protocol.decoding import decoded
 
 ANSWER_S = 1.0
-"""Time to wait for answers. Every rank looks for a roll call several times a second."""
+"""Time to wait for answers. Every rank checks for a roll call several times a second."""
 SEE_OFF_S = 0.4
 _POLL_S = 0.01
 
@@ -39,7 +39,7 @@ class Absence:
     """The result of a roll call about `operation` of rank `caller`.
 
     Attributes:
-        fault: why the caller called before its deadline; "" if the deadline passed.
+        fault: why the caller called before the deadline; "" if the deadline passed.
         silent: the ranks that did not answer: dead, stopped or gone.
         behind: the ranks that answered, have done less than the caller, and wait for no other rank.
     """
@@ -59,7 +59,7 @@ class _Left(msgspec.Struct, frozen=True):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A roll call to the ranks in `meetings`, with the caller's count for each."""
+    """A roll call to the ranks in `meetings`, with the caller's counts."""
 
     caller: int
     operation: int
@@ -75,17 +75,17 @@ class _Here(msgspec.Struct, frozen=True):
 
 
 class RollCall:
-    """One rank's view of the store. Store errors (RuntimeError) propagate where not said otherwise.
+    """One rank's view of the store. Store errors (RuntimeError) propagate unless stated otherwise.
 
-    Progress is counted in meetings: for each other rank, the number of operations so far that concerned it.
-    Two ranks count their common operations alike, whatever else each did.
+    Progress is counted in meetings: by other rank, the number of operations so far with this rank. Two ranks
+    count common operations equally, whatever other operations they had.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
 
     def sign_in(self, timeout_s: float) -> None:
-        """Wait until every rank has signed in. Raises TransportError, naming the missing ranks."""
+        """Wait until every rank has signed in. Raises TransportError with the missing ranks."""
         self._store.set(f"in/{self._rank}", "")
         deadline = time.monotonic() + timeout_s
         keys = [f"in/{rank}" for rank in range(self._num_ranks)]
@@ -93,7 +93,7 @@ class RollCall:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:
-                    return  # the last one signed in during the check
+                    return  # the last rank signed in during the check
                 raise TransportError(
                     f"rank {self._rank} of {self._num_ranks} could not join: "
                     f"{ranks_text(missing, self._num_ranks)} did not come within {timeout_s:g} s"
@@ -101,12 +101,12 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def leave(self, meetings: Mapping[int, int], cause: str) -> None:
-        """Tell the other ranks that this one has left."""
+        """Tell the other ranks that this rank has left."""
         self._write(f"left/{self._rank}", _Left(dict(meetings), cause))
         self._store.add("leavers", 1)
 
     def num_left(self) -> int:
-        """Return how many ranks have left."""
+        """Return the number of ranks that have left."""
         return int(self._store.add("leavers", 0))
 
     def left(self) -> dict[int, tuple[int, str]]:
@@ -122,7 +122,7 @@ class RollCall:
         return self._read("call", _Call) is not None
 
     def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:
-        """Call the roll unless another rank has. Looks for ranks that have met this one less often."""
+        """Call the roll unless another rank has. Finds ranks that met this rank less often."""
         if not self.called():
             before = self._store.get("call") if self._store.check(["call"]) else b""
             call = _Call(self._rank, operation, fault, dict(meetings))
@@ -156,7 +156,7 @@ class RollCall:
         return Absence(caller, operation, fault, tuple(sorted(silent)), tuple(sorted(behind)))
 
     def _see_off(self, num_present: int) -> None:
-        """Wait, on rank 0, until the other ranks have read its store."""
+        """Wait, on rank 0, until the other ranks have read the store."""
         seen = self._store.add("seen", 1)
         deadline = time.monotonic() + SEE_OFF_S
         while self._rank == 0 and seen < num_present and time.monotonic() < deadline:
@@ -167,7 +167,7 @@ class RollCall:
         self._store.set(key, _encode(value).decode())
 
     def _read(self, key: str, kind: type[T]) -> T | None:
-        """Return the message at `key`, or None without one of ours."""
+        """Return the message at `key`, or None if there is no message of ours."""
         if not self._store.check([key]):
             return None
         value = self._store.get(key)

@@ -1,7 +1,7 @@
 """A key-value store for rendezvous, with the interface of torch's stores.
 
 Torch's `TCPStore` needs no secret, listens on every address, and random bytes can make it stop answering.
-This one accepts only clients that show its secret, and listens on one address. Waits are in the client.
+This store only accepts clients that show the secret, and listens on one address. Waits are in the client.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A key's value, or None without one; `refusal` says why nothing was done."""
+    """A key's value, or None; `refusal` is the cause if nothing was done."""
 
     ticket: int
     value: bytes | None = None
@@ -54,10 +54,10 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 
 class StoreServer:
-    """Serves a store on a port of `ports`, or a free one; `address` is ``secret@host:port``."""
+    """Serves a store on a port of `ports`, or a free port; `address` is ``secret@host:port``."""
 
     def __init__(self, host: str, ports: Ports | None = None) -> None:
-        """Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`."""
+        """Raises ConfigError or TransportError, as `weightsync.protocol.ports.listen`."""
         listening = listen(host, ports, "no rendezvous can be served")
         self._secret, self._values = secrets.token_hex(SECRET_NBYTES // 2), dict[str, bytes]()
         self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
@@ -119,7 +119,7 @@ class StoreServer:
 class NetworkStore(Store):
     """A client of the store at ``secret@host:port``. Calls exclude each other.
 
-    They raise RuntimeError when the server is gone or does not answer within `timeout_s`.
+    Calls raise RuntimeError if the server is gone or does not answer within `timeout_s`.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -136,7 +136,7 @@ class NetworkStore(Store):
         self._ask("set", key, value=_bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Wait until `key` has a value, and return it."""
+        """Wait for a value of `key`, and return the value."""
         self.wait([key])
         return self._ask("get", key) or b""
 
@@ -149,9 +149,9 @@ class NetworkStore(Store):
         return int(self._ask("add", key, amount=amount) or 0)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set `key` if its value is `expected` (empty also means none). Returns its value then.
+        """Set `key` if the value is `expected` (empty also means no value). Returns the value afterwards.
 
-        Returns `expected` if it has none.
+        Returns `expected` if `key` has no value.
         """
         done = self._ask("compare_set", key, value=_bytes(value), expected=_bytes(expected))
         return done if done is not None else _bytes(expected)
@@ -200,7 +200,7 @@ class NetworkStore(Store):
                 answer = decoded(_answers.decode, data)
                 if answer.refusal:
                     raise WireError(answer.refusal)
-                if answer.ticket == self._ticket:  # otherwise of a call that was given up
+                if answer.ticket == self._ticket:  # otherwise the answer to an abandoned call
                     return answer.value
             self._check()
         raise RuntimeError(f"the store at {self._place} does not answer within {self._timeout_s:g} s")

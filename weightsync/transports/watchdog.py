@@ -24,19 +24,19 @@ class Gate:
         self._inside, self._is_shut = 0, False
 
     def enter(self) -> bool:
-        """Enter unless the gate is shut, without blocking. If True, the caller must `leave`."""
+        """Enter unless the gate is shut, without blocking. If this returns True, the caller must `leave`."""
         with self._changed:
             self._inside += not self._is_shut
             return not self._is_shut
 
     def leave(self) -> None:
-        """Note that the caller's call has returned."""
+        """Count the caller's call as returned."""
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
 
     def shut(self, timeout_s: float) -> None:
-        """Refuse new calls; wait until none is inside, at most `timeout_s` seconds."""
+        """Refuse new calls; wait until no call is inside, at most `timeout_s` seconds."""
         with self._changed:
             self._is_shut = True
             self._changed.wait_for(lambda: self._inside == 0, timeout_s)
@@ -47,9 +47,9 @@ logger = logging.getLogger("weightsync.transports")
 TIMER_S = 0.05
 LISTENER_S = 0.2
 ROLL_CALL_S = 1.8
-"""A roll call that takes longer hangs: its store does not answer. Less than callers allow on top."""
+"""A longer roll call hangs: the store does not answer. Less than callers allow on top."""
 LOST_S = 2.0
-"""How long an operation may continue after rank 0's store is gone: it may be nearly done."""
+"""How long an operation may continue after rank 0's store is gone. It may be nearly done."""
 END_S = 10.0
 
 
@@ -63,8 +63,8 @@ class _Operation:
 class Watch:
     """Ends a communicator: at an operation's deadline, when a rank left, or by `end`.
 
-    It has two daemon threads. The timer checks deadlines and never calls the store. The listener asks the
-    store whether another rank left or called the roll; it may hang when rank 0, the store's host, is stopped.
+    There are two daemon threads. The timer checks deadlines and never calls the store. The listener asks the
+    store whether another rank left or called the roll; it may hang if rank 0, the store's host, is stopped.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Watch:
     ) -> None:
         """`stop` frees threads that hang in the library. It is called once, from any thread.
 
-        `probe` raises TransportError for a fault that the library reports. It is called while an operation
-        is running.
+        `probe` raises TransportError for a reported fault of the library. It is called while an operation is
+        running.
         """
         self._roll, self._rank, self._num_ranks, self._timeout_s = roll, rank, num_ranks, timeout_s
         self._stop, self._probe = stop, probe
@@ -116,19 +116,19 @@ class Watch:
         return {op.peer for op in ops if not isinstance(op, Broadcast)} - {self._rank}
 
     def follow(self, number: int, is_over: Callable[[], bool]) -> None:
-        """Set `is_over`, which is asked before `done`: an ended operation is not late."""
+        """Set `is_over`, which is called before `done`: an ended operation is not late."""
         with self._lock:
             self._operations[number].is_over = is_over
 
     def done(self, number: int) -> None:
-        """Note that the operation is done. Raises TransportError if the communicator has ended."""
+        """Mark the operation as done. Raises TransportError if the communicator has ended."""
         self.check()
         with self._lock:
             if self._operations.pop(number, None):
                 self._last_over = time.monotonic()
 
     def check(self) -> None:
-        """Raise TransportError if it has ended, after `stop` has returned (at most `END_S` later)."""
+        """Raise TransportError if the communicator has ended, once `stop` returned (within `END_S`)."""
         if self._cause:
             self._stopped.wait(END_S)
             raise TransportError(self._cause)
@@ -170,7 +170,7 @@ class Watch:
                 continue
             number, operation = oldest
             now = time.monotonic()
-            # An operation's time starts when it is the oldest: waits of earlier ones do not count.
+            # An operation's time starts when it is the oldest: waits of earlier operations do not count.
             if now > max(operation.started, self._last_over) + self._timeout_s or self._fault:
                 self._call_roll(number)
             elif now - max(self._lost_at, operation.started) > LOST_S:
@@ -245,7 +245,7 @@ class Watch:
             return dict(self._meetings)
 
     def _oldest(self) -> tuple[int, _Operation] | None:
-        """Return the oldest operation that is not over; forget those that are."""
+        """Return the oldest running operation, and forget ended operations."""
         with self._lock:
             for number, operation in sorted(self._operations.items()):
                 if not operation.is_over():

@@ -94,13 +94,32 @@ def test_files_that_pages_name_are_there() -> None:
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_that_pages_name_are_there() -> None:
+    found = [
+        (page, page.parent / link if link else page, anchor)
+        for page in pages()
+        for link, anchor in re.findall(
+            r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(found) > 50
+    assert [(str(page), anchor) for page, target, anchor in found if anchor not in anchors(target)] == []
+
+
 def rows_without_tests(text: str) -> dict[str, list[str]]:
     """Return rows of "What verified means" that name no test, or tests that are not there, with these."""
     section = text.split("## What verified means")[1].split("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     found = {}
     for row in rows:
-        named = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", row)
+        named = re.findall(r"\[`(test_\w+)`\]\(\.\./\.\./(tests/[\w/]+\.py)\)", row)
         gone = [name for name, path in named if f"def {name}(" not in (ROOT / path).read_text()]
         if gone or not named:
             found[row.split("|")[1].strip()] = gone
@@ -108,7 +127,7 @@ def rows_without_tests(text: str) -> dict[str, list[str]]:
 
 
 def test_what_verified_means_is_shown_by_tests_that_are_there() -> None:
-    text = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/faults.md").read_text(encoding="utf-8")
     assert rows_without_tests(text) == {}
     assert rows_without_tests(text.replace("`test_each_byte_counts`", "`test_gone`")) == {
         "frozen drafts": ["test_gone"]

@@ -113,7 +113,7 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
         ["bash", ROOT / "scripts/setup"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr == "setup: Python 3.9.1 is too old; name 3.10 or newer: PYTHON=/path/to/python\n"
+    assert done.stderr == "setup: Python 3.9.1 is too old; name 3.11 or newer: PYTHON=/path/to/python\n"
 
 
 def test_the_guide_installs_vllm_for_cpus_as_setup_does() -> None:
@@ -288,4 +288,4 @@ def test_setup_says_so_when_there_is_no_python(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": str(tmp_path / "none")}
     done = subprocess.run(["bash", ROOT / "scripts/setup"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "install Python 3.10 or newer" in done.stderr
+    assert "install Python 3.11 or newer" in done.stderr

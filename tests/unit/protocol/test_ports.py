@@ -15,7 +15,7 @@ from weightsync.errors import ConfigError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.ports import listen
 from weightsync.readers import Read, open_reader, serve
-from weightsync.recipes.trainer import GrpoTrainer
+from weightsync.recipes.training.trainer import GrpoTrainer
 from weightsync.transports import transport_class
 from weightsync.transports.store import NetworkStore, StoreServer
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from weightsync.errors import ConfigError
 from weightsync.recipes import cli
+from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.shapes import MixtureShape, MlaShape, ModelShape, checkpoint_tensors
-from weightsync.recipes.hf_model import read_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 COMMON = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "dtype": "bfloat16"}
@@ -134,7 +134,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}},
-            "it is of several models (text_config, vision_config): give text_config in a config",
+            "it has several models (text_config, vision_config): give a config.json with only text_config",
         ),
         (
             {"model_type": "vit"},
@@ -142,7 +142,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2},
-            "it is a gpt2, and it is not known how ranks cut its transformer.wte.weight (50257, 8): ",
+            "the cut of transformer.wte.weight (50257, 8) in a gpt2 is not known: give a model ",
         ),
         ({"model_type": "qwen3", "hidden_size": "many"}, "give a model that transformers builds"),
     ],

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from weightsync.engines import DraftCounts
 from weightsync.errors import PeerLostError
-from weightsync.recipes.acceptance import acceptance, count_drafts
+from weightsync.recipes.config.recipe import load_recipe
 from weightsync.recipes.inputs import SHIPPED
-from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.loops.acceptance import acceptance, count_drafts
 
 
 class Engine:

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from tests.unit.test_report import REPORT
 from weightsync.protocol.timing import Span
-from weightsync.recipes import bench as recipe_bench
 from weightsync.recipes import cli
+from weightsync.recipes.config.recipe import load_recipe
 from weightsync.recipes.forecast.catalog import load
 from weightsync.recipes.forecast.hosts import HostSpec
 from weightsync.recipes.inputs import recipe_file
-from weightsync.recipes.policy import Policy
-from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.loops import bench as recipe_bench
+from weightsync.recipes.loops.policy import Policy
 from weightsync.recipes.report.bench_report import BenchReport, BenchRow
 from weightsync.report import Link, SyncReport
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from weightsync.errors import ConfigError, DeadlineError
-from weightsync.recipes.calls import collect, gather
+from weightsync.recipes.fleet.calls import collect, gather
 
 
 async def say(value: int) -> int:

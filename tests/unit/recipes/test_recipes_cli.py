@@ -26,11 +26,11 @@ from weightsync.plan.cross_host.cross_host_parts import Needs
 from weightsync.plan.cross_host.host_bundles import HostBundles
 from weightsync.plan.figures.estimate import Receiver
 from weightsync.recipes import cli
+from weightsync.recipes.config.recipe import Recipe, load_recipe
 from weightsync.recipes.forecast.engine_reads import sample
 from weightsync.recipes.forecast.forecast import planned
 from weightsync.recipes.forecast.quantised import INT4
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
-from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.report.page import page
 from weightsync.recipes.report.run_report import RunReport, read_report
 from weightsync.text import size_text
@@ -427,8 +427,8 @@ def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_
     scales, kept = matrices * 4 / 128**2, 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
     direct, quantised = result.output.split("\ndirect\n")[1].split("\nquantised\n")
     assert direct.strip() == (
-        "none: a quantised engine takes whole tensors, since a rank keeps a part of what shares a scale, "
-        "of model.layers.0.mlp.experts.0.gate_proj.weight"  # 768 rows by 8
+        "none: a quantised engine takes whole tensors, since a rank has only a part of a scale's block in "
+        "model.layers.0.mlp.experts.0.gate_proj.weight"  # 768 rows by 8
     )
     assert [line.strip() for line in quantised.splitlines()] == [
         f"{2 + 48 * 5 + 1} tensors stay bfloat16: {size_text(2 * kept)}",
@@ -447,7 +447,7 @@ def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_
         (FP8, ["--engine", "tp=2", "--apart", "--cluster", "8xh200"], "some trainers are on other hosts"),
         (FP8 | {"scale_fmt": "ue8m0"}, ["--engine", "tp=2"], "the engine's loader stores float8_e4m3fn"),
         (INT4, ["--engine", "tp=2"], "the engine's loader stores int4 with a scale for 1 x 32"),
-        (FP8, ["--trainers", "fsdp=1", "--engine", "tp=1"], "its holder has the trainer's memory"),
+        (FP8, ["--trainers", "fsdp=1", "--engine", "tp=1"], "the engine's holder has the trainer's memory"),
     ],
     ids=["dense", "experts", "hosts", "powers of two", "packed", "alone"],
 )

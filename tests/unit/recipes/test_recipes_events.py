@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.recipes.events import EventSpec, check_events, present_at_start
+from weightsync.recipes.config.events import EventSpec, check_events, present_at_start
 
 ENGINES = ("main-0", "main-1", "late-0")
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from weightsync.recipes.grpo import (
+from weightsync.recipes.training.grpo import (
     Batch,
     Group,
     collate,

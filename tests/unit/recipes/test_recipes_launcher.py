@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.recipes import inputs, launcher
-from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.recipe import EngineSpec, Recipe, TrainerSpec
+from weightsync.recipes import inputs
+from weightsync.recipes.config.recipe import EngineSpec, Recipe, TrainerSpec
+from weightsync.recipes.fleet import launcher
+from weightsync.recipes.fleet.launcher import Launcher
 
 
 @pytest.mark.parametrize(

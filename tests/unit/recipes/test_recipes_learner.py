@@ -18,12 +18,12 @@ from torch.testing import assert_close
 from tests.forked import fork, forking, import_deepspeed, import_megatron
 from weightsync.memory.tensors import segment_view
 from weightsync.plan.layout.experts import stack_experts
-from weightsync.recipes.backends import BACKENDS
-from weightsync.recipes.grpo import Group
-from weightsync.recipes.learner import Learner
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
-from weightsync.recipes.task import ProblemSampler, reward
+from weightsync.recipes.config.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
+from weightsync.recipes.training.backends import BACKENDS
+from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.learner import Learner
+from weightsync.recipes.training.model import build_checkpoint
+from weightsync.recipes.training.task import ProblemSampler, reward
 from weightsync.sources.megatron import local_weights
 
 LOOP = LoopSpec(steps=20, learning_rate=2e-3)

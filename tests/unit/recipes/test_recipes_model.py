@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import ModelSpec, MoeSpec
-from weightsync.recipes.task import Problem
+from weightsync.recipes.config.recipe import ModelSpec, MoeSpec
+from weightsync.recipes.training.model import build_checkpoint
+from weightsync.recipes.training.task import Problem
 
 MOE = MoeSpec(num_experts=4, num_experts_per_tok=2, intermediate_size=32)
 

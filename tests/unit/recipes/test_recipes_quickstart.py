@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from weightsync.errors import StateError
-from weightsync.recipes import quickstart
+from weightsync.recipes.config.recipe import load_recipe
 from weightsync.recipes.inputs import SHIPPED
-from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.loops import quickstart
 from weightsync.recipes.report.run_folder import RunFolder
 from weightsync.recipes.report.run_report import read_report
 from weightsync.recipes.report.screen import Screen

@@ -6,7 +6,7 @@ import pytest
 
 import weightsync.recipes
 from weightsync.errors import ConfigError
-from weightsync.recipes.recipe import EngineSpec, Recipe, load_recipe
+from weightsync.recipes.config.recipe import EngineSpec, Recipe, load_recipe
 
 FILES = sorted(Path(weightsync.recipes.__file__).parent.glob("*.yaml"))
 SHIPPED = [path for path in FILES if not path.stem.startswith("chaos")]

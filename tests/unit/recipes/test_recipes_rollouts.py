@@ -12,9 +12,9 @@ import pytest
 
 from weightsync.engines.base import Completion, Rollout
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
-from weightsync.recipes.recipe import LoopSpec
-from weightsync.recipes.rollouts import Rollouts, roll_out
-from weightsync.recipes.task import Problem, ProblemSampler
+from weightsync.recipes.config.recipe import LoopSpec
+from weightsync.recipes.loops.rollouts import Rollouts, roll_out
+from weightsync.recipes.training.task import Problem, ProblemSampler
 
 LOOP = LoopSpec(group_size=3, prompts_per_step=8)
 PROBLEMS = [Problem(left, right) for left in range(4) for right in range(2)]

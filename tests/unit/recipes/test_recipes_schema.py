@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
 from weightsync.recipes import cli
-from weightsync.recipes.recipe import EngineSpec, LoopSpec, ModelSpec, MoeSpec, Recipe, TrainerSpec
-from weightsync.recipes.schema import field_docs, recipe_schema
-from weightsync.recipes.yaml_lines import read_yaml
+from weightsync.recipes.config.recipe import EngineSpec, LoopSpec, ModelSpec, MoeSpec, Recipe, TrainerSpec
+from weightsync.recipes.config.schema import field_docs, recipe_schema
+from weightsync.recipes.config.yaml_lines import read_yaml
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("chaos"))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from weightsync.errors import StateError
+from weightsync.recipes.config.recipe import load_recipe
+from weightsync.recipes.fleet.survival import actor_options, begun, read_back, take_trainers
 from weightsync.recipes.inputs import SHIPPED
-from weightsync.recipes.recipe import load_recipe
 from weightsync.recipes.report.run_report import RunReport, StepRow
-from weightsync.recipes.survival import actor_options, begun, read_back, take_trainers
 from weightsync.report import HealReport
 
 HEAL = HealReport(

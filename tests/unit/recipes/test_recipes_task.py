@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.recipes.task import EOS, WORDS, Problem, ProblemSampler, encode, reward
+from weightsync.recipes.training.task import EOS, WORDS, Problem, ProblemSampler, encode, reward
 
 digits = st.integers(0, 9)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.contract.source_ranks import plan_for
 from tests.unit.sources.test_lora import Model, adapted, published
 from tests.unit.sources.test_stacked_lora import stacked
-from weightsync.errors import ConfigError, StateError
-from weightsync.sources import make_source
-from weightsync.sources.lora.merged_lora import MergedLoraSource
+from weightsync.errors import ConfigError, MovedError, StateError
+from weightsync.sources import make_source, tensors
 
 peft = pytest.importorskip("peft")
 
@@ -39,7 +40,7 @@ def expected(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_base_travels_with_the_adapter_added_in_float32(dtype: str) -> None:
     model = adapted().to(getattr(torch, dtype))
-    source = MergedLoraSource(model, "default")
+    source = make_source(model, merge="default")
     found, wanted = published(source, dtype), expected(model)
     assert found.keys() == wanted.keys() == Model().state_dict().keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -47,7 +48,7 @@ def test_the_base_travels_with_the_adapter_added_in_float32(dtype: str) -> None:
 
 def test_versions_leave_no_rounding_behind() -> None:
     model = adapted().to(torch.bfloat16)
-    source = MergedLoraSource(model, "default")
+    source = make_source(model, merge="default")
     for _ in range(5):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -65,17 +66,31 @@ def test_versions_leave_no_rounding_behind() -> None:
 def test_what_nobody_trains_is_frozen() -> None:
     model = adapted()
     weights = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in ("up_proj", "down_proj")}
-    layout = MergedLoraSource(model, "default").layout()
+    layout = make_source(model, merge="default").layout()
     assert set(layout.frozen) == Model().state_dict().keys() - weights
     model.get_submodule("base_model.model.embed").weight.requires_grad_(True)
-    assert "embed.weight" not in MergedLoraSource(model, "default").layout().frozen
+    assert "embed.weight" not in make_source(model, merge="default").layout().frozen
+
+
+def test_memory_that_is_read_in_place_is_named_if_a_merged_weight_gets_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = adapted()
+    source = make_source(model, merge="default")
+    plan = plan_for([source.layout()])
+    monkeypatch.setattr(tensors, "InPlace", mock.MagicMock())
+    source.attach(plan, 0, None)
+    weight = model.get_parameter("base_model.model.layers.0.up_proj.base_layer.weight")
+    weight.data = weight.data.t().contiguous().t()
+    with pytest.raises(MovedError, match=r"layers\.0\.up_proj\.base_layer\.weight merged is in other memory"):
+        source.publish(True)
 
 
 def test_modules_that_the_adapter_saves_take_the_place_of_the_bases() -> None:
     model = adapted(modules_to_save=["embed"])
     wrapper = model.get_submodule("base_model.model.embed")
     copy = wrapper.get_submodule("modules_to_save.default").weight
-    source = MergedLoraSource(model, "default")
+    source = make_source(model, merge="default")
     assert "embed.weight" not in source.layout().frozen
     for _ in range(2):
         with torch.no_grad():
@@ -89,11 +104,11 @@ def test_modules_that_the_adapter_saves_take_the_place_of_the_bases() -> None:
 
 def test_wrappers_of_layers_leave_no_trace_in_names() -> None:
     model = adapted(modules_to_save=["layers.0.up_proj"])
-    wanted = published(MergedLoraSource(model, "default"))
+    wanted = published(make_source(model, merge="default"))
     layers = model.get_submodule("base_model.model.layers")
     assert isinstance(layers, nn.ModuleList)
     layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
-    found = published(MergedLoraSource(model, "default"))
+    found = published(make_source(model, merge="default"))
     assert found.keys() == wanted.keys() == Model().state_dict().keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -109,17 +124,17 @@ def test_modules_that_another_adapter_saves_are_the_bases() -> None:
     wrapper = model.get_submodule("base_model.model.embed")
     with torch.no_grad():
         wrapper.get_submodule("modules_to_save.second").weight.normal_()
-    found = published(MergedLoraSource(model, "default"))
+    found = published(make_source(model, merge="default"))
     assert found.keys() == Model().state_dict().keys()
     assert torch.equal(found["embed.weight"], wrapper.get_submodule("original_module").weight)
-    second = published(MergedLoraSource(model, "second"))
+    second = published(make_source(model, merge="second"))
     assert torch.equal(second["embed.weight"], wrapper.get_submodule("modules_to_save.second").weight)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_peft_has_merged_already_is_not_added_twice(dtype: str) -> None:
     model: Any = adapted().to(getattr(torch, dtype))
-    source = MergedLoraSource(model, "default")
+    source = make_source(model, merge="default")
     apart = published(source, dtype)
     model.merge_adapter()
     merged = published(source, dtype)
@@ -138,7 +153,7 @@ def test_what_peft_has_merged_already_is_not_added_twice(dtype: str) -> None:
 def test_another_adapter_that_peft_has_merged_is_refused_wherever_it_is() -> None:
     model: Any = adapted(target_modules=["up_proj"])
     model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
-    source = MergedLoraSource(model, "default")
+    source = make_source(model, merge="default")
     published(source)
     model.merge_adapter(["second"])
     with pytest.raises(StateError, match="down_proj has adapter second merged into it: call unmerge_adapter"):

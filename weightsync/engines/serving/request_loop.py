@@ -350,7 +350,7 @@ class RequestLoop:
         if mode != "keep":
             try:
                 await asyncio.wait_for(self._quiet.wait(), timeout_s)
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 await self._open()
                 raise self._too_late(mode, timeout_s) from error
         if not begun.set_running_or_notify_cancel():

@@ -23,7 +23,7 @@ def _meeting_boxes(
 ) -> Iterator[BoxCopy]:
     """Yield the copies between a contiguous `box` at address `start` and its `segments`.
 
-    `address` has the first byte of each buffer. With `into` they write the segments, else they read them.
+    `address` has the first byte of each buffer. With `into`, copies write the segments, otherwise they read.
     """
     strides = box.strides(itemsize)
     for segment in segments:
@@ -46,7 +46,7 @@ def bucket_rows(
 ) -> tuple[Copies, list[int]]:
     """Return all copies between `slots` and one rank's segments, bucket by bucket.
 
-    Args as in `_meeting_boxes`; `slots` are addresses, `only` chooses pieces. Also returns the index of each
+    Args as in `_meeting_boxes`; `slots` are addresses, `only` selects pieces. Also returns the index of each
     bucket's first copy, with the end as the last entry. Without slots there are no copies.
     """
     boxes: list[BoxCopy] = []
@@ -74,14 +74,14 @@ def portion_rows(
 
     Args:
         segments, address: as in `bucket_rows`.
-        needs: each bucket's portions that the rank needs, as of `needed_portions`.
-        places: the address of each.
+        needs: by bucket, the portions that the rank needs, as of `needed_portions`.
+        places: the addresses of the portions.
     """
     boxes: list[BoxCopy] = []
     for index, portions in enumerate(needs):
         offsets = [portion.offset for portion in portions]
         for piece in plan.bucket(index).pieces if portions else ():
-            # What is needed of a piece is in one portion, the last that begins before the piece ends.
+            # The needed part of a piece is in one portion, the last that begins before the piece ends.
             nth = max(bisect_left(offsets, piece.offset + piece.nbytes) - 1, 0)
             start = places[index][nth] + piece.offset - offsets[nth]
             itemsize = plan.tensors[piece.tensor].itemsize

@@ -1,6 +1,6 @@
 """Tables of segment copies and digests on the device, and their kernels.
 
-A table is uploaded, and its kernel loaded, once. A launch then costs the host some ten microseconds.
+Tables are uploaded, and kernels loaded, once. A launch then costs the host some ten microseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WRITING_BLOCKS = 1
 
 
 class CopyTable:
-    """Groups of 2-D copies on the current device, one launch per group, or two if it transposes matrices.
+    """Groups of 2-D copies on the current device, with one launch per group, or two to transpose too.
 
     Copies that together transpose a matrix are found, in the order of `box_copies` and of `Reads`, and made
     tile by tile. Addresses may be in mapped memory of other processes. Copies of one group must not overlap.
@@ -52,8 +52,8 @@ class CopyTable:
         """
         Args:
             copies: device addresses; copies ``bounds[g]`` to ``bounds[g + 1]`` are group g.
-            num_blocks: thread blocks of a launch, which leave room for other work on the device. By default
-                each tile has its own, which is faster than to have blocks take several.
+            num_blocks: thread blocks of a launch, to leave room for other work on the device. By default
+                every tile has a block, which is faster than blocks with several tiles.
         """
         cuda.load(_COPY)
         self._tables = [
@@ -89,9 +89,8 @@ class _TileTable:
 def copy_tiles(copies: Copies, bounds: Sequence[int]) -> Iterator[tuple[str, Int64, Int64]]:
     """Yield kernels and their tiles, int64[m, 6], for groups of copies between `bounds`.
 
-    Each kernel comes with the number of each tile's copy, or the first copy of its matrix: int64[m],
-    ascending. Columns are those of `Copies`, for transposed tiles as in `Transposes`. A kernel without tiles
-    is left out.
+    The second array has the index of each tile's copy, or of the first copy of a matrix: int64[m], ascending.
+    Columns are as in `Copies`, for transposed tiles as in `Transposes`. A kernel without tiles is left out.
     """
     found = Transposes.find(copies, bounds)
     if len(found.first):
@@ -115,10 +114,10 @@ class DigestTable:
     ) -> None:
         """
         Args:
-            parts: the parts to read, in any order; those of one tensor must not overlap.
+            parts: the parts to read, in any order. Parts of one tensor must not overlap.
             num_blocks: thread blocks of a kernel; by default as many as the device can hold.
-            totals: digests and flags that launches of several tables add to, int64[2, num_tensors]. The
-                caller zeroes them. By default each launch starts from zero.
+            totals: digests and flags to which launches of several tables add, int64[2, num_tensors]. The
+                caller zeroes `totals`. By default every launch starts from zero.
         """
         kind = _FLAG if any(part.mask for part in parts) else _DIGEST
         self._tables = _tables(kind, digest_runs(parts), num_blocks)
@@ -137,7 +136,7 @@ class DigestTable:
         self._done.record(stream)
 
     def result(self) -> Digests:
-        """Wait for the last launch; return each tensor's sum over its parts: uint64[num_tensors]."""
+        """Wait for the last launch; return the sum over each tensor's parts: uint64[num_tensors]."""
         self._done.synchronize()
         totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
         return totals
@@ -153,17 +152,17 @@ class DigestTable:
 
 
 class WrittenDigests:
-    """Copies on the current device, and digests of what is then in their targets.
+    """Copies on the current device, with digests of the targets afterwards.
 
-    A block reads back what it has just written, which is mostly in the device's L2 cache: a second pass would
-    read all from memory. Copies that `ReadBack` does not pair are made first, and digested after them.
+    A block reads back the bytes that it has just written, mostly from the device's L2 cache. A second pass
+    would read all bytes from memory. Copies that `ReadBack` does not pair are made first, and then digested.
     """
 
     def __init__(self, copies: Copies, parts: Sequence[DigestPart], num_tensors: int) -> None:
         """
         Args:
-            copies: between device addresses, also in mapped memory of other processes. They do not overlap.
-            parts: all that is digested, also what others write before a launch.
+            copies: copies between device addresses, also in other processes' mapped memory, without overlap.
+            parts: all parts to digest, also parts that are written elsewhere before a launch.
         """
         runs = digest_runs(parts)
         found: dict[int, ReadBack] = {}
@@ -189,14 +188,14 @@ class WrittenDigests:
             table.launch(stream, (self._rows, *self._totals))
 
     def result(self) -> Digests:
-        """Return each tensor's sum over its parts, after `stream` was waited for: uint64[num_tensors]."""
+        """Return the sum over each tensor's parts: uint64[num_tensors]. Wait for `stream` first."""
         totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
         return totals
 
 
 @dataclass(frozen=True, slots=True)
 class _DigestTiles:
-    """Tiles on the current device for one kernel, and the factors of their words' columns."""
+    """Tiles on the current device for one kernel, with the factors of words' columns."""
 
     kernel: str
     tiles: torch.Tensor
@@ -232,9 +231,9 @@ def load_copies() -> None:
 
 
 def load_for_16_bits() -> None:
-    """Load what copies and digests weights of 16 bits. Raises TransportError without CuPy.
+    """Load the kernels for weights of 16 bits. Raises TransportError without CuPy.
 
-    CuPy then has it on disk for other processes of the host: compiling takes 0.2 s a kernel.
+    CuPy then stores them on disk for the host's other processes: compiling takes 0.2 s per kernel.
     """
     cuda.load(f"{_WRITE}_2")
     load_digests([2])
@@ -242,7 +241,7 @@ def load_for_16_bits() -> None:
 
 
 def load_digests(itemsizes: Iterable[int], flags: bool = False) -> None:
-    """Load the digest kernels for these `itemsizes` on the current device, or those that also flag words."""
+    """Load the digest kernels for `itemsizes` on the current device. With `flags`, they also flag words."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
         for shape in _DIGESTING_BLOCKS:
             cuda.load(f"{_FLAG if flags else _DIGEST}_{shape}_{word}")

@@ -16,13 +16,13 @@ COLUMNS = 4096
 LANE_NBYTES = 4
 WORD_KINDS = {1: 1, 2: 2, 4: 3}
 LANE_KINDS = {1: 4, 2: 5}
-"""How a part in host memory is digested, by the bytes of its words: as words or, where aligned, as lanes."""
+"""How a part in host memory is digested, by bytes per word: as words or, if aligned, as lanes."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 over the golden ratio."""
 
 
 def word_nbytes(itemsize: int) -> int:
-    """Return the bytes per word in which elements of `itemsize` bytes are digested."""
+    """Return the bytes per digested word for elements of `itemsize` bytes."""
     return min(itemsize, 4)
 
 
@@ -49,8 +49,8 @@ def lane_factors(word: int) -> Digests:
 def column_factors(word: int) -> Digests:
     """Return the factor of each word of a row, for `word` bytes per word: uint64[4096].
 
-    The words of a lane have its factor times 1, 2**16 (2-byte words) or powers of 2**8 (bytes). So the sum
-    over them is the lane's factor times the 4 bytes, taken as one number, plus `lane_ones`.
+    A word's factor is the lane's factor times 1, 2**16 (2-byte words) or powers of 2**8 (bytes). So the sum
+    over a lane's words is the lane's factor times the 4 bytes, taken as one number, plus `lane_ones`.
     """
     shifts = np.arange(0, 8 * LANE_NBYTES, 8 * word, dtype=np.uint64)
     factors: Digests = (lane_factors(word)[:, None] << shifts).reshape(-1)

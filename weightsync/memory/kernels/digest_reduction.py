@@ -17,11 +17,11 @@ from weightsync.protocol.messages import Digests
 class DigestReduction:
     """Adds up digests so that each replica is checked.
 
-    Ranks with the same boxes of a tensor are replicas. Each row of the result uses one replica of every part.
+    Ranks with the same boxes of a tensor are replicas. A row of the result uses one replica of every part.
     """
 
     def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
-        """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
+        """Find the replicas of every tensor. `layouts` has the engine's layouts, by rank."""
         num_ranks = len(layouts)
         chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
         held = held_boxes(plan, layouts)
@@ -32,7 +32,7 @@ class DigestReduction:
         for turn in range(num_ranks):
             its = nth == turn % count
             chosen[turn, rank[its], tensor[its]] = True
-        # Tensors without replicas are the same in each row, and most tensors have none.
+        # Most tensors have no replicas, and are the same in every row.
         self._replicated: npt.NDArray[np.intp] = np.flatnonzero((chosen != chosen[0]).any(axis=(0, 1)))
         self._first, self._others = chosen[0], chosen[1:, :, self._replicated]
 
@@ -47,7 +47,7 @@ class DigestReduction:
 
 
 def _places(groups: Positions) -> tuple[Positions, Positions]:
-    """Return the place of each row among those of its group, and how many these are. Groups ascend."""
+    """Return the index of each row within its group, and the group's size. Groups ascend."""
     count = np.bincount(groups)
     return np.arange(len(groups)) - np.repeat(np.cumsum(count) - count, count), np.repeat(count, count)
 

@@ -1,4 +1,4 @@
-"""The work list of the kernels that digest: runs of rows, cut into tiles."""
+"""The work list of the digest kernels: runs of rows, cut into tiles."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weightsync.plan.layout.layout import Int64, padded
 
 TILE_NBYTES = 32 << 10
 UNIT_NBYTES = 16
-"""What a thread loads at once. Rows of whole units are digested and copied the fastest."""
+"""Bytes that a thread loads at once. Rows of whole units are digested and copied the fastest."""
 _MAX_TENSOR_NBYTES = 64 << 30
 _FEW = 64
-"""So many parts are looked at one by one. The way for all takes a millisecond, however few there are."""
+"""At most this many parts are processed one by one. The way for many parts takes at least a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class DigestPart:
     """`box` of a tensor of `shape`, on the device.
 
     Attributes:
-        tensor: its number among the digests.
+        tensor: index of the tensor's digest.
         address: the address of the box's first element.
         strides: bytes per dimension of the box.
         itemsize: bytes per element.
         mask: bits of a word that are all set only in NaN and Inf, as in
-            `weightsync.memory.kernels.nonfinite.word_mask`; 0 looks for none.
+            `weightsync.memory.kernels.nonfinite.word_mask`; 0 flags no words.
     """
 
     tensor: int
@@ -46,7 +46,7 @@ class DigestPart:
 
     @property
     def is_one_run(self) -> bool:
-        """Return True if the box is one range of the tensor's bytes, and so in memory."""
+        """Return True if the box is one range of the tensor's bytes, also in memory."""
         if self.box.extent[1:] != self.shape[1:]:
             return False
         nbytes = self.itemsize
@@ -58,11 +58,11 @@ class DigestPart:
 
 
 def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
-    """Return what the kernels digest, by the bytes per word: int64[n, 8], not yet cut into tiles.
+    """Return the runs for the kernels, by bytes per word: int64[n, 8], not yet cut into tiles.
 
-    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the number of
-    the byte at `address` in the whole tensor, `index_pitch` its growth per row. The upper half of `tensor`
-    has the part's mask, repeated to 32 bits. The last is 0.
+    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, 0. `index` is the number of
+    the byte at `address` in the whole tensor, `index_pitch` the growth of `index` per row. The upper half of
+    `tensor` has the part's mask, repeated to 32 bits.
 
     Raises:
         PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
@@ -85,10 +85,10 @@ def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 
 
 def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
-    """Cut runs into tiles, for each kernel by their shape: int64[m, 8].
+    """Cut runs into tiles, by the tiles' shape: int64[m, 8].
 
-    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All others are ``words``, also the
-    last tile of a run whose other tiles have several rows.
+    Tiles of the shape ``rows`` are one row of whole units of 16 bytes. All other tiles are ``words``, also
+    the last tile of a run whose other tiles have several rows.
     """
     runs = flattened(runs)
     address, index, rows, row_nbytes, pitch, index_pitch = runs[:, :6].T
@@ -106,7 +106,7 @@ def num_factor_rows(parts: Sequence[DigestPart]) -> int:
 
 
 def _one_run(part: DigestPart, word: int) -> tuple[int, ...]:
-    """Return the run of a part that is one."""
+    """Return the run of a part that is one run."""
     nbytes = math.prod(part.box.extent) * part.itemsize
     first = part.box.offset[0] * math.prod(part.shape[1:]) * part.itemsize if part.shape else 0
     return part.address, first, 1, nbytes, nbytes, nbytes, part.tensor | part.mask * lane_ones(word) << 32, 0

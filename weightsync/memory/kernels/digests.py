@@ -8,8 +8,8 @@ With the bits of element i as the unsigned word ``w[i]`` (8-byte elements count 
 shifted by the bits of the words before, so that one product serves the whole lane.
 
 Digests of disjoint shards add up to the digest of the whole. One changed bit always changes the sum, since an
-odd factor times a power of two below 2**64 is not zero modulo 2**64. Exchanged elements or rows change it
-except for one chance in 2**32. It detects faults, not forgeries.
+odd factor times a power of two below 2**64 is not zero modulo 2**64. Exchanged elements or rows change the
+sum except for one chance in 2**32. The digest detects faults, not forgeries.
 
 Sources: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string
 hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flood 2014) for the numbers.
@@ -66,13 +66,13 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     if in_lanes(starts, run, word, flat.data_ptr()):
         starts, run = starts * word // LANE_NBYTES, run * word // LANE_NBYTES
         words: _Words = host_bytes(flat).view(np.uint32)
-        return digest(words, starts, run, lane_factors(word), lane_ones(word))
+        return int(digest(words, starts, run, lane_factors(word), lane_ones(word)))
     words = host_bytes(flat).view(_WORD_TYPES[word])
-    return digest(words, starts, run, column_factors(word), 1)
+    return int(digest(words, starts, run, column_factors(word), 1))
 
 
 def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -> bool:
-    """Return True if all runs of words begin and end with a lane of their row, and are aligned to lanes."""
+    """Return True if all runs of words begin and end at lanes of a row, and are aligned to lanes."""
     per_lane = LANE_NBYTES // word
     return run % per_lane == 0 and address % LANE_NBYTES == 0 and not (starts % per_lane).any()
 
@@ -80,7 +80,7 @@ def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -
 def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
     """View the memory of a contiguous host tensor, while the tensor lives: uint8[data.nbytes].
 
-    After ``Tensor.numpy`` its memory could never be freed by `Offload`.
+    After ``Tensor.numpy`` `Offload` could never free the tensor's memory.
     """
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
@@ -94,7 +94,7 @@ def warm_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class BoxPart:
-    """`data`, which is `box` of a tensor of `shape`. `number` is the tensor's among the digests."""
+    """`data` of `box` of a tensor of `shape`. `number` is the index of the tensor's digest."""
 
     number: int
     data: torch.Tensor
@@ -113,9 +113,9 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> Digests:
 
 
 def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
-    """Return each tensor's sum over its parts: uint64[num_tensors]. All are on one device.
+    """Return the sum over each tensor's parts: uint64[num_tensors]. All parts are on one device.
 
-    On a GPU it takes one launch.
+    On a GPU this needs one launch.
     """
     on_gpu = next((part.data.device for part in parts if part.data.is_cuda), None)
     if on_gpu is not None:
@@ -130,14 +130,14 @@ def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
 
 
 class DigestSums:
-    """Digests of tensors whose parts come one after the other, on one device. `add` does not wait."""
+    """Digests of tensors whose parts arrive one after the other, on one device. `add` does not wait."""
 
     def __init__(self, num_tensors: int) -> None:
         self._digests = np.zeros(num_tensors, np.uint64)
         self._totals: torch.Tensor | None = None
 
     def add(self, parts: Sequence[BoxPart]) -> None:
-        """Add what is in `parts` now, or after the work that the current stream has before."""
+        """Add the content of `parts`, on a GPU after earlier work of the current stream."""
         on_gpu = next((part.data.device for part in parts if part.data.is_cuda), None)
         if on_gpu is None:
             self._digests += box_digests(parts, len(self._digests))
@@ -148,14 +148,14 @@ class DigestSums:
             box_table(parts, len(self._digests), self._totals).launch(torch.cuda.current_stream())
 
     def result(self) -> Digests:
-        """Wait for all that was added; return each tensor's sum: uint64[num_tensors]."""
+        """Wait for all added parts; return each tensor's sum: uint64[num_tensors]."""
         if self._totals is None:
             return self._digests
         return self._digests + self._totals[0].cpu().numpy().view(np.uint64)
 
 
 def box_table(parts: Sequence[BoxPart], num_tensors: int, totals: torch.Tensor | None = None) -> DigestTable:
-    """Return a table of parts on the current device, for as long as they stay where they are."""
+    """Return a table of parts on the current device, valid while the addresses stay the same."""
     return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors, totals=totals)
 
 
@@ -181,7 +181,7 @@ def segment_parts(
 
 
 def digest_table(tensors: Sequence[torch.Tensor]) -> DigestTable:
-    """Return a table of whole tensors on the current device, for as long as they stay where they are."""
+    """Return a table of whole tensors on the current device, valid while the addresses stay the same."""
     return box_table([BoxPart.whole(number, each) for number, each in enumerate(tensors)], len(tensors))
 
 
@@ -197,7 +197,7 @@ def _part(part: BoxPart) -> DigestPart:
 
 
 def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the global start index of each contiguous run of `box`, and their length."""
+    """Return the global start index of each contiguous run of `box`, and the runs' length."""
     split = len(shape)
     run = 1
     while split > 0:

@@ -1,4 +1,4 @@
-"""The digests of an engine's last load, which a driver asks for only to name what differs."""
+"""The digests of an engine's last load. A driver only reads them to name tensors that differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync.protocol.messages import Attached, Digests, Loaded, LoadReport
 
 
 class EngineDigests:
-    """Digests that an engine's ranks took last, added up.
+    """The last digests of an engine's ranks, added up.
 
     Attributes:
         table: digests of whole tensors, uint64[num_ranks, num_tensors], as `DigestReduction` returns them.
@@ -23,7 +23,7 @@ class EngineDigests:
 
     @collector_paused
     def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
-        """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
+        """Find the replicas of every tensor. `layouts` has the engine's layouts, by rank."""
         names = {meta.name for meta in plan.tensors}
         self._plan = plan
         self._reduce = DigestReduction(plan, [layout.for_tensors(names) for layout in layouts])
@@ -32,12 +32,12 @@ class EngineDigests:
 
     @collector_paused
     def attach(self, ranks: Sequence[Attached]) -> None:
-        """Note what holders may read for each rank in place of whole tensors."""
+        """Record the boxes that holders may read for each rank in place of whole tensors."""
         parts = [rank.live.reads for rank in ranks if rank.live and rank.live.reads]
         self._reduce_parts = DigestReduction(self._plan, parts) if len(parts) == len(ranks) else None
 
     def report(self, ranks: Sequence[Loaded]) -> LoadReport:
-        """Add up the ranks' tables, keep the result, and return what the driver gets in its place."""
+        """Add up the ranks' tables, store the sum, and return the driver's short report."""
         reduce = self._reduce_parts if all(rank.are_parts for rank in ranks) else self._reduce
         assert reduce
         self.table = reduce([rank.digests for rank in ranks])

@@ -1,15 +1,15 @@
-"""Fingerprints: three words that stand for a table of digests, and add up as its shares do.
+"""Fingerprints: three words that stand for a table of digests. Shares' fingerprints add up.
 
 With the digest ``d[i]`` of tensor i::
 
     fingerprint[k] = sum over i of  factor[k, i] * d[i]   modulo 2**64,  k = 0, 1, 2
 
-`factor[0]` is all ones; the others are odd pseudo-random 64-bit numbers. Shares of a table have fingerprints
-that add up to the whole table's, so that a driver compares ranks without their tables.
+`factor[0]` is all ones; the other factors are odd pseudo-random 64-bit numbers. The fingerprints of a table's
+shares add up to the table's fingerprint, so that a driver compares ranks without tables.
 
-Tables that differ in one tensor never have the same fingerprint, since their plain sums differ. If they
-differ in more, chance makes them equal at most once in ``2**(2 * (63 - z))``, where ``2**z`` is the largest
-power of two that divides all the differences.
+Tables that differ in one tensor never have the same fingerprint, since the plain sums differ. If tables
+differ in more tensors, chance makes fingerprints equal at most once in ``2**(2 * (63 - z))``, where ``2**z``
+is the largest power of two that divides all the differences.
 
 Source: multilinear hashing, as in `weightsync.memory.kernels.digests`.
 """
@@ -44,18 +44,19 @@ def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerpr
 def publish_report(
     published: Published, frozen: Sequence[int], spans: Sequence[Span], compared: Compared | None = None
 ) -> PublishReport:
-    """Return what the driver gets of a version. `frozen` are the numbers of the plan's frozen tensors."""
+    """Return the driver's report of a version. `frozen` has the indices of the plan's frozen tensors."""
     digests, agreement = published.digests, compared.agreement if compared else None
     found = fingerprint(digests), fingerprint(digests, frozen)
     return PublishReport(*found, published.nonfinite, spans, agreement, published.written)
 
 
 def agreement_factors(claims: Claims, num_tensors: int) -> Digests:
-    """Return the factors of a rank's digests of `claims`: uint64[3, n]. Their products' sums are added up.
+    """Return the factors of a rank's digests of `claims`: uint64[3, n]. The driver adds up the products.
 
-    Of the ranks that hold a box, all but one have an odd pseudo-random factor, and that one the negative sum
-    of these: equal digests add up to zero. It is another rank in each row. So a digest that differs on one
-    rank always shows, and digests that differ on more of them but for chance, as with fingerprints.
+    Of the ranks that hold a box, one rank has the negative sum of the other ranks' factors, which are odd and
+    pseudo-random: equal digests add up to zero. In each row, another rank has the negative sum. So a digest
+    that differs on one rank is always found. Digests that differ on several ranks are found except by chance,
+    as with fingerprints.
     """
     return np.stack(
         [
@@ -66,7 +67,7 @@ def agreement_factors(claims: Claims, num_tensors: int) -> Digests:
 
 
 def _balanced(row: int, place: Int64, count: Int64) -> Digests:
-    """Return numbers that add up to zero over the places 0 to `count`, odd ones at all places but one."""
+    """Return numbers that add up to zero over the places 0 to `count`, odd except at one place."""
     places = np.arange(int(count.max(initial=1)), dtype=np.uint64)
     drawn = splitmix64(np.uint64((1 << 60) + (row << 40)) + places) | np.uint64(1)
     last = row % count

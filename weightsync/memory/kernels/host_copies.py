@@ -18,7 +18,7 @@ class HostCopies:
         """
         Args:
             copies: host addresses; copies ``bounds[g]`` to ``bounds[g + 1]`` are group g.
-            memory: tensors whose storages contain all addresses. They are kept alive.
+            memory: tensors whose storages contain all addresses. The tensors are kept alive.
         """
         # By storage: tensors may overlap, storages do not.
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in memory if tensor.numel()}
@@ -48,6 +48,6 @@ def _all_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def _place(
     address: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the number of each address's storage, and its offset there."""
+    """Return the number of each address's storage, and the offset there."""
     number = np.searchsorted(starts, address, side="right") - 1
     return number, address - starts[number]

@@ -1,6 +1,6 @@
 """Kernels on host memory, compiled by Numba. Import this module on use: Numba takes half a second.
 
-Machine code is kept in ``__pycache__``, or where ``NUMBA_CACHE_DIR`` says, since compiling takes each process
+Machine code is stored in ``__pycache__`` or ``NUMBA_CACHE_DIR``, since compiling would take every process
 some seconds.
 """
 
@@ -39,11 +39,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """Numba's cache of a function, for processes that compile it at the same time.
 
     Numba numbers files by an index that it reads and then writes. Two processes with code for different types
-    took the same number, and a third one loaded the wrong code.
+    used the same number, and a third process loaded the wrong code.
     """
 
     def save_overload(self, sig: object, data: object) -> None:
-        """Save compiled code, after other processes that do. It is not kept where that fails."""
+        """Save compiled code, one process at a time. Errors are ignored."""
         folder = Path(self.cache_path)
         with suppress(OSError):  # such as a full disk, or a file system without locks
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,15 +86,15 @@ def _copy(_context: object, target: Any, source: Any, nbytes: Any) -> Any:  # no
 
 
 @_compiled
-def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int) -> int:
+def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int) -> np.uint64:
     """Digest runs of words. Torch's integer operations took three to six times as long.
 
     Args:
         words: the runs, one after the other.
-        starts: the number of each run's first word in the tensor.
+        starts: the index of each run's first word in the tensor.
         run: words per run.
         columns: the factors of a row's words. Lanes are words of 4 bytes, with other factors.
-        ones: what is added to each word.
+        ones: the number to add to each word.
     """
     total, width, offset = np.uint64(0), np.int64(len(columns)), np.uint64(ones)
     at = 0
@@ -114,11 +114,11 @@ def digest(words: _Words, starts: _Int64, run: int, columns: Digests, ones: int)
             index += count
             at += count
             left -= count
-    return total  # type: ignore[no-any-return]  # numba's uint64
+    return total
 
 
 @_compiled
-def _count_words(words: _Words, mask: int) -> int:
+def _count_words(words: _Words, mask: np.unsignedinteger[Any]) -> int:
     total = 0
     for at in range(0, len(words), _COUNTED):
         part = words[at : at + _COUNTED]
@@ -153,7 +153,9 @@ def count_nonfinite(
 
 
 @_compiled
-def _share(address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int) -> int:
+def _share(
+    address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int
+) -> np.uint64:
     # The digest is of the original, not of the copy, so that it reveals a wrong copy.
     if kind == _BYTES:
         return digest(carray(_at8(address), nbytes), first, run, columns, ones)
@@ -190,10 +192,10 @@ def copy_and_digest(
     Args:
         count: whether NaN and Inf are counted.
         rows: address, target, bytes, kind, first and last of `starts`, words per run, mask and itemsize.
-            Kinds are those of `WORD_KINDS` and `LANE_KINDS`, and 0 for parts that are not digested.
-        starts: as of `digest`, those of one part after those of the other.
+            Kinds come from `WORD_KINDS` and `LANE_KINDS`; 0 means no digest.
+        starts: as of `digest`, part after part.
         factors, sizes: for each kind, the factors of a row's words, their number, and `ones` of `digest`.
-        shares, counts: where the digest and the count of each part go.
+        shares, counts: the digest and the count of each part, which are written.
     """
     start = np.zeros(1, np.int64)
     for i in range(low, high):

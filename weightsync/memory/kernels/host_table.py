@@ -1,4 +1,4 @@
-"""Copies and digests of many parts of host tensors in one call, with the count of what is not finite."""
+"""Copies, digests and counts of NaN and Inf for many parts of host tensors in one call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.protocol.messages import Digests
 _Int64 = npt.NDArray[np.int64]
 
 _PART_COST = 64
-"""The fixed cost of a part, in bytes that take as long."""
+"""The fixed cost of a part, as bytes that would take as long."""
 _RANGE_COST = 8 << 20
 _TARGET = 1
 """The column of a row that has the address to copy to."""
@@ -38,14 +38,14 @@ _TARGET = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPart:
-    """`box` of a tensor of `shape`: contiguous, and aligned to its elements.
+    """`box` of a tensor of `shape`: contiguous, and aligned to the dtype.
 
     Attributes:
-        tensor: its number among the digests; -1 to copy without a digest.
-        address: the address of its first element.
+        tensor: index of the tensor's digest; -1 to copy without a digest.
+        address: the address of the box's first element.
         itemsize: bytes per element.
-        target: the address to copy it to, before it is digested; 0 for no copy.
-        mask: the bits that are all set in NaN and Inf alone, of `MASKS`; 0 for none.
+        target: the address of the copy, which is made before the digest; 0 for no copy.
+        mask: the bits that are all set only in NaN and Inf, of `MASKS`; 0 for none.
     """
 
     tensor: int
@@ -64,7 +64,7 @@ class HostTable:
 
     Attributes:
         ranges: ranges of parts with a few MiB each, which several threads may `run` at once.
-        counts: how many elements of each part were NaN or Inf in the last `run` that counted: int64[n].
+        counts: NaN and Inf elements per part in the last `run` that counted: int64[n].
     """
 
     def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
@@ -100,7 +100,7 @@ class HostTable:
             self.run(0, 0)  # compiles the kernel, so that no update pays for it
 
     def run(self, first: int, end: int, count: bool = False) -> None:
-        """Copy and digest parts `first` to `end`, and count NaN and Inf in them if asked."""
+        """Copy and digest parts `first` to `end`. With `count`, also count NaN and Inf."""
         from weightsync.memory.kernels.host_kernels import copy_and_digest
 
         copy_and_digest(first, end, count, self._rows, self._starts, *_factors(), self._shares, self.counts)
@@ -115,14 +115,14 @@ class HostTable:
             list(threads.map(self.run, *zip(*self.ranges, strict=True)))
 
     def without_copies(self) -> HostTable:
-        """Return a table that digests the same parts, and copies none."""
+        """Return a table that digests the same parts without copies."""
         table = copy.copy(self)
         table._rows, table._shares = self._rows.copy(), self._shares.copy()
         table._rows[:, _TARGET] = 0
         return table
 
     def digests(self) -> Digests:
-        """Return each tensor's sum over its parts' last `run`: uint64[num_tensors]."""
+        """Return the sum over each tensor's parts in the last `run`: uint64[num_tensors]."""
         digests = np.zeros(self._num_tensors, np.uint64)
         has_digest = self._tensor >= 0
         np.add.at(digests, self._tensor[has_digest], self._shares[has_digest])
@@ -134,7 +134,7 @@ _ZERO: _Int64 = np.zeros(1, np.int64)
 
 @functools.cache
 def _factors() -> tuple[Digests, _Int64]:
-    """Return each kind's factors, uint64[6, 4096], and its number of factors and its ones, int64[6, 2]."""
+    """Return by kind the factors, uint64[6, 4096], and the number of factors and ones, int64[6, 2]."""
     factors, sizes = np.zeros((6, COLUMNS), np.uint64), np.zeros((6, 2), np.int64)
     for word, kind in WORD_KINDS.items():
         factors[kind], sizes[kind] = column_factors(word), (COLUMNS, 1)

@@ -30,7 +30,7 @@ MASKS = MappingProxyType(
 
 
 class NonfiniteTable:
-    """Counts NaN and Inf in parts of a host buffer, each of one dtype."""
+    """Counts NaN and Inf in parts of a host buffer. A part has one dtype."""
 
     def __init__(self, parts: Iterable[tuple[str, int, int]]) -> None:
         """`parts`: dtype, first byte (a multiple of the dtype's size), number of bytes."""
@@ -57,7 +57,7 @@ class NonfiniteTable:
 
 
 def count_nonfinite(data: torch.Tensor) -> int:
-    """Return how many elements of a tensor are NaN or Inf."""
+    """Return the number of NaN and Inf elements of a tensor."""
     dtype = str(data.dtype).removeprefix("torch.")
     if dtype not in MASKS or not data.numel():
         return 0

@@ -13,13 +13,13 @@ from weightsync.plan.layout.layout import Bool, Int64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBack:
-    """Copies that one kernel makes and digests, and the copies and digests that are left.
+    """Copies that one kernel makes and digests, and the remaining copies and digests.
 
     Attributes:
-        pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are those of `digest_runs`, then src and
+        pairs: int64[m, 10], rows of whole units of 16 bytes. Columns are as in `digest_runs`, then src and
             src_pitch: rows are copied from `src` to `address`, and digested there.
-        copies: all others.
-        runs: int64[n, 8], the runs that are not written by `pairs`.
+        copies: all other copies.
+        runs: int64[n, 8], the runs that `pairs` does not write.
     """
 
     pairs: Int64
@@ -30,8 +30,8 @@ class ReadBack:
     def find(cls, copies: Copies, runs: Int64) -> ReadBack:
         """Pair copies with the runs that they write.
 
-        A run is taken if such copies write all of it. Copies of one row are cut where runs begin and end. All
-        stay in their order.
+        A run is paired if such copies write the whole run. Copies of one row are cut at the begins and ends
+        of runs. The order does not change.
 
         Args:
             copies: between addresses. No two write the same byte.
@@ -80,10 +80,10 @@ def _pieces(table: Int64, points: Int64) -> Int64:
 
 
 def _paired(pieces: Int64, runs: Int64) -> tuple[Int64, Bool]:
-    """Return the pair of each piece with its run, and whether it is one.
+    """Pair each piece with a run. Also returns True for pieces that form a pair.
 
-    A run of one row numbers its bytes without gaps, so a piece of it may have rows of any pitch. A piece of
-    another run has whole rows of that run. It may be one row itself, if the run's rows follow one another.
+    A run of one row numbers bytes without gaps, so a piece of such a run may have rows of any pitch. A piece
+    of another run has whole rows of the run. The piece may be one row, if the run's rows are consecutive.
     """
     src, dst, height, nbytes, src_pitch, dst_pitch = pieces.T
     address, index, rows, row_nbytes, pitch, index_pitch, owner, unused = runs.T

@@ -1,4 +1,4 @@
-"""Makes messages of reads in kinds: most trainers send alike ones, which are planned once."""
+"""Makes messages of reads in kinds. Equal messages of many trainers are planned once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from weightsync.plan.direct.direct import Reads
 from weightsync.plan.layout.layout import Int64
 
 _ALIKE = ("src", "rows", "row_nbytes", "src_pitch", "dst_pitch", "src_buffer", "dst_buffer")
-"""All columns of reads but the trainer, and where in their buffers they are written."""
+"""All columns of reads except the trainer, and the places in target buffers."""
 
 
 class AlikeMessages:
-    """The messages of bundles of one receiver, for reads in kinds.
+    """The messages of one receiver's bundles, for reads in kinds.
 
-    Trainers with equal parts of each tensor, as with FSDP, send the receiver the same messages, except for
-    the places where the receiver writes them.
+    Trainers with equal parts of all tensors, as with FSDP, send the receiver the same messages. Only the
+    places where the receiver writes them differ.
     """
 
     def __init__(self, kinds: Kinds, places: Places | None) -> None:
@@ -26,7 +26,7 @@ class AlikeMessages:
     def of(self, reads: Reads, low: int, high: int, capacity: int) -> Messages:
         """Return the messages of a bundle's reads from one trainer.
 
-        Takes the arguments of `expanded` and `bundle_messages`.
+        The arguments are those of `expanded` and `bundle_messages`.
         """
         key = (low, high, capacity, *(getattr(reads, name).tobytes() for name in _ALIKE))
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""The shared knowledge of the cross-host exchange, and the messages that members plan from it."""
+"""The shared terms of the cross-host exchange, and the messages that members plan from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weightsync.plan.layout.layout import Int64
 
 @dataclass(frozen=True, slots=True)
 class ReceivingHost:
-    """A host that gets data from others.
+    """A host that receives data from other hosts.
 
     Attributes:
         kind: number of the host's kind. Hosts of one kind need the same data.
         first: number of the host's first bundle.
-        ranks: the ranks of the communicator on it, by place.
+        ranks: the communicator's ranks on this host, by place.
         near: the ranks that send from this host. Their bundles do not cross to the host.
     """
 
@@ -34,18 +34,18 @@ class ReceivingHost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BundleTable:
-    """The bundles of one kind of host that concern one member, in columns.
+    """A member's bundles for one kind of host, in columns.
 
     Attributes:
-        number: int64[n], the number of each bundle on the host.
+        number: int64[n], the bundle's number on the host.
         sender: int64[n], the rank that packs the bundle; -1 if the bundle crosses to no host.
-        capacity: int64[n], the most bytes of one of its messages.
-        orders: the places that need it, as in `HostBundles`.
-        bounds: int64[n + 1], the first of each one's `reads`.
-        reads: the member's own; if it sends, those of the first place, without where that writes them. With
-            kinds, those of the first buffer of each.
+        capacity: int64[n], the most bytes of one message of the bundle.
+        orders: the places that need the bundle, as in `HostBundles`.
+        bounds: int64[n + 1], the bundle's first row of `reads`.
+        reads: the member's reads. A sender has the reads of the first place, without the places where the
+            receiver writes them. With kinds, only the reads of the kinds' first buffers.
         low, high: int[n], as in `HostBundles`.
-        places: where the member writes what it reads of the other buffers, if there are kinds.
+        places: with kinds, the places where the member writes the reads of the other buffers.
     """
 
     number: Int64
@@ -61,7 +61,7 @@ class BundleTable:
     def lanes(
         self, hosts: Sequence[ReceivingHost], rank: int, src_names: tuple[str, ...], kinds: Kinds | None
     ) -> Iterator[Lane]:
-        """Yield the messages between `hosts`, which are of this kind, and `rank`."""
+        """Yield the messages between `rank` and `hosts` of this kind."""
         reads = self.reads.reads(src_names)
         known = AlikeMessages(kinds, self.places) if kinds else None
         for n, (number, sender, order) in enumerate(
@@ -84,15 +84,15 @@ class BundleTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossHostTerms:
-    """What all members of the exchange know.
+    """Facts that all members of the exchange know.
 
     Attributes:
-        members: the holder of each rank of the communicator. Those of trainers that are read come first.
-        num_senders: the number of these trainers.
+        members: the holder of each rank of the communicator. Holders of trainers that send come first.
+        num_senders: the number of trainers that send.
         max_message_bytes: as in `ShufflePlan.from_layouts`.
         src_names: the trainers' buffers.
-        hosts: those that receive.
-        kinds: by kind of these, the kinds of buffers that they read, if they read buffers in kinds.
+        hosts: the receiving hosts.
+        kinds: by kind of host, the kinds of buffers that the hosts read; None if buffers are not in kinds.
     """
 
     members: tuple[int, ...]
@@ -103,16 +103,16 @@ class CrossHostTerms:
     kinds: tuple[Kinds | None, ...]
 
     def place(self, rank: int) -> tuple[ReceivingHost, int] | None:
-        """Return the host where `rank` receives, and its place there. None if it only sends."""
+        """Return the host where `rank` receives, and the place there. None if `rank` only sends."""
         return next(((host, host.ranks.index(rank)) for host in self.hosts if rank in host.ranks), None)
 
     def plan(self, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None) -> ShufflePlan:
-        """Return the messages of `rank`: its part of the plan that all members have in common.
+        """Return the messages of `rank`, a part of the plan that all members share.
 
         Args:
             rank: number of the member.
-            sent: what it sends, by the kind of the hosts that get it.
-            received: what it receives.
+            sent: the bundles that the member sends, by the kind of the receiving hosts.
+            received: the bundles that the member receives.
         """
         lanes: list[Lane] = []
         for kind, table in sorted(sent.items()):

@@ -24,9 +24,9 @@ Needs: TypeAlias = Reads | AlikeReads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divided:
-    """What the ranks of a host read, by place, and its bundles.
+    """The reads of a host's ranks, by place, and the host's bundles.
 
-    With kinds, reads are those of the first buffers of each, and `places` say where the others' are written.
+    With kinds, `reads` only has the kinds' first buffers, and `places` has the targets of the other buffers.
     """
 
     reads: tuple[Reads, ...]
@@ -35,7 +35,7 @@ class Divided:
 
 
 def divided(needs: Sequence[Needs]) -> Divided:
-    """Divide what the ranks of a host read into bundles: in kinds if all have the same ones."""
+    """Divide the reads of a host's ranks into bundles: in kinds if all ranks have the same kinds."""
     alike = [each for each in needs if isinstance(each, AlikeReads)]
     if len(alike) == len(needs) and len({id(each.kinds) for each in alike}) == 1:
         reads, places = tuple(each.reads for each in alike), tuple(each.places for each in alike)
@@ -46,7 +46,7 @@ def divided(needs: Sequence[Needs]) -> Divided:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Hosts with equal needs: what is in `Divided`, and ranks by place of each host.
+    """Hosts with equal needs: the needs as `Divided`, and each host's ranks by place.
 
     `near` has the trainers on each host.
     """
@@ -58,7 +58,7 @@ class _Kind:
     near: tuple[frozenset[int], ...]
 
     def least_near_nbytes(self) -> list[int]:
-        """Return by place the bytes that come from no other host, on the host where they are fewest."""
+        """Return by place the bytes that do not cross hosts, on the host with the fewest of them."""
         bundles, found = self.bundles, []
         for place in range(len(self.needs)):
             its = bundles.of_place(place)
@@ -69,10 +69,10 @@ class _Kind:
 
 
 class CrossHostParts:
-    """Reads that cross between hosts, divided so that each member gets only what concerns it.
+    """Reads that cross between hosts, divided among members.
 
     Attributes:
-        terms: what all members know.
+        terms: facts that all members know.
     """
 
     def __init__(
@@ -88,13 +88,12 @@ class CrossHostParts:
 
         Args:
             members: as in `CrossHostTerms`.
-            trainers: the trainers that are read from other hosts; number r has rank r.
-            needs: per receiving rank, its reads. Those from trainers on its host do not cross. Ranks with
+            trainers: the trainers that other hosts read; number r has rank r.
+            needs: reads by receiving rank. Reads from trainers on the rank's host do not cross. Ranks with
                 equal reads should have the same object: hosts with the same objects are of one kind, and
-                planned once. Reads in kinds of tensors are planned as such if all ranks of a host have the
-                same kinds.
+                planned once. Reads in kinds are planned in kinds if all ranks of a host have the same kinds.
             hosts: the host of each receiving rank.
-            near: the trainers on each host that has some.
+            near: the trainers on each host, if any.
             max_message_bytes: as in `ShufflePlan.from_layouts`.
 
         Raises:
@@ -115,7 +114,7 @@ class CrossHostParts:
         )
 
     def sent(self, rank: int) -> dict[int, BundleTable]:
-        """Return what `rank` sends, by the kind of the hosts that get it."""
+        """Return the bundles that `rank` sends, by the kind of the receiving hosts."""
         found = {}
         for number, kind in enumerate(self._kinds):
             its = np.flatnonzero(self._sender[kind.bundles.trainer] == rank)
@@ -126,7 +125,7 @@ class CrossHostParts:
         return found
 
     def received(self, kind: int, place: int) -> BundleTable:
-        """Return what the rank at `place` receives on each host of `kind`."""
+        """Return the bundles that the rank at `place` receives on hosts of `kind`."""
         its = self._kinds[kind]
         numbers = its.bundles.of_place(place)
         rows = np.concatenate([its.bundles.rows_of(place, number) for number in numbers.tolist()])
@@ -134,7 +133,7 @@ class CrossHostParts:
         return self._table(kind, numbers, reads, packed(its.places[place]) if its.places else None)
 
     def arrivals(self, rank: int) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes of `rank` by the rank that packs them, and by the one that passes them on."""
+        """Return the bytes of `rank` by the rank that packs them, and by the rank that passes them on."""
         found = self.terms.place(rank)
         if not found:
             return Counter(), Counter()
@@ -168,7 +167,7 @@ class CrossHostParts:
 
 
 def _packed(kinds: Sequence[Kinds | None]) -> tuple[Kinds | None, ...]:
-    """Return kinds as they travel, equal ones as one object."""
+    """Return kinds as they travel, with one object for equal kinds."""
     known = {id(each): packed(each) for each in kinds if each}
     return tuple(known[id(each)] if each else None for each in kinds)
 
@@ -195,7 +194,7 @@ def _kinds(
 def _kind(
     needs: Sequence[Needs], ranks: tuple[tuple[int, ...], ...], near: tuple[frozenset[int], ...]
 ) -> _Kind:
-    """Divide the needs of each place of a host."""
+    """Divide the needs of a host's places."""
     its = divided(needs)
     return _Kind(its.reads, its.places, its.bundles, ranks, near)
 
@@ -216,13 +215,13 @@ def _hosts(kinds: Sequence[_Kind], sender: Int64) -> tuple[ReceivingHost, ...]:
 
 
 def _capacities(kinds: Sequence[_Kind], max_message_bytes: int) -> list[Int64]:
-    """Return the capacity of each kind's bundles. Hosts of a kind have the same."""
+    """Return the capacities of each kind's bundles, equal on all hosts of the kind."""
     num_trainers = 1 + max((int(kind.bundles.trainer.max(initial=-1)) for kind in kinds), default=-1)
     rows: list[tuple[int, int, int]] = []  # bundle, end, times
     less = [0] * num_trainers
     number, end = 0, num_trainers
     for kind in kinds:
-        stays = Counter(itertools.chain.from_iterable(kind.near))  # hosts to which a trainer's do not cross
+        stays = Counter(itertools.chain.from_iterable(kind.near))  # hosts by trainer on them
         for trainer, order in zip(kind.bundles.trainer.tolist(), kind.bundles.orders, strict=True):
             rows.append((number, trainer, len(kind.ranks) - stays[trainer]))
             rows += [(number, end + place, 1) for place in order]

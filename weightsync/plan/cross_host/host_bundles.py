@@ -1,4 +1,4 @@
-"""Divides what a host's ranks read on other hosts into bundles, so that shared bytes come there once."""
+"""Divides reads from other hosts into bundles, so that shared bytes cross to a host once."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from weightsync.plan.layout.layout import Bool, Int64
 LEAST_SHARE_NBYTES = 1 << 20
 """Reads are not split into smaller shares than this, to keep messages few."""
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
-"""Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
+"""Equal columns of shared reads. Includes `dst_pitch`, since it decides how messages cut rows."""
 _WHOLE = 1 << 62
 _AT_ONCE = 1 << 16
-"""Reads that are compared at once, few enough for a cache: all those of some trainers."""
+"""The most reads to compare at once, few enough for a cache."""
 _MASK_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBundles:
-    """B bundles: reads of the same bytes by ranks of one host. A rank's number on its host is its place.
+    """B bundles: reads of the same bytes by ranks of one host. A *place* is a rank's number on the host.
 
-    Reads of the same bytes in the same rows are shared: those of replicas, and of engines with the same cut.
-    The ranks that share them get equal parts; a small read goes to one of them.
+    Replicas, and engines with the same cut, share reads of the same bytes in the same rows. The ranks that
+    share reads receive equal parts; one rank receives a small read.
 
     Attributes:
         trainer: int64[B], the trainer that is read, ascending.
-        orders: per bundle, the places that need it. The first receives it and passes it on to the others.
-        count: int64[B], the number of reads of each of these places.
+        orders: per bundle, the places that need it. The first place receives the bundle and passes it on to
+            the other places.
+        count: int64[B], the number of reads at every such place.
         nbytes: int64[B], bytes that cross to the host.
-        padded_nbytes: int64[B], the same with each read padded as in a message.
-        rows: per place, the numbers of all its reads: those of one bundle after those of the other, and equal
-            reads of several places in one order.
-        start: int64[places, B], the first of each bundle's reads in `rows`; -1 where the place has none.
-        kinds: of the buffers that are read, if reads stand for those of all buffers of their kinds.
-        low, high: int64[B], a bundle's buffers then, by position in `Kinds.buffer`.
+        padded_nbytes: int64[B], the same bytes, with reads padded as in a message.
+        rows: per place, the indices of all reads, bundle after bundle. Equal reads of several places are in
+            the same order.
+        start: int64[places, B], the bundle's first position in `rows`; -1 if the place has no reads of it.
+        kinds: the kinds of buffers, if a read stands for the reads of all buffers of a kind.
+        low, high: int64[B], with kinds, the bundle's buffers, by position in `Kinds.buffer`.
     """
 
     trainer: Int64
@@ -57,7 +58,7 @@ class HostBundles:
 
     @classmethod
     def of_alike(cls, needs: Sequence[AlikeReads]) -> HostBundles:
-        """Divide the reads of each place, which has the same kinds. All of one buffer come to one place."""
+        """Divide the reads of places with the same kinds. All reads of a buffer go to one place."""
         kinds = needs[0].kinds
         made = cls.of([each.reads for each in needs], _WHOLE)
         shares = list(_shares(made, needs, kinds))
@@ -78,9 +79,9 @@ class HostBundles:
 
     @classmethod
     def of(cls, needs: Sequence[Reads], least_nbytes: int = 0) -> HostBundles:
-        """Divide `needs`, the reads of each place from trainers on other hosts.
+        """Divide `needs`, each place's reads from trainers on other hosts.
 
-        `least_nbytes`: reads are not split into smaller shares; by default `LEAST_SHARE_NBYTES`.
+        `least_nbytes` is the least size of a share; by default `LEAST_SHARE_NBYTES`.
         """
         assert len({reads.src_names for reads in needs}) == 1
         least = least_nbytes or LEAST_SHARE_NBYTES
@@ -108,14 +109,14 @@ class HostBundles:
         return np.flatnonzero(self.start[place] >= 0)
 
     def rows_of(self, place: int, number: int) -> Int64:
-        """Return the numbers of the reads of a bundle that the rank at `place` needs."""
+        """Return the indices of a bundle's reads for the rank at `place`."""
         start = self.start[place, number]
         return self.rows[place][start : start + self.count[number]]
 
     def arrivals(self, place: int, without: Collection[int] = ()) -> tuple[Counter[int], Counter[int]]:
         """Return the bytes of `place` by the trainer that is read, and by the place that passes them on.
 
-        Those of the trainers `without` are left out.
+        Bytes of the trainers `without` are left out.
         """
         packed, passed_on = Counter[int](), Counter[int]()
         its = self.of_place(place)
@@ -139,9 +140,9 @@ def _starts(orders: Sequence[tuple[int, ...]], count: Int64, num_places: int) ->
 
 
 def _by_trainer(needs: Sequence[Reads]) -> Iterator[list[Int64]]:
-    """Yield the reads of each place from some trainers. Every read comes once."""
+    """Yield each place's reads, some trainers at a time."""
     num_trainers = 1 + max(int(reads.trainer.max(initial=-1)) for reads in needs)
-    small = num_trainers <= np.iinfo(np.uint16).max  # numpy sorts these much faster
+    small = num_trainers <= np.iinfo(np.uint16).max  # numpy sorts uint16 much faster
     orders, ends = [], []
     for reads in needs:
         trainer = reads.trainer.astype(np.uint16) if small else reads.trainer
@@ -162,9 +163,9 @@ def _by_trainer(needs: Sequence[Reads]) -> Iterator[list[Int64]]:
 def _shares(
     made: HostBundles, needs: Sequence[AlikeReads], kinds: Kinds
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Divide the bundles of the first buffers of all kinds among the places that need them.
+    """Divide the bundles of all kinds' first buffers among the places that need them.
 
-    Yields of each share the number of its bundle, its own, its buffers and bytes as in `HostBundles`.
+    Yields for each share: the bundle's number, the share's number, `low`, `high`, `nbytes`, `padded_nbytes`.
     """
     num_kinds = len(kinds.first)
     of_places = [kinds.kind[np.searchsorted(kinds.buffer, each.reads.src_buffer)] for each in needs]
@@ -177,7 +178,7 @@ def _shares(
         size = sizes[place][rows]
         nbytes = np.bincount(kind, size, num_kinds).astype(np.int64)
         padded = np.bincount(kind, align(size, PIECE_ALIGN), num_kinds).astype(np.int64)
-        # Most trainers hold as much of each tensor as others do.
+        # Most trainers have equal parts of all tensors.
         key = len(order), nbytes.tobytes(), padded.tobytes()
         if key not in known:
             known[key] = list(_shared(len(order), nbytes, padded, kinds))
@@ -187,9 +188,9 @@ def _shares(
 def _shared(
     num_places: int, nbytes: Int64, padded: Int64, kinds: Kinds
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Divide a bundle among `num_places`. It has `nbytes` of each buffer of a kind, `padded` in a message.
+    """Divide a bundle, with `nbytes` per buffer of a kind, or `padded` in a message, among `num_places`.
 
-    Yields of each share its number, its buffers and bytes as in `HostBundles`.
+    Yields for each share: the share's number, `low`, `high`, `nbytes`, `padded_nbytes`.
     """
     times = np.bincount(kinds.kind)
     total = int((nbytes * times).sum())
@@ -218,7 +219,7 @@ def _divide(needs: Sequence[Reads], rows: Sequence[Int64], least_nbytes: int) ->
     }
     order, starts = _equal([*same.values()], place)
     masks = _masks(place[order], starts, len(rows))
-    first = order[starts]  # of equal reads, that of the lowest place
+    first = order[starts]  # the lowest place's read of equal reads
     group = _codes([same["trainer"][first], *masks])
     nth = _sorted(group, first)  # by trainer and places, then as the lowest place reads them
     first, group = first[nth], group[nth]
@@ -230,7 +231,7 @@ def _divide(needs: Sequence[Reads], rows: Sequence[Int64], least_nbytes: int) ->
     begins = np.flatnonzero(np.diff(group, prepend=-1) | np.diff(turn, prepend=-1))
     which = np.searchsorted(new, begins, side="right") - 1
     orders = zip(which.tolist(), (trainer + turn)[begins].tolist(), strict=True)
-    number = np.empty(len(place), np.int64)  # of each read's equals in the order of bundles
+    number = np.empty(len(place), np.int64)  # of each group of equal reads, in the order of bundles
     number[order] = np.repeat(_inverse(nth, len(nth)), np.diff(starts, append=len(order)))
     given = tuple(_rotated(sharing[which], by) for which, by in orders)
     count = np.diff(begins, append=len(nbytes))
@@ -254,14 +255,14 @@ def _divide(needs: Sequence[Reads], rows: Sequence[Int64], least_nbytes: int) ->
 def _equal(columns: Sequence[Column], place: Int64) -> tuple[Int64, Int64]:
     """Find equal reads of different places. Equal reads of one place stay apart.
 
-    Returns an order in which equal ones are consecutive, by place, and where those of each kind start.
+    Returns an order in which equal reads are consecutive, by place, and the start of each run of equal reads.
     """
     bits = np.uint64(max(1, len(place) - 1).bit_length())
     code = row_codes(columns) >> bits
     found = np.sort(code << bits | np.arange(len(place), dtype=np.uint64))  # much faster than argsort
     order = (found & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
     changed = _changes([column[order] for column in columns])
-    if (np.diff(found >> bits) == 0)[changed[1:]].any():  # different reads have one code
+    if (np.diff(found >> bits) == 0)[changed[1:]].any():  # different reads have the same code
         order = np.lexsort(columns)
         changed = _changes([column[order] for column in columns])
     nth = _nth(changed | _changes([place[order]]))
@@ -273,7 +274,7 @@ def _equal(columns: Sequence[Column], place: Int64) -> tuple[Int64, Int64]:
 
 
 def _changes(columns: Sequence[Column]) -> Bool:
-    """Return for each row whether it differs from the row before. The first one does."""
+    """Return True for rows that differ from the row before, and for the first row."""
     changed = np.ones(len(columns[0]), np.bool_)
     changed[1:] = False
     for column in columns:
@@ -282,14 +283,14 @@ def _changes(columns: Sequence[Column]) -> Bool:
 
 
 def _nth(starts: Bool) -> Int64:
-    """Return each row's index in its run."""
+    """Return the index of each row within its run."""
     at = np.arange(len(starts))
     nth: Int64 = at - np.maximum.accumulate(np.where(starts, at, 0))
     return nth
 
 
 def _masks(place: Int64, starts: Int64, num_places: int) -> list[Int64]:
-    """Return a bit for each place of each run, in as many numbers as it takes."""
+    """Return the places of each run as bits, in as many columns as needed."""
     found = []
     for low in range(0, num_places, _MASK_BITS):
         inside = (place >= low) & (place < low + _MASK_BITS)
@@ -305,7 +306,7 @@ def _places(masks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _codes(columns: Sequence[Column]) -> Int64:
-    """Number the different rows. Numbers ascend as rows do."""
+    """Return a number per row, equal for equal rows, in the order of rows."""
     code = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         _, each = np.unique(column, return_inverse=True)
@@ -320,7 +321,7 @@ def _sorted(major: Int64, minor: Int64) -> Int64:
 
 
 def _turns(nbytes: Int64, starts: Int64, num_places: Int64, least_nbytes: int) -> Int64:
-    """Return which share of its run each read belongs to. Runs have as many shares as places, or fewer."""
+    """Return the share of each read within its run. A run has at most as many shares as places."""
     run = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(nbytes)))
     total = _sums(nbytes, starts)
     before = np.cumsum(nbytes) - nbytes
@@ -330,13 +331,13 @@ def _turns(nbytes: Int64, starts: Int64, num_places: Int64, least_nbytes: int) -
 
 
 def _rotated(places: tuple[int, ...], by: int) -> tuple[int, ...]:
-    """Return `places` from another one on; `by` differs by trainer, so that small shares are spread."""
+    """Rotate `places`. `by` differs by trainer, so that small shares are spread."""
     at = by % len(places)
     return (*places[at:], *places[:at])
 
 
 def _inverse(numbers: Int64, most: int) -> Int64:
-    """Return the order of `numbers`, which are all different and less than `most`."""
+    """Return the order of distinct `numbers` below `most`."""
     place = np.full(most, -1)
     place[numbers] = np.arange(len(numbers))
     return place[place >= 0]

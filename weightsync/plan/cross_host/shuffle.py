@@ -25,10 +25,10 @@ _PARTS = 8
 
 
 _DST = ("dst", "dst_buffer")
-"""Columns that only the receiver has. `dst_pitch` is not one of them: it decides how reads are cut."""
+"""Columns that only the receiver has. Senders have `dst_pitch`, which decides how reads are cut."""
 
 Bundle = tuple[int, Mapping[int, Reads]]
-"""A sender, and each receiver's reads of the same bytes. The first receiver passes them on to the others."""
+"""A sender, and reads of the same bytes by receiver. The first receiver passes the bytes on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Lane:
 
     Attributes:
         bundle: lanes of the same number carry the same bytes.
-        hop: 0 if the sender packs them, 1 if it passes on bytes received in the round before.
+        hop: 0 if the sender packs the messages, 1 if it passes on bytes received in the round before.
     """
 
     sender: int
@@ -51,7 +51,7 @@ class Lane:
 class ShufflePlan:
     """Messages between the ranks of a transport, in rounds. Every rank makes the same plan.
 
-    Ranks are those of the transport. Rank s of the source is rank s; rank t of the target is
+    Ranks are ranks of the transport. Rank s of the source is rank s; rank t of the target is
     ``receivers[t]``.
 
     Attributes:
@@ -77,17 +77,17 @@ class ShufflePlan:
         max_message_bytes: int,
         receivers: Sequence[int] | None = None,
     ) -> ShufflePlan:
-        """Plan every byte of the target from one source rank that holds it.
+        """Plan for every byte of the target a source rank that holds the byte.
 
         If several source ranks hold the same bytes, the receiver itself is preferred; among other ranks the
         bytes are balanced.
 
         Args:
             source: layout of the sending ranks.
-            target: layout of the receiving ranks. If it declares live buffers, this proves that every byte of
-                them is written once.
+            target: layout of the receiving ranks. If the layout declares live buffers, this proves that
+                every byte of the buffers is written once.
             max_message_bytes: the most bytes of one round on each side; staging memory is twice this.
-            receivers: the transport's rank of each target rank. By default they follow the senders; give
+            receivers: the transport's rank of each target rank. By default receivers follow the senders; give
                 ``range(len(target))`` if the same ranks send and receive.
 
         Raises:
@@ -165,8 +165,8 @@ class ShufflePlan:
         """Return digests of the messages from `rank` to other ranks, and from other ranks to `rank`.
 
         Two ranks plan the same messages if the first rank's digest for the second, in the first result,
-        equals the second rank's digest for the first, in the second result. A digest is half of a SHA-256. It
-        leaves out where the receiver writes, which the sender does not know.
+        equals the second rank's digest for the first, in the second result. A digest is half of a SHA-256,
+        without the receiver's target places, which the sender does not know.
         """
         header = json.dumps([self.num_senders, self.max_message_bytes]).encode()
         sent = _digests(header, ((lane.receiver, lane) for lane in self.sends(rank)))
@@ -235,7 +235,7 @@ def capacities(
     Args:
         nbytes: int64[B], bytes of each bundle, with each read padded to `PIECE_ALIGN`.
         bundle: int64[M], ascending; a bundle's ends follow each other. A bundle has at least one end.
-        end: int64[M], numbers of ends: a rank that packs, or one that receives.
+        end: int64[M], numbers of ends: a rank that packs, or a rank that receives.
         times: int64[M], how many bundles like this bundle the end has.
         less: by end, bytes of the end's bundles that are never sent together with the other bundles.
 
@@ -292,7 +292,7 @@ def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...
 
 
 def in_order(lanes: Iterable[Lane]) -> tuple[Lane, ...]:
-    """Return `lanes` as they are sent: between two ranks, messages arrive in this order."""
+    """Return `lanes` in sending order: between two ranks, messages arrive in this order."""
     return tuple(sorted(lanes, key=lambda lane: lane.hop))
 
 
@@ -304,7 +304,7 @@ def _ends(bundle: Bundle) -> list[tuple[str, int]]:
 def _digests(header: bytes, lanes: Iterable[tuple[int, Lane]]) -> dict[int, bytes]:
     """Return by peer the first 16 bytes of a SHA-256 of `header` and the peer's `lanes`, in order."""
     states: dict[int, hashlib._Hash] = {}
-    known: dict[int, bytes] = {}  # of messages that only differ in trainer and place, and of names
+    known: dict[int, bytes] = {}  # digests of names, and of messages that differ only in trainer and place
     for peer, lane in lanes:
         moved, names = lane.messages, lane.messages.reads.src_names
         state = states.setdefault(peer, hashlib.sha256(header))
@@ -343,10 +343,10 @@ class Messages:
 
     Attributes:
         round, trainer, offset, nbytes: int64[M]; offset is in the receive buffer, a multiple of 256.
-        bounds: int64[M + 1], the first of each message's `reads`.
+        bounds: int64[M + 1], the message's first row of `reads`.
         reads: the copies that are packed and unpacked, in the messages' order.
-        wire: int64[N], where each read starts in its message, without gaps between rows.
-        origin: int64[N], the number of the given read that each read is, or is a part of.
+        wire: int64[N], the start of each read in its message, without gaps between rows.
+        origin: int64[N], the index of the given read from which each read was cut.
     """
 
     round: Int64
@@ -418,7 +418,7 @@ class Messages:
 
 
 def starts(names: Sequence[str], address: Mapping[str, int]) -> Int64:
-    """Return the address of each buffer, 0 for one that has none."""
+    """Return the address of each buffer, or 0."""
     return np.array([address.get(name, 0) for name in names], np.int64)
 
 

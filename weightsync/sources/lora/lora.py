@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError, StateError
-from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.addresses import AddressGuard, attached_part
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec, is_of_expert
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.lora.peft_modules import adapted_modules, base_name, require_plain_base
 from weightsync.sources.lora.stacked_lora import StackedExperts
-from weightsync.sources.module import segment_of
+from weightsync.sources.module import declare
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.zero.deepspeed import check_engine
 from weightsync.sources.zero_partitions import (
@@ -27,7 +27,6 @@ from weightsync.sources.zero_partitions import (
     part_segments,
     require_current,
     run_of,
-    whole_meta,
     with_memory,
 )
 
@@ -39,11 +38,11 @@ class _Trained:
     """A or B of one of PEFT's modules.
 
     Attributes:
-        name: its own in a checkpoint, or that of all experts' together.
-        module: PEFT's.
-        parameter: what the trainer optimises.
+        name: the name in a checkpoint, or one name for all stacked experts.
+        module: PEFT's module.
+        parameter: the parameter that the trainer optimises.
         suffix: `LORA_A` or `LORA_B`.
-        experts: those that it is of, if they are stacked.
+        experts: the stacked experts that the parameter adapts, if any.
     """
 
     name: str
@@ -54,67 +53,49 @@ class _Trained:
 
     @property
     def is_b(self) -> bool:
-        """Return True if it is B, which the module's scaling multiplies."""
+        """Return True for B, which the module's scaling multiplies."""
         return self.suffix == LORA_B
 
     def metas(self) -> Iterator[TensorMeta]:
-        """Yield the tensors that it is for engines, with its dtype."""
-        whole = meta_of(self.name, self.parameter)
+        """Yield the tensors that engines get, in the parameter's dtype."""
+        whole, _ = declare(self.name, self.parameter)
         if self.experts:
             yield from self.experts.metas(whole, self.suffix)
         else:
             yield whole
 
     def local(self) -> torch.Tensor:
-        """Return the tensor that has the parameter's part on this rank."""
-        return local_tensor(self.parameter)
+        """Return the tensor that has this rank's part. DeepSpeed may give a partition other memory."""
+        return attached_part(part_of(self.parameter))
 
     def live(self) -> torch.Tensor:
-        """Return a view of this rank's part, as it is copied."""
+        """Return a view of this rank's part in the order of the copy."""
         return self.cut(self.local())
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a view of `local`, the parameter's part on this rank, as it is copied."""
+        """Return a view of `local`, the result of `local()`, in the order of the copy."""
+        if is_partitioned(self.parameter):
+            start, stop = run_of(self.parameter)
+            return local[: stop - start]
         return self.experts.by_expert(local, self.suffix) if self.experts else local
 
     def segments(self, held: torch.Tensor) -> Iterator[Segment]:
-        """Yield which boxes are where in `held`, a copy of `live` without gaps."""
-        segment = segment_of(self.name, self.parameter)
-        if self.experts:
-            whole = dataclasses.replace(
-                meta_of(self.name, self.parameter), dtype=meta_of(self.name, held).dtype
-            )
-            yield from self.experts.segments(whole, segment, self.suffix)
+        """Yield the segments of `held`, a copy of `live` without gaps."""
+        whole, segments = declare(self.name, self.parameter)
+        copied = dataclasses.replace(whole, dtype=meta_of(self.name, held).dtype)
+        if is_partitioned(self.parameter):
+            yield from part_segments(copied, self.parameter)
+        elif self.experts:
+            yield from self.experts.segments(copied, segments[0], self.suffix)
         else:
-            yield dataclasses.replace(segment, strides=byte_strides(held))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Partitioned(_Trained):
-    """A or B of which ZeRO-3 keeps a run of elements on this rank. Its `experts` is None."""
-
-    def metas(self) -> Iterator[TensorMeta]:
-        yield whole_meta(self.name, self.parameter)
-
-    def local(self) -> torch.Tensor:
-        """Return the partition itself: DeepSpeed may give it other memory."""
-        return part_of(self.parameter)
-
-    def cut(self, local: torch.Tensor) -> torch.Tensor:
-        start, stop = run_of(self.parameter)
-        return local[: stop - start]
-
-    def segments(self, held: torch.Tensor) -> Iterator[Segment]:
-        (meta,) = self.metas()
-        copied = dataclasses.replace(meta, dtype=meta_of(self.name, held).dtype)
-        yield from part_segments(copied, self.parameter)
+            yield from (dataclasses.replace(each, strides=byte_strides(held)) for each in segments)
 
 
 class LoraSource(TensorSource):
-    """One adapter of a PEFT model. Each version is a copy where the model is: A, and B times the scaling.
+    """Publishes one adapter of a PEFT model: A, and B times the scaling.
 
-    Engines then need not know ``lora_alpha``, and whether PEFT divides it by the rank or by its root. On a
-    GPU, holders read the copy in place.
+    Each version is a copy on the model's device. Engines need not know ``lora_alpha``, nor whether PEFT
+    divides by the rank or by the rank's root. On a GPU, holders read the copy in place.
     """
 
     def __init__(self, model: Any, adapter: str) -> None:  # noqa: ANN401 - PEFT's, or what wraps it
@@ -136,7 +117,7 @@ class LoraSource(TensorSource):
         return AdapterSpec.of(name, [meta for its in found for meta in its.metas()], shares_a)
 
     def cast(self, dtype: str) -> None:
-        """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
+        """Copy to the dtype of the engines' slots, such as ``bfloat16``, from the next `layout` on."""
         self._dtype = dtype
 
     @property
@@ -145,10 +126,10 @@ class LoraSource(TensorSource):
         return all(its.local().is_cuda for its in self._look_up().values())
 
     def _look_up(self) -> Mapping[str, _Trained]:
-        """Find the adapter's parameters, by their names.
+        """Return the adapter's parameters by name.
 
         Raises ConfigError if there are none, if the adapter does more than A and B, if PEFT changed the base,
-        or if a rank's part of them cannot be read.
+        or if a rank's part of a parameter cannot be read.
         """
         if hasattr(self.model, "autotp_size"):  # as DeepSpeed's engines have
             check_engine(self.model)
@@ -171,13 +152,13 @@ class LoraSource(TensorSource):
             kind = meta_of(name, held).dtype
             metas += (dataclasses.replace(meta, dtype=kind) for meta in its.metas())
             segments += its.segments(held)
-        return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
+        return LocalWeights(RankLayout(tuple(metas), tuple(segments)), {}, computed=self._held)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._held
+        return {}
 
-    def _watch(self, weights: LocalWeights) -> _Unmoved:
-        return _Unmoved()
+    def _watch(self, weights: LocalWeights) -> AddressGuard:
+        return AddressGuard(torch.nn.Module(), {})  # the copies never move, and `_follow` watches parameters
 
     def _follow(self) -> bool:
         """Look the parameters up again if tensors of the model were replaced. Returns whether they were.
@@ -191,7 +172,7 @@ class LoraSource(TensorSource):
         return True
 
     def _finish(self) -> None:
-        """Copy the adapter as it is now. Raises StateError if partitions are not."""
+        """Copy the adapter as it is now. Raises StateError if partitions are out of date."""
         if self._adapter_copies is None or not self._adapter_copies.have_memory():
             self._follow()
         assert self._adapter_copies
@@ -214,24 +195,22 @@ class LoraSource(TensorSource):
 def _trained(path: str, module: Any, adapter: str) -> Iterator[_Trained]:  # noqa: ANN401 - PEFT's
     """Yield A and B of one of PEFT's modules. Raises ConfigError if they cannot be read."""
     lives = {suffix: getattr(module, kind)[adapter].weight for suffix, kind in _KINDS.items()}
-    if not any(map(is_partitioned, lives.values())):
-        experts = StackedExperts.of(path, module)
-        for suffix, live in lives.items():
-            yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
-        return
-    if parameter := getattr(module, "parameter_name", ""):
+    parameter = getattr(module, "parameter_name", "")
+    if parameter and any(map(is_partitioned, lives.values())):
         remedy = "leave it out: under ZeRO-3, adapters of modules are read"
         raise ConfigError("target_parameters", f"{path}.{parameter}", remedy)
+    experts = StackedExperts.of(path, module)
     for suffix, live in lives.items():
-        check_partition(path + suffix, live)
-        yield _Partitioned(path + suffix, module, live, suffix, None)
+        if is_partitioned(live):
+            check_partition(path + suffix, live)
+        yield _Trained((experts.name if experts else path) + suffix, module, live, suffix, experts)
 
 
 class _Copies:
-    """Copies what is trained, on whatever stream, to memory that stays where it is.
+    """Copies A and B, trained on any stream, to memory that does not move.
 
     Attributes:
-        partitioned: the parameters that ZeRO-3 partitions, with their names.
+        partitioned: names and parameters that ZeRO-3 has partitioned.
     """
 
     def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
@@ -246,18 +225,18 @@ class _Copies:
         self._devices = {copied.device for copied in self._held if copied.is_cuda}
 
     def have_memory(self) -> bool:
-        """Return True if what is copied is still allocated. The model may use other memory by now."""
+        """Return True if the parameters are still at the same addresses."""
         return self._find() == self._addresses
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
+        """Copy all parameters in few kernels: hundreds of small copies would take longer than the bytes."""
         for device in self._devices:
             torch.cuda.synchronize(device)
         values = [its.cut(local) for its, local in zip(self._found, self._locals, strict=True)]
         factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
-        # B is rounded once, after its product. Holders may read the copy while it is made again:
-        # it must never have B without the factor.
+        # B is rounded once, after the product. Holders may read the copy at any time, so the copy
+        # must never have B without the factor.
         products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
         for number, product in zip(self._rows_of_b, products, strict=True):
             values[number] = product
@@ -265,15 +244,3 @@ class _Copies:
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._locals))
-
-
-class _Unmoved:
-    """The copies never move, and `_follow` looks at what they are of."""
-
-    strays: frozenset[str] = frozenset()
-
-    def as_before(self, model: object) -> bool:
-        return True
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return []

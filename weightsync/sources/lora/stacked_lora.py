@@ -10,7 +10,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Box, Segment, TensorMeta
-from weightsync.protocol.adapters import LORA_A, LORA_B
+from weightsync.protocol.adapters import LORA_A
 
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The projections in each of the parameters in which transformers stacks experts."""
@@ -21,14 +21,14 @@ _OUTER = ".base_layer"
 class StackedExperts:
     """A parameter with the weights of all experts, [experts, outputs, inputs], that PEFT adapts.
 
-    A has the rows of one expert after another, [experts * rank, inputs]. The columns of B begin with the
-    first one of each expert, [outputs, rank * experts]. Projections that the parameter has one below the
-    other have the same A, and rows of B.
+    A has the rows of one expert after another, [experts * rank, inputs]. B begins with the first column of
+    each expert, [outputs, rank * experts]. If the parameter stacks two projections, both use the same A, and
+    each projection has rows of B.
 
     Attributes:
-        path: the experts' in a checkpoint, such as ``model.layers.0.mlp.experts``.
-        parameter: its name.
-        count: how many experts it has.
+        path: the experts' name in a checkpoint, such as ``model.layers.0.mlp.experts``.
+        parameter: the parameter's name.
+        count: the number of experts.
     """
 
     path: str
@@ -37,7 +37,9 @@ class StackedExperts:
 
     @classmethod
     def of(cls, path: str, module: Any) -> StackedExperts | None:  # noqa: ANN401 - PEFT's
-        """Return what one of PEFT's modules adapts, if it is a parameter. `path` is its name in PEFT's model.
+        """Return the stacked experts that one of PEFT's modules adapts, or None.
+
+        `path` is the module's name in PEFT's model.
 
         Raises ConfigError for other parameters than those of experts, and for transposed ones.
         """
@@ -50,7 +52,7 @@ class StackedExperts:
         if parameter not in _PROJECTIONS or len(module.get_param().shape) != 3:
             known = " and ".join(_PROJECTIONS)
             raise ConfigError("target_parameters", name, f"leave it out: {known} of stacked experts are read")
-        # Where it is false, PEFT takes the inputs for the outputs.
+        # If it is false, PEFT mistakes the inputs for the outputs.
         if not getattr(module, "_did_swap_in_out_features", False):
             remedy = "leave it out: its experts are read as [experts, outputs, inputs], by PEFT 0.19 or newer"
             raise ConfigError("target_parameters", name, remedy)
@@ -58,7 +60,7 @@ class StackedExperts:
 
     @property
     def name(self) -> str:
-        """Its name in a checkpoint of the model."""
+        """The parameter's name in a checkpoint of the model."""
         return f"{self.path}.{self.parameter}"
 
     def metas(self, whole: TensorMeta, suffix: str) -> Iterator[TensorMeta]:
@@ -74,55 +76,37 @@ class StackedExperts:
                 yield replace(whole, name=self._name_of(expert, projection, suffix), shape=shape)
 
     def by_expert(self, local: torch.Tensor, suffix: str) -> torch.Tensor:
-        """Return a view of a rank's rows of A or B, with those of one expert after another."""
+        """Return a view of a rank's rows of A or B, one expert after another."""
         if suffix == LORA_A:
             return local
         rows, columns = local.shape
         return local.view(rows, columns // self.count, self.count).permute(2, 0, 1)
 
     def segments(self, whole: TensorMeta, held: Segment, suffix: str) -> Iterator[Segment]:
-        """Yield the boxes of the experts' A or B that a rank has in a copy of `by_expert`, without gaps.
+        """Yield the segments of a rank's copy of `by_expert`, which has no gaps.
 
-        `held` says which box of `whole` the rank has. Raises ConfigError if a box of B has some columns only.
+        `held` has the rank's box of `whole`. Raises ConfigError if a box of B only has some of the columns.
         """
         (top, left), (rows, columns) = held.box.offset, held.box.extent
-        if suffix == LORA_A:
-            yield from self._segments_of_a(whole, held)
-            return
-        if columns != whole.shape[1]:
+        projections, is_a = _PROJECTIONS[self.parameter], suffix == LORA_A
+        if not is_a and columns != whole.shape[1]:
             remedy = f"shard {whole.name} by rows: its columns belong to experts in turns"
             raise ConfigError("self.model", f"columns {left} to {left + columns}", remedy)
-        projections, rank = _PROJECTIONS[self.parameter], columns // self.count
-        size, step = whole.shape[0] // len(projections), rank * whole.itemsize
-        for number, projection in enumerate(projections):
-            first, end = _common(number * size, size, top, rows)
-            for expert in range(self.count if first < end else 0):
-                yield Segment(
-                    self._name_of(expert, projection, LORA_B),
-                    Box((first - number * size, 0), (end - first, rank)),
-                    held.buffer,
-                    (expert * rows + first - top) * step,
-                    (step, whole.itemsize),
-                )
-
-    def _segments_of_a(self, whole: TensorMeta, held: Segment) -> Iterator[Segment]:
-        (top, left), (rows, columns) = held.box.offset, held.box.extent
-        rank, step = whole.shape[0] // self.count, columns * whole.itemsize
+        size = whole.shape[0] // (self.count if is_a else len(projections))
+        width = columns if is_a else columns // self.count
+        step = width * whole.itemsize
         for expert in range(self.count):
-            first, end = _common(expert * rank, rank, top, rows)
-            for projection in _PROJECTIONS[self.parameter] if first < end else ():
-                yield Segment(
-                    self._name_of(expert, projection, LORA_A),
-                    Box((first - expert * rank, left), (end - first, columns)),
-                    held.buffer,
-                    (first - top) * step,
-                    (step, whole.itemsize),
-                )
+            for number, projection in enumerate(projections):
+                start = (expert if is_a else number) * size
+                first, end = max(start, top), min(start + size, top + rows)
+                if first < end:
+                    yield Segment(
+                        self._name_of(expert, projection, suffix),
+                        Box((first - start, left), (end - first, width)),
+                        held.buffer,
+                        (first - top + (0 if is_a else expert * rows)) * step,
+                        (step, whole.itemsize),
+                    )
 
     def _name_of(self, expert: int, projection: str, suffix: str) -> str:
         return f"{self.path}.{expert}.{projection}{suffix}"
-
-
-def _common(start: int, size: int, top: int, rows: int) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, that two ranges have in common."""
-    return max(start, top), min(start + size, top + rows)

@@ -1,4 +1,4 @@
-"""How Megatron cuts a parameter over ranks, and which boxes of the checkpoint's tensors a rank then holds."""
+"""Finds the boxes of a checkpoint's tensors in a parameter that Megatron cuts over ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, unique
+from functools import partial
 from types import MappingProxyType
 
 from weightsync.errors import ConfigError, PlanError
@@ -14,9 +15,9 @@ from weightsync.plan import Box
 
 @unique
 class Cut(Enum):
-    """How one parameter is cut, and how many tensors it holds. n is the size of the tensor-parallel group.
+    """How one parameter is cut. n is the size of the tensor-parallel group.
 
-    Experts take the expert-tensor-parallel group instead.
+    Experts use the expert-tensor-parallel group instead.
     """
 
     WHOLE = "whole"
@@ -30,12 +31,12 @@ class Cut(Enum):
     GATED = "gated"
     """Two tensors, gate and up. Each rank holds its rows of gate, then its rows of up."""
     QKV = "qkv"
-    """Three tensors, interleaved by query group: its query heads, its key head, its value head. The
-    interleaved rows are cut evenly, so a group is split where there are fewer groups than ranks."""
+    """Three tensors, interleaved by query group: query heads, a key head and a value head. The interleaved
+    rows are cut evenly, so a group is split if there are fewer groups than ranks."""
     Q_LATENT = "q_latent"
     """The rows of MLA's query down-projection: whole on each rank, or cut, by the layer's kind."""
     KV_LATENT = "kv_latent"
-    """The rows of MLA's key-value down-projection, with those of the rotary key: whole, or cut."""
+    """The rows of MLA's key-value down-projection and the rotary key: whole, or cut."""
     STACKED_GATED = "stacked_gated"
     """Gate and up of all local experts, input-major: memory of shape [experts, inputs, 2 · outputs / n]."""
     STACKED_ROWS = "stacked_rows"
@@ -45,17 +46,17 @@ class Cut(Enum):
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors a parameter that is cut so holds."""
+        """The number of tensors in a parameter with this cut."""
         return {Cut.QKV: 3, Cut.GATED: 2, Cut.STACKED_GATED: 2}.get(self, 1)
 
     @property
     def is_latent(self) -> bool:
-        """Return True if the layer's kind decides if it is cut at all."""
+        """Return True if the layer's kind decides whether the parameter is cut."""
         return self in (Cut.Q_LATENT, Cut.KV_LATENT)
 
     @property
     def axis(self) -> int | None:
-        """The parameter's dimension that is cut over ranks. None if it is whole."""
+        """The parameter's dimension that is cut over ranks. None for `WHOLE`."""
         if self is Cut.WHOLE:
             return None
         return 1 if self in (Cut.COLUMNS, Cut.STACKED_GATED, Cut.STACKED_ROWS) else 0
@@ -71,7 +72,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of the model that a local parameter's shape does not tell.
+    """Sizes of the model that do not follow from a local parameter's shape.
 
     Attributes:
         vocab_size: the checkpoint's rows of the embedding, without padding.
@@ -91,7 +92,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A parameter as this rank holds it: its name, its shape, and bytes from one element to the next."""
+    """A parameter on this rank: name, shape, and bytes from one element to the next."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,12 +104,12 @@ class HeldBox:
     """A box of a checkpoint's tensor in a local parameter.
 
     Attributes:
-        tensor: number of the tensor among those that the parameter holds.
+        tensor: number of the tensor among the parameter's tensors.
         shape: the tensor's shape.
         box: the part that this rank holds.
         start: bytes from the parameter's first element to the box's first.
         strides: bytes from one element of the box to the next, per dimension.
-        expert: number of the expert among this rank's, in a stack of them.
+        expert: number of the expert among this rank's stacked experts.
     """
 
     tensor: int
@@ -164,7 +165,7 @@ def _gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
 
 
 def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    """Yield the overlaps of this rank's rows with each group's queries, key and value."""
+    """Yield the overlaps of this rank's rows with queries, key and value of all groups."""
     groups, dim, rows = sizes.num_query_groups, sizes.head_dim, array.shape[0]
     queries = sizes.num_heads // groups
     per_group = (queries + 2) * dim
@@ -182,14 +183,6 @@ def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
             at += count
 
 
-def _q_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _latent(array, group, sizes.q_latent)
-
-
-def _kv_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _latent(array, group, sizes.kv_latent)
-
-
 def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
     count = array.shape[0]
     if rows not in (count, count * group.size):
@@ -197,17 +190,9 @@ def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
     yield _run(array, 0, rows, 0, count, 0 if count == rows else count * group.rank)
 
 
-def _stacked_gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _stacked_outputs(array, group, sizes.num_local_experts, 2)
-
-
-def _stacked_rows(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
-    return _stacked_outputs(array, group, sizes.num_local_experts, 1)
-
-
-def _stacked_outputs(array: Array, group: Group, num_experts: int, num_tensors: int) -> Iterator[HeldBox]:
+def _stacked_outputs(array: Array, group: Group, sizes: Sizes, num_tensors: int) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, tensors · outputs]."""
-    inputs, width = array.shape
+    (inputs, width), num_experts = array.shape, sizes.num_local_experts
     itemsize = _stack_itemsize(array, width, num_experts * num_tensors)
     count = width // num_experts // num_tensors
     shape, box = (count * group.size, inputs), Box((count * group.rank, 0), (count, inputs))
@@ -237,10 +222,10 @@ _CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[HeldBox]]] = Map
         Cut.VOCABULARY: _vocabulary,
         Cut.GATED: _gated,
         Cut.QKV: _qkv,
-        Cut.Q_LATENT: _q_latent,
-        Cut.KV_LATENT: _kv_latent,
-        Cut.STACKED_GATED: _stacked_gated,
-        Cut.STACKED_ROWS: _stacked_rows,
+        Cut.Q_LATENT: lambda array, group, sizes: _latent(array, group, sizes.q_latent),
+        Cut.KV_LATENT: lambda array, group, sizes: _latent(array, group, sizes.kv_latent),
+        Cut.STACKED_GATED: partial(_stacked_outputs, num_tensors=2),
+        Cut.STACKED_ROWS: partial(_stacked_outputs, num_tensors=1),
         Cut.STACKED_COLUMNS: _stacked_columns,
     }
 )

@@ -1,9 +1,8 @@
-"""Weights of Megatron-Core's models, read where they are."""
+"""Reads weights of Megatron-Core's models in place."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,22 +28,22 @@ _REMEDY = (
 
 
 class MegatronSource(TensorSource):
-    """Reads a ``GPTModel``, or the chunks of a pipeline stage, in the wrappers that Megatron gave them.
+    """Reads a ``GPTModel``, or the chunks of a pipeline stage, in Megatron's wrappers.
 
     `TrainerShard` makes one from ``self.model`` and ``self.hf_config``. For a family of your own, set it::
 
         self.source = MegatronSource(self.chunks, family=mine, vocab_size=151936)
 
     Tensors are named as in the checkpoint, but experts are parts of stacks, as engines name them. Rows that
-    pad the vocabulary do not travel. If the distributed optimizer overlaps its gather with the forward pass,
-    the gather is completed first, see `finish`: then all ranks of a data-parallel group have to publish, as
-    they do in an update.
+    pad the vocabulary do not travel. If the distributed optimizer overlaps gathers with the forward pass, the
+    gathers are completed first, see `finish`: all ranks of a data-parallel group must then publish, as in an
+    update.
 
     Args:
         model: a model or a list of model chunks.
         exclude: patterns of names that are left out, such as ``value_head.*``: Megatron's for parameters, or
             the checkpoint's for tensors.
-        names: what the checkpoint's names become, see `Names`.
+        names: other names for the checkpoint's tensors, see `Names`.
         frozen: patterns of names in the checkpoint, as in `TrainerShard`.
         offloads: as in `TensorSource`.
         hf_config: the checkpoint's configuration, with `model_type` and `vocab_size`.
@@ -93,22 +92,12 @@ class MegatronSource(TensorSource):
             finish(self.model)
 
 
-class _Guard:
-    """Addresses of all chunks of a stage.
-
-    Attributes:
-        strays: names of tensors that no chunk holds: none.
-    """
+class _Guard(AddressGuard):
+    """Addresses of all chunks of a stage."""
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
         self._chunks = nn.ModuleList(as_modules(model))
-        self._guard = AddressGuard(self._chunks, tensors)
-        self.strays = self._guard.strays
+        super().__init__(self._chunks, tensors)
 
     def as_before(self, model: nn.Module | Sequence[nn.Module]) -> bool:
-        now = as_modules(model)
-        same = len(now) == len(self._chunks) and all(map(is_, now, self._chunks))
-        return same and self._guard.as_before(self._chunks)
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return self._guard.moved(tensors)
+        return as_modules(model) == [*self._chunks] and super().as_before(self._chunks)

@@ -1,66 +1,52 @@
-"""Weights of DeepSpeed's engine: ZeRO-3 partitions where they lie, whole parameters of ZeRO-0, 1 and 2.
+"""Reads weights of DeepSpeed's engine: partitions of ZeRO-3, whole parameters of ZeRO-0, 1 and 2.
 
 Nothing is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard
-from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
-from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.memory.tensors import named_tensors
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.readable import require_strided
-from weightsync.sources.tensors import Guard, TensorSource
+from weightsync.sources.module import ModuleSource, weights_of
+from weightsync.sources.tensors import Guard
 from weightsync.sources.tested import warn_untested
-from weightsync.sources.zero_partitions import (
-    PART,
-    check_partition,
-    is_partitioned,
-    part_segments,
-    require_current,
-    whole_meta,
-    with_memory,
-)
+from weightsync.sources.zero_partitions import PART, is_partitioned, require_current
 
 
-class DeepSpeedSource(TensorSource):
-    """Reads the engine that ``deepspeed.initialize`` returns, under the names of its module's ``state_dict``.
+class DeepSpeedSource(ModuleSource):
+    """Reads the engine of ``deepspeed.initialize``, with the names of the module's ``state_dict``.
 
-    Partitions are read where they are, on the GPU or offloaded to the host. So are those of parameters that
+    Partitions are read in place, on the GPU or offloaded to the host, also the partitions of parameters that
     persist whole on every rank.
     """
 
     _partitioned: Sequence[tuple[str, Any]] = ()
 
+    @property
+    def _module(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.model.module
+        return module
+
     def _weights(self) -> LocalWeights:
         check_engine(self.model)
-        held, tied = named_tensors(self.model.module)
-        require_strided(held)
+        held, tied = named_tensors(self._module)
         self._partitioned = [(name, tensor) for name, tensor in held.items() if is_partitioned(tensor)]
-        metas: list[TensorMeta] = []
-        segments: list[Segment] = []
-        for name, tensor in held.items():
-            meta, its = _declare(name, tensor)
-            metas.append(meta)
-            segments += its
-        return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), with_memory(held))
+        return weights_of(held, tied)
 
     def _watch(self, weights: LocalWeights) -> Guard:
-        return _Guard(self.model.module, weights.tensors, part=PART)
-
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return with_memory(named_tensors(self.model.module)[0])
+        return _Guard(self._module, weights.tensors, part=PART)
 
     def _finish(self) -> None:
         """Require that partitions are up to date.
 
-        Those of offloaded weights were looked at before they were released.
+        Partitions of offloaded weights were checked before the offload.
         """
         if not self._offloaded:
             require_current(self._rank, self._partitioned)
@@ -82,13 +68,3 @@ def check_engine(engine: Any) -> None:  # noqa: ANN401
         remedy = "DeepSpeed does not say how AutoTP cuts parameters: use ZeRO-3 without it"
         raise ConfigError("tensor_parallel.autotp_size", engine.autotp_size(), remedy)
     warn_untested("deepspeed")
-
-
-def _declare(name: str, tensor: torch.Tensor) -> tuple[TensorMeta, tuple[Segment, ...]]:
-    """Return a tensor's global shape and this rank's segments of it."""
-    if not is_partitioned(tensor):
-        meta = meta_of(name, tensor)
-        return meta, (Segment(name, Box.whole(meta.shape), name, 0, byte_strides(tensor)),)
-    check_partition(name, tensor)
-    meta = whole_meta(name, tensor)
-    return meta, part_segments(meta, tensor)

@@ -1,0 +1,1 @@
+"""Recipes: schema, validation, and lines in YAML files."""

@@ -1,0 +1,1 @@
+"""Loops and scripts that one runs, top to bottom, and their steps."""

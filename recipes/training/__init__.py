@@ -1,0 +1,1 @@
+"""The task, the policy and the trainers that teach it."""
