@@ -93,7 +93,7 @@ class Shard(Claimable):
         self._readiness = Readiness(self._ready)
         self._node = serve(offer, _Early(self, self._readiness), TrainerNode)
 
-    def on_its_gpu(self) -> AbstractContextManager[object]:
+    def sync_on_its_gpu(self) -> AbstractContextManager[object]:
         """Make the actor's GPU the current device of this thread."""
         return nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
 
@@ -103,12 +103,12 @@ class Shard(Claimable):
         In place, tell the driver once holders may read the share, then digest it. Without a `ticket`, tell
         nobody. If it `tells`, the driver gets the report by the node, too.
         """
-        report = self.publish_once(task, ticket)
+        report = self.sync_publish_once(task, ticket)
         if tells and self._node:
             self._node.notify(published(ticket, report))
         return report
 
-    def publish_once(self, task: PublishTask, ticket: int) -> PublishReport:
+    def sync_publish_once(self, task: PublishTask, ticket: int) -> PublishReport:
         """Publish, or return the report of the same `ticket`."""
         publish = partial(self._publish, task, ticket)
         return self._readiness.once(ticket, publish) if self._readiness else publish()
@@ -161,9 +161,9 @@ class _Early:
         self._shard, self._readiness = shard, readiness
 
     def readable(self, ticket: int) -> bool:
-        with self._shard.on_its_gpu():
+        with self._shard.sync_on_its_gpu():
             return self._readiness.early(ticket)
 
     def publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport:
-        with self._shard.on_its_gpu():
-            return self._shard.publish_once(task, ticket)
+        with self._shard.sync_on_its_gpu():
+            return self._shard.sync_publish_once(task, ticket)

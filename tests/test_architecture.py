@@ -6,7 +6,7 @@ knows Ray::
     recipes
     actors        plugins     testing       extend
     driver        holder      engines       sources
-    collectives
+    collectives   node
     channel       readers     transports
     quantising
     memory        report
@@ -82,7 +82,7 @@ FLOORS = (
     ("weightsync.memory", "weightsync.report"),
     ("weightsync.quantising",),
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
-    ("weightsync.collectives",),
+    ("weightsync.collectives", "weightsync.node"),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
     ("weightsync.testing", "weightsync.extend", *PLUGINS, "weightsync.actors"),
     ("weightsync.recipes",),

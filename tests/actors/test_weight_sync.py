@@ -502,6 +502,15 @@ def test_an_update_calls_holders_and_engines_by_their_nodes(
     assert holds(sync, "e0")
 
 
+def test_weights_that_were_trained_before_another_connect_arrive(make: Make) -> None:
+    sync = make()
+    for version in (1, 2, 3):
+        sync.connect()
+        ray.get(sync.trainers()[0].train.remote(version))
+        sync.update_weights(version)
+        assert holds(sync, "e0")
+
+
 def test_an_actor_that_cannot_reach_the_driver_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     offer = Links.offer
     unreachable = {"endpoint": "tcp://127.0.0.1:1"}
