@@ -29,7 +29,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import serve
+from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
@@ -52,6 +52,7 @@ class EngineCalls(Claimable):
     _digests: Future[EngineDigests] | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
+    _node: Node | None = None
 
     async def sync_placements(self, _: object = None) -> list[Placement]:
         """Return the ranks' placements: the devices that their layouts name.
@@ -176,8 +177,10 @@ class EngineCalls(Claimable):
 
     async def sync_serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
-        node = serve(offer, _Methods(self), EnginePeer, asyncio.get_running_loop())
-        await asyncio.wrap_future(node.welcomed)
+        if self._node:  # of a driver that died, or of a link that has ended
+            self._node.stop()
+        self._node = serve(offer, _Methods(self), EnginePeer, asyncio.get_running_loop())
+        await asyncio.wrap_future(self._node.welcomed)
 
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
         """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.

@@ -90,6 +90,8 @@ class Shard(Claimable):
 
         The node's threads have the actor's GPU as current device. Returns before the node has dialled.
         """
+        if self._node:  # of a driver that died, or of a link that has ended
+            self._node.stop()
         self._readiness = Readiness(self._ready)
         self._node = serve(offer, _Early(self, self._readiness), TrainerNode)
 

@@ -132,7 +132,11 @@ def test_adapters_share_a_process_at_each_place(rig: Rig) -> None:
     assert processes() == held
     assert all(mine > others for pid in held for mine, others in zip(used(pid), before[pid], strict=True))
     rig.sync.unregister_adapter("chat")
-    assert until(lambda: {pid: used(pid) for pid in held} == before, patient(10)), "what it had is free"
+    # Of a node's threads, some may have ended since.
+    assert until(
+        lambda: all(use <= was for pid in held for use, was in zip(used(pid), before[pid], strict=True)),
+        patient(10),
+    )
     rig.update("code")
     assert rig.serves("math", "code")
     rig.sync.unregister_adapter("math")

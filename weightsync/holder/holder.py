@@ -36,7 +36,7 @@ from weightsync.holder.update import BucketConsumer, moved_buckets, open_consume
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import serve
+from weightsync.node.node import Node, serve
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -112,6 +112,7 @@ class Holder:
         self._live_source, self._runs = LiveSource(name, host, ports), RefillRuns(name)
         self._moving, self._preparing, self._make_staging = threading.Lock(), threading.Lock(), make_staging
         self._watched = threading.Event()
+        self._node: Node | None = None
 
     def __repr__(self) -> str:
         """Return the name that Ray puts before each line of this holder's log."""
@@ -144,7 +145,13 @@ class Holder:
 
     def serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
-        serve(offer, self, HolderPeer).welcomed.result()
+        self._stop_node()
+        self._node = serve(offer, self, HolderPeer)
+        self._node.welcomed.result()
+
+    def _stop_node(self) -> None:
+        if self._node:  # of a driver that died, or of a link that has ended
+            self._node.stop()
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
@@ -470,6 +477,7 @@ class Holder:
         self.abort(cause := f"{self.name} is closed")
         self.stop_refill(cause)
         self._watched.set()
+        self._stop_node()
         with self._preparing:
             self._leave()
             for taken in (self.snapshot_store, self._send_buffer, *self._slots, *self._retired):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import secrets
@@ -52,8 +53,6 @@ _SEND_S = 10.0
 """Time for the driver to make room for a message."""
 _AGAIN_S = 3600.0
 """How long `serve` looks for its driver after a lost connection: a link may be down for long."""
-_MAX_IDLE = 8
-"""Threads that wait for calls. More than these end."""
 
 
 class Node:
@@ -128,13 +127,16 @@ class Node:
         """Wait for messages and answer calls, beside other threads."""
         while not self._over.is_set():
             with self._counting:
-                if self._num_idle == _MAX_IDLE:
-                    return
                 self._num_idle += 1
-            is_woken = bool(self._poll.poll(_LOOK_S))
+            try:
+                is_woken = bool(self._poll.poll(_LOOK_S))
+            except ValueError:  # the node has ended
+                is_woken = False
             with self._counting:
                 self._num_idle -= 1
                 is_last = self._num_idle == 0
+            if not (is_woken or is_last):
+                return  # others are enough
             if is_woken and (asked := self._read()):
                 if is_last:
                     on_daemon(self._work, "weightsync-node")
@@ -161,7 +163,7 @@ class Node:
 
     def _wake_another(self, stream: Stream) -> None:
         """Have the next message wake one thread."""
-        if not self._over.is_set():
+        with contextlib.suppress(ValueError):  # the node has ended
             self._poll.modify(stream, _ONCE)
 
     def _take(self, came: Sequence[bytes]) -> list[Ask]:
@@ -192,6 +194,7 @@ class Node:
         self._over.set()
         if self._stream:
             self._stream.close()
+        self._poll.close()
 
     def _dial(self, timeout_s: float) -> list[Ask]:
         """Connect, until the driver answers. Returns the first calls. Ends the node if that takes longer."""
@@ -227,7 +230,7 @@ class Node:
         asked = self._take(first)
         with self._sending:
             self._send_answers()
-        if not self._over.is_set():
+        with contextlib.suppress(ValueError):  # the node has ended
             self._poll.register(stream, _ONCE)
         return asked
 
