@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from weightsync.config import Ports
-from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
+from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError, WireError
 from weightsync.node.calls import Method, methods_of
 from weightsync.node.codec import decode
 from weightsync.node.messages import (
@@ -24,6 +24,7 @@ from weightsync.node.messages import (
     Bye,
     Drop,
     Hello,
+    Late,
     NodeOffer,
     Notice,
     Raised,
@@ -44,8 +45,8 @@ logger = logging.getLogger("weightsync.node")
 class _Call:
     """A call that waits for its answer."""
 
-    def __init__(self, method: Method, told: asyncio.Future[None] | None) -> None:
-        self.method, self.told = method, told
+    def __init__(self, name: str, method: Method, told: asyncio.Future[None] | None) -> None:
+        self.name, self.method, self.told, self.timeout_s = name, method, told, left_s()
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
@@ -108,9 +109,9 @@ class Link:
         data = method.encoded(args[:-1] if method.tells else args)
         await self.dialled()
         self._ticket += 1
-        ticket, call = self._ticket, _Call(method, told)
+        ticket, call = self._ticket, _Call(name, method, told)
         self._calls[ticket] = call
-        self._send(Ask(ticket, name, data, time.monotonic() + left_s()))
+        self._send(Ask(ticket, name, data, time.monotonic() + call.timeout_s))
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -161,7 +162,7 @@ class Link:
             return f"it is taken for dead: {self._error}"
         return "another process has this place" if self._process not in ("", process) else ""
 
-    def _came(self, message: Answer | Raised | Tell) -> None:
+    def _came(self, message: Answer | Raised | Late | Tell) -> None:
         call = self._calls.get(message.ticket)
         if call is None or call.answer.done():
             return  # it was given up
@@ -176,7 +177,9 @@ class Link:
         except WeightSyncError as error:
             call.answer.set_exception(error)
 
-    def _value(self, call: _Call, message: Answer | Raised) -> object:
+    def _value(self, call: _Call, message: Answer | Raised | Late) -> object:
+        if isinstance(message, Late):
+            raise DeadlineError(call.name, (self.name,), round(call.timeout_s, 3))
         if isinstance(message, Answer):
             return decode(message.value, call.method.answer)
         raise message.error.rebuild() if message.error else PeerError(self.name, message.text)

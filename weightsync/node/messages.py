@@ -15,6 +15,7 @@ __all__ = [
     "Drop",
     "FromNode",
     "Hello",
+    "Late",
     "NodeOffer",
     "Notice",
     "Raised",
@@ -62,6 +63,12 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     ticket: int
     error: SentError | None
     text: str = ""
+
+
+class Late(msgspec.Struct, frozen=True, tag="late"):
+    """Node -> driver: call `ticket` came after its deadline, and was not carried out."""
+
+    ticket: int
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
@@ -112,7 +119,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 ToNode: TypeAlias = Welcome | Refused | Bye | Ask | Drop
-FromNode: TypeAlias = Hello | Answer | Raised | Tell | Notice
+FromNode: TypeAlias = Hello | Answer | Raised | Late | Tell | Notice
 
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

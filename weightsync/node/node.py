@@ -29,6 +29,7 @@ from weightsync.node.messages import (
     Drop,
     FromNode,
     Hello,
+    Late,
     NodeOffer,
     Notice,
     Raised,
@@ -237,8 +238,7 @@ class Node:
     def _answer(self, ask: Ask) -> None:
         if time.monotonic() - self._ahead_s > ask.deadline:
             logger.warning("%s() came after its deadline, and is not carried out", ask.method)
-            with self._sending:
-                del self._running[ask.ticket]
+            self._reply(Late(ask.ticket))
             return
         reply: Answer | Raised
         try:
@@ -251,10 +251,13 @@ class Node:
         except Exception as error:  # the driver waits for an answer, and calls it a PeerError
             logger.exception("%s() failed", ask.method)
             reply = Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
+        self._reply(reply)
+
+    def _reply(self, reply: Answer | Raised | Late) -> None:
         data = msgspec.msgpack.encode(reply)
         with self._sending:
-            del self._running[ask.ticket]
-            self._unsent[ask.ticket] = data
+            del self._running[reply.ticket]
+            self._unsent[reply.ticket] = data
             self._send_answers()
 
     def _called(self, ask: Ask, method: Method) -> Any:  # noqa: ANN401 - the method's answer

@@ -18,8 +18,8 @@ def left_s() -> float:
 
 @contextmanager
 def within(timeout_s: float) -> Iterator[None]:
-    """Give tasks that the body creates a deadline in `timeout_s` seconds, or sooner if this task has one."""
-    token = _deadline.set(min(_deadline.get(), time.monotonic() + timeout_s))
+    """Give tasks that the body creates a deadline in `timeout_s` seconds, in place of this task's."""
+    token = _deadline.set(time.monotonic() + timeout_s)
     try:
         yield
     finally:
