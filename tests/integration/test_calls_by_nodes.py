@@ -810,7 +810,7 @@ def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> 
         counts = {f"model.layers.{i}.weight": 1 for i in range(60_000)}
         sent = PublishReport(WORDS, WORDS[::-1].copy(), counts, (span,), WORDS + 1)
         for number in (old, ticket, ticket):  # the last one is repeated: nobody waits for it
-            process.node.notify(published(number, sent))
+            await asyncio.to_thread(process.node.notify, published(number, sent))
         report = await asyncio.wait_for(told, patient(10))
         assert not given_up.done()
         assert (report.fingerprint == sent.fingerprint).all()

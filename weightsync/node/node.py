@@ -284,27 +284,33 @@ class Node:
         with self._counting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                on_daemon(self._loop.run_forever, "weightsync-node")
+                ended = asyncio.to_thread(self._over.wait)
+                on_daemon(partial(self._loop.run_until_complete, ended), "weightsync-node")
             return self._loop
 
     def _send_answers(self) -> None:
         """Send the answers that are ready. If the connection is lost, they stay. Needs `_sending`."""
         while self._unsent and self._stream:
             ticket, data = next(iter(self._unsent.items()))
-            try:
-                self._stream.send(data)
-            except OSError as error:
-                logger.debug("an answer waits for the next connection: %s", error)
+            if not self._is_sent(data):
                 return
             del self._unsent[ticket]
 
     def _send(self, message: FromNode) -> None:
         with self._sending:
-            if self._stream:
-                try:
-                    self._stream.send(msgspec.msgpack.encode(message))
-                except OSError as error:
-                    logger.debug("%s is not sent: %s", message, error)
+            self._is_sent(msgspec.msgpack.encode(message))
+
+    def _is_sent(self, data: bytes) -> bool:
+        """Send a message. If it does not get through whole, the connection is of no more use."""
+        if self._stream is None:
+            return False
+        try:
+            self._stream.send(data)
+        except OSError as error:
+            logger.debug("the connection to the driver is lost: %s", error)
+            self._stream.shut()
+            return False
+        return True
 
 
 class _Told:

@@ -143,8 +143,12 @@ class Stream:
         except OSError:
             return True
 
-    def close(self) -> None:
-        """Hang up, also while another thread receives. Safe to call twice."""
+    def shut(self) -> None:
+        """Hang up. A thread that receives, or is about to, gets an error. `close` frees the descriptor."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, also while another thread receives. Safe to call twice."""
+        self.shut()
         self._socket.close()
