@@ -207,6 +207,8 @@ class Node:
                 self._end(error)
             except OSError as error:
                 logger.debug("the driver is not reached: %s", error)
+            if self._stream:
+                self._stream.close()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 where = self._offer.endpoint
@@ -231,8 +233,10 @@ class Node:
         asked = self._take(first)
         with self._sending:
             self._send_answers()
-        with contextlib.suppress(ValueError):  # the node has ended
+        try:
             self._poll.register(stream, _ONCE)
+        except ValueError:  # the node has ended
+            stream.close()
         return asked
 
     def _answer(self, ask: Ask) -> None:
@@ -283,9 +287,14 @@ class Node:
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._counting:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                ended = asyncio.to_thread(self._over.wait)
-                on_daemon(partial(self._loop.run_until_complete, ended), "weightsync-node")
+                started: Future[asyncio.AbstractEventLoop] = Future()
+
+                async def until_over() -> None:
+                    started.set_result(asyncio.get_running_loop())
+                    await asyncio.to_thread(self._over.wait)
+
+                on_daemon(lambda: asyncio.run(until_over()), "weightsync-node")
+                self._loop = started.result()
             return self._loop
 
     def _send_answers(self) -> None:

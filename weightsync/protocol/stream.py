@@ -94,7 +94,11 @@ class Stream:
         self._timeout_s = timeout_s
         self._splitter = Splitter(max_nbytes)
         self._came: Iterator[bytes] = iter(())
-        self.send(secret.encode())
+        try:
+            self.send(secret.encode())
+        except OSError:
+            self.close()
+            raise
 
     def send(self, message: bytes) -> None:
         """Send a message."""
