@@ -16,7 +16,7 @@ MAX_DIRECT_HOSTS = 8
 
 A Ray call costs the driver 1.4 ms, so 8 hosts of 8 ranks cost it 90 ms, and 125 hosts 1.4 s. A message to a
 holder, with the answers of 8 ranks, costs at most 1.8 ms: 0.23 s for 125 hosts. Holders are called by their
-nodes either way: 0.16 ms each, or 0.5 ms for a message to 8. benchmarks/README.md has the figures.
+nodes either way, each or 8 with one message; docs/decisions/0005-ray-calls-per-phase.md has the figures.
 On few hosts relays are not worth the price: Ray keeps the calls of one process in order. So if the driver's
 process asks trainers itself, they publish after the calls that this process submitted before.
 """

@@ -319,11 +319,11 @@ def test_a_node_says_that_arguments_are_none_and_answers_the_next_call(nasty: st
             lambda: asyncio.run(Node(NodeOffer(endpoint, secret), Process(), Numbered).serve(again_s=0.01))
         )
         assert isinstance(came.get(timeout=WAIT_S), NodeHello)
-        refused = came.get(timeout=WAIT_S)
-        assert isinstance(refused, Raised)
+        replies = [came.get(timeout=WAIT_S), came.get(timeout=WAIT_S)]  # in any order
+        assert Answer(2, value_bytes(None, None)) in replies
+        (refused,) = (each for each in replies if isinstance(each, Raised))
         assert refused.error
         assert isinstance(refused.error.rebuild(), WireError)
-        assert came.get(timeout=WAIT_S) == Answer(2, value_bytes(None, None))
     with pytest.raises(TransportError):
         serving.result(WAIT_S)
 
