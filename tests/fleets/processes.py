@@ -43,7 +43,7 @@ class Processes:
     def start(self, kind: str, number: int) -> Any:
         """Start a process, and return the link to it."""
         name = f"engine e{number}" if kind == "engine" else f"{kind} {number}"
-        link = Link(name, PROTOCOLS[kind])
+        link = Link(name, PROTOCOLS[kind], again_s=1.0)
         offer = self.links.offer(link)
         self.cables[f"{kind} {number}"] = cable = Cable(offer.endpoint)
         command = [

@@ -13,7 +13,6 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import WeightSyncError
-from weightsync.node import link
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(10), connect_timeout_s=patient(60))
 
@@ -34,11 +33,7 @@ def state(fleet: Processes, name: str) -> EngineState:
 
 
 @pytest.mark.faults
-def test_versions_and_bytes_are_right_through_kills_a_refill_and_a_lost_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link, "AGAIN_S", 1.0)
-
+def test_versions_and_bytes_are_right_through_kills_a_refill_and_a_lost_connection() -> None:
     async def test(fleet: Processes) -> None:
         for version in (1, 2, 3):
             await fleet.update(version)
