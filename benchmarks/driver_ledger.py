@@ -59,7 +59,7 @@ class Reply:
         return cls(method, msgspec.msgpack.encode(Answer(1, encode(value, method.answer))))
 
     def again(self) -> Reply:
-        """Return this message: what it is decoded to is not shared."""
+        """Return this message. Each decoding makes a new value."""
         return self
 
     def load(self) -> object:

@@ -88,7 +88,7 @@ class RelayWire(Wire):
 
 
 class MoveWire(Wire):
-    """The link to the holder that has others of its host move, and the only one of its `NodeLinks`."""
+    """The link to a relaying holder, and the `NodeLinks` with only this link."""
 
     is_dialled = True
 

@@ -164,7 +164,7 @@ class Standbys:
     async def _match(
         self, placements: Mapping[str, Placement], transport: str, timeout_s: float
     ) -> dict[str, _Standby]:
-        """Choose a process for each placement: one started for the placement, its GPU, or its host."""
+        """Choose a process for each placement: started for the placement, for the GPU, or for the host."""
         free = {f"spare {i}": each for i, each in enumerate(self._standbys) if not each.has_ended}
         calls = {name: asyncio.shield(each.device) for name, each in free.items() if each.key is None}
         answers = (await gather_named(calls, "start", timeout_s)).answers

@@ -28,7 +28,7 @@ from weightsync.memory import cuda
 from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
 from weightsync.node.messages import NodeOffer
-from weightsync.node.node import serve
+from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import Moved, Prepared, UpdateTask
@@ -66,19 +66,26 @@ class WeightHolder(Holder):
         """See `Holder`."""
         super().__init__(name, host, transport, device, ports=ports)
         self._once = MoveOnce(name)
+        self._relaying: dict[type, Node] = {}
 
     def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
         """Have `trainers`, by rank, publish when the driver asks."""
-        serve(offer, HostPublisher(trainers), HostPublishing).welcomed.result()
+        self._relay(offer, HostPublisher(trainers), HostPublishing)
 
     def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
         """Have the `holders` of this host, by index, move when the driver asks."""
-        serve(offer, HostMoves(holders), HostMoving).welcomed.result()
+        self._relay(offer, HostMoves(holders), HostMoving)
 
     def answer_relay(self, offer: NodeOffer) -> None:
         """Answer `move` of the relaying holder. Calls after the next `prepare` are refused."""
-        mover = SimpleNamespace(move=partial(self._move, self._once))
-        serve(offer, mover, Moving).welcomed.result()
+        self._relay(offer, SimpleNamespace(move=partial(self._move, self._once)), Moving)
+
+    def _relay(self, offer: NodeOffer, peer: object, protocol: type) -> None:
+        """Serve a node in place of the earlier one of this `protocol`, such as of the last connect."""
+        if earlier := self._relaying.pop(protocol, None):
+            earlier.stop()
+        self._relaying[protocol] = node = serve(offer, peer, protocol)
+        node.welcomed.result()
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """See `Holder.prepare`."""

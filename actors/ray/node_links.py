@@ -57,6 +57,8 @@ class NodeLinks:
         try:
             await peer.serve_node(offer)
         except WeightSyncError as error:
+            if self._links.get(peer.key) is link:
+                del self._links[peer.key]  # the next `open` tries again
             is_own = isinstance(error, PeerLostError | PeerError)
             link.end(error if is_own else PeerError(peer.name, f"its node does not start: {error}"))
 

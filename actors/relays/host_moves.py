@@ -62,6 +62,7 @@ class HostMoves:
     async def _open(self) -> None:
         """Have the holders dial."""
         listening = Links("127.0.0.1")
+        self._closing = asyncio.create_task(_close_at_end(listening))
         self._links = {index: Link(f"holder {index}", Moving, _GONE_S) for index in self._actors}
         calls = {
             link.name: answer(link.name, self._actors[i].answer_relay.remote(listening.offer(link)))
@@ -92,6 +93,14 @@ class HostMoves:
         ended, left = await asyncio.wait(self._moving.values(), timeout=MOVE_LOOK_S, return_when=first)
         if ended and left and not any(each.exception() for each in ended):
             await asyncio.wait(left, timeout=_TOGETHER_S, return_when=asyncio.FIRST_EXCEPTION)
+
+
+async def _close_at_end(listening: Links) -> None:
+    """Hang up on the neighbours when this loop ends, with the node of this holder."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await listening.close()
 
 
 def _heard(moving: asyncio.Future[Moved]) -> None:

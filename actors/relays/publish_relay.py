@@ -21,7 +21,7 @@ _Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
 
 
 class HostPublishing(Protocol):
-    """A holder that has the trainers of its host publish, each with its ticket."""
+    """A holder that calls `publish` of all trainers on the same host."""
 
     async def publish_all(self, task: PublishTask, tickets: tuple[int, ...], timeout_s: float) -> _Told: ...
 

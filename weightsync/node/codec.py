@@ -121,11 +121,8 @@ def _base(kind: Any) -> type:  # noqa: ANN401
 
 
 def _pack_array(array: np.ndarray[Any, Any]) -> tuple[str, Sequence[int], bytes]:
-    return (
-        array.dtype.newbyteorder("<").str,
-        array.shape,
-        array.astype(array.dtype.newbyteorder("<")).tobytes(),
-    )
+    dtype = array.dtype.newbyteorder("<")
+    return dtype.str, array.shape, array.astype(dtype, copy=False).tobytes()
 
 
 def _unpack_array(packed: tuple[str, Sequence[int], bytes]) -> np.ndarray[Any, Any]:

@@ -189,6 +189,8 @@ class Node:
         return [] if self._over.is_set() else asked
 
     def _end(self, error: WeightSyncError | None) -> None:
+        if error and not self._over.is_set():
+            logger.warning("this process is called no more by its driver: %s", error)
         self._error = self._error or error
         if not self.welcomed.done():
             self.welcomed.set_exception(error or StateError("the node has ended"))

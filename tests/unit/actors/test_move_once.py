@@ -97,10 +97,13 @@ def test_what_was_given_up_is_not_carried_out() -> None:
 
 def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     peers: list[Any] = []
+    stopped: list[int] = []
 
     def serve(offer: NodeOffer, peer: object, protocol: type) -> SimpleNamespace:
         peers.append(peer)
-        return SimpleNamespace(welcomed=SimpleNamespace(result=lambda: None))
+        number = len(peers)
+        welcomed = SimpleNamespace(result=lambda: None)
+        return SimpleNamespace(welcomed=welcomed, stop=lambda: stopped.append(number))
 
     def relayed(peer: Any, attempt: int) -> Moved:
         moved: Moved = peer.move(attempt, True, UpdateTask(), 1.0)
@@ -125,3 +128,4 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
     with pytest.raises(StateError, match="after it was given up"):
         relayed(peers[0], 3)
     assert asked == [1, 2]
+    assert stopped == [1], "the node of the earlier connect"
