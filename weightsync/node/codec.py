@@ -51,6 +51,8 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401
 def _codec(kind: Any) -> _Codec:  # noqa: ANN401 - one branch for each kind of type
     """Return the codec of a type. Raises TypeError for a type that has none."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if aliased := getattr(origin, "__value__", None):  # such as NDArray from NumPy 2.5 on
+        return _codec(aliased[args])
     if isinstance(kind, typing.NewType):
         return _codec(kind.__supertype__)
     if kind in _PLAIN or kind is None:
@@ -117,7 +119,8 @@ def _base(kind: Any) -> type:  # noqa: ANN401
     if typing.get_origin(kind) is typing.Literal:
         return type(typing.get_args(kind)[0])
     base: type = typing.get_origin(kind) or kind
-    return base
+    aliased = getattr(base, "__value__", None)
+    return _base(aliased) if aliased else base
 
 
 def _pack_array(array: np.ndarray[Any, Any]) -> tuple[str, Sequence[int], bytes]:

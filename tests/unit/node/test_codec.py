@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, NewType, Union
+from typing import Any, Literal, NewType, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import TypeAliasType
 
 from tests.foreign import NASTY, foreign
 from tests.unit.plan.plan_strategies import World, worlds
@@ -407,3 +408,12 @@ def test_any_bytes_in_place_of_a_call_are_a_value_or_a_wire_error(kind: Any, dat
 def test_any_bytes_are_a_value_or_a_wire_error(name: str, drawn: st.DataObject) -> None:
     kind, values = VALUES[name]
     check(drawn.draw(foreign([encode(drawn.draw(values), kind)])), kind)
+
+
+def test_arrays_may_be_annotated_by_an_alias_of_their_type() -> None:
+    """From NumPy 2.5 on, `numpy.typing.NDArray` is such an alias."""
+    scalar = TypeVar("scalar", bound=np.generic)
+    alias = TypeAliasType("alias", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
+    value = np.arange(4, dtype=np.int16)
+    for kind in (alias[np.int16], Union[alias[np.int16], None]):  # noqa: UP007 - as in an alias
+        assert (decode(encode(value, kind), kind) == value).all()
