@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsync.errors import SlowError
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
-from weightsync.protocol.handles import BufferHandle, Handle, Offer, PushTicket
+from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
@@ -31,7 +31,7 @@ class Prepared:
     """
 
     plan_digest: str
-    send_buffer: BufferHandle | PushTicket | None
+    send_buffer: BufferHandle | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
 
