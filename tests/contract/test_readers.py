@@ -27,10 +27,10 @@ from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.handshake import Server, show_secret
 from weightsync.readers import Read, Reader, choice, choose_protocol, mooncake, open_reader, serve, ways
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
+from weightsync.readers.zeromq_handshake import Server, show_secret
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")

@@ -36,11 +36,11 @@ from weightsync.node.node import Node
 from weightsync.plan import Layout, Members, make_plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.handshake import Server, dial, hang_up
 from weightsync.protocol.listener import Listener
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream
 from weightsync.readers import Read, open_reader, serve
+from weightsync.readers.zeromq_handshake import Server, dial, hang_up
 from weightsync.readers.zeromq_server import Request
 from weightsync.testing import DictEngine
 from weightsync.transports.roll_call import RollCall
