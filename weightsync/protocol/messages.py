@@ -24,8 +24,8 @@ class Prepared:
 
     Attributes:
         plan_digest: the plan's digest, as this holder computed it.
-        send_buffer: the buffer to which the trainer rank publishes, or the ticket of a rank that pushes; None
-            without a trainer rank, and if the rank's memory is read in place.
+        send_buffer: the buffer to which the trainer rank publishes. None without a trainer rank, and if the
+            rank's memory is read in place.
         ticket: the ticket for the holder's engine rank, if there is one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
