@@ -55,7 +55,6 @@ class Adapter:
             mode="broadcast" if config.mode == "broadcast" else "auto",
             transport="gloo" if config.transport == "gloo" else "auto",
             stage="none",
-            host_weights="copy",
             bucket_bytes=min(config.bucket_bytes, _BUCKET_NBYTES),
             nonfinite="refuse" if config.nonfinite == "auto" else config.nonfinite,
         )

@@ -20,10 +20,10 @@ from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Compared, Digests, PublishReport, PublishTask
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ExportsWeights, PushesWeights, Source, attach, compare
+from weightsync.sources import ExportsWeights, Source, compare
 
 
 class Shard(Claimable):
@@ -71,19 +71,12 @@ class Shard(Claimable):
         source = self._current_source()
         return source.trial_handle() if isinstance(source, ExportsWeights) else None
 
-    def sync_can_push(self) -> bool:
-        """Return True if this rank can push weights from host memory to the holder's GPU."""
-        source = self._current_source()
-        return self._slot is None and isinstance(source, PushesWeights) and source.can_push()
-
-    def sync_attach(
-        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached:
-        """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
+    def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        """Map the holder's send buffer, or let the holder read this rank's memory in place."""
         self._attached, self._described = self._current_source(), None
         self._attached_plan = plan
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        return attach(self._attached, plan, trainer, send_buffer)
+        return self._attached.attach(plan, trainer, send_buffer)
 
     def sync_serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer calls that come before or in place of `publish`, see `TrainerNode`.

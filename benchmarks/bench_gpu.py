@@ -1,6 +1,6 @@
 """Times `update_weights` on GPUs by source, placement, bucket size and slots, against bare rates.
 
-    python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--host-weights copy|push]
+    python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host]
         [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
         [--head-start 10] [--join]
@@ -33,7 +33,6 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, nargs="+", help="numbers of GPUs (all)")
     parser.add_argument("--placement", nargs="+", default=["colocated"], choices=_PLACEMENTS)
     parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
-    parser.add_argument("--host-weights", default="copy", choices=["copy", "push"], help="of --source host")
     parser.add_argument("--mode", nargs="+", default=["auto"], choices=MODES)
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256])
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
@@ -129,7 +127,6 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
     """Yield the spec of each process."""
     common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
     common |= {
-        "host_weights": args.host_weights,
         "mode": args.mode,
         "bucket_mib": args.bucket_mib,
         "slots": args.slots,
@@ -202,7 +199,6 @@ def _case(
         "table": {"matrix": "update_weights", "empty": "control", "long": "many updates"}[spec["kind"]],
         "model": spec["model"],
         "source": spec["source"],
-        **({"host weights": spec["host_weights"]} if spec["source"] == "host" else {}),
         "placement": spec["placement"],
         "world": spec["world"],
         "bucket MiB": bucket_mib,
@@ -211,7 +207,6 @@ def _case(
     }
     try:
         settings = config(bucket_mib, num_slots, mode, 2 if spec["join"] else 1)
-        settings = replace(settings, host_weights=spec["host_weights"])
         return row | _measure(spec, fleet, settings)
     except (WrongWeightsError, WeightSyncError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}"}

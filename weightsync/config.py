@@ -324,10 +324,6 @@ class SyncConfig:
             engine's GPU, so that the pause is as short as a copy within the GPU. ``auto`` is device if an
             engine is on a host without a trainer, host for GPUs without enough spare memory, and none for
             other fleets. ``none`` sends weights to paused engines.
-        host_weights: how weights in the trainers' host memory are published. ``copy`` copies the weights to
-            page-locked memory before engines pause. With ``push``, trainers copy the weights straight to
-            their GPUs, if holders map all engines' memory or ``keep_versions`` is 1. ``push`` needs no
-            page-locked memory, but engines are paused while trainers digest.
         bucket_bytes: the most bytes of one message.
         num_slots: buckets per holder. One bucket is read while the other buckets are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
@@ -371,7 +367,6 @@ class SyncConfig:
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     stage: Literal["none", "host", "device", "auto"] = "none"
-    host_weights: Literal["copy", "push"] = "copy"
     bucket_bytes: BucketSize = 256 << 20
     num_slots: Positive = 2
     max_staging_bytes: StagingSize = 2 << 30

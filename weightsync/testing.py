@@ -33,7 +33,7 @@ from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import (
     Attached,
     Digests,
@@ -44,7 +44,7 @@ from weightsync.protocol.messages import (
     PublishReport,
     PublishTask,
 )
-from weightsync.sources import ExportsWeights, PushesWeights, Source, attach, compare
+from weightsync.sources import ExportsWeights, Source, compare
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -171,14 +171,9 @@ class LocalTrainer(LocalPeer):
     async def layout(self) -> LayoutTable:
         return LayoutTable.of(await asyncio.to_thread(self._source.layout))
 
-    async def can_push(self) -> bool:
-        return isinstance(self._source, PushesWeights) and self._source.can_push()
-
-    async def attach(
-        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached:
+    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         self._frozen = plan.frozen
-        return await asyncio.to_thread(attach, self._source, plan, trainer, send_buffer)
+        return await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
         return None

@@ -30,7 +30,7 @@ from weightsync.faults import Fault
 from weightsync.plan import TensorMeta
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
-from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, Digests, PublishReport, PublishTask
 from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint.checkpoint_store import Reading
@@ -219,13 +219,7 @@ class CheckpointRank:
     async def trial_handle(self) -> None:
         """Return None: holders map host memory."""
 
-    async def can_push(self) -> bool:
-        """Return False: holders map the memory that would be pushed."""
-        return False
-
-    async def attach(
-        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached:
+    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Let the holder map the wanted checkpoint, once read, and others read by then.
 
         Another checkpoint whose process is gone is skipped: an update that takes it raises the error.

@@ -32,7 +32,7 @@ from weightsync.faults import Fault
 from weightsync.node.link import Link
 from weightsync.node.messages import NodeOffer
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.protocol.handles import BufferHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
 from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
 
@@ -159,9 +159,7 @@ class _Trainer(Remote):
         self._is_read_in_place = False
         self._expected: _Expected | None = None
 
-    async def attach(
-        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached:
+    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Attach the trainer, and note whether holders read the weights in place."""
         self._is_read_in_place = send_buffer is None
         report: Attached = await self.call("attach", plan, trainer, send_buffer)

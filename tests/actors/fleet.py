@@ -27,7 +27,6 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
-from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import Attached, FeedTicket
 from weightsync.sources.checkpoint.checkpoint_store import Reading
 from weightsync.testing import DictEngine
@@ -59,24 +58,6 @@ class Trainer(TrainerShard):
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-
-
-class Pushing(Trainer):
-    """Pushes to a holder in host memory, too."""
-
-    way = ""
-
-    def sync_can_push(self) -> bool:
-        return True
-
-    def sync_attach(
-        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached:
-        self.way = type(send_buffer).__name__
-        return super().sync_attach(plan, trainer, send_buffer)
-
-    def told(self) -> tuple[str, int]:
-        return self.way, os.getpid()
 
 
 class Restless(Trainer):

@@ -27,10 +27,10 @@ from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.handshake import Doorman, show_secret
 from weightsync.readers import Read, Reader, choice, choose_protocol, mooncake, open_reader, serve, ways
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
+from weightsync.readers.zeromq_handshake import Server, show_secret
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")
@@ -404,24 +404,18 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, answer, problem: str) -> None:
+    class Wrong(Server):
+        def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:
+            return answer(msgspec.msgpack.decode(frames[0], type=Request).ticket)
+
     target = rig.buffer(10)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        doorman = Doorman(context)
-        doorman.guard(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with contextlib.closing(Wrong("127.0.0.1", None, 256, "no test")) as server:
         offer = dataclasses.replace(
-            rig.peers[0].offer("zeromq"), endpoint=f"tcp://127.0.0.1:{port}", secret=doorman.secret
+            rig.peers[0].offer("zeromq"), endpoint=server.endpoint, secret=server.secret
         )
         reader = rig.open([target], {"peer 1": offer}, "zeromq")
-        with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(reader.read, [Read("peer 1", 0, 0, 0, 10)], patient(5))
-            peer, request = socket.recv_multipart()
-            ticket = msgspec.msgpack.decode(request, type=Request).ticket
-            socket.send_multipart([peer, *answer(ticket)])
-            with pytest.raises(ReadError, match=f"peer 1 could not be read: {problem}"):
-                reading.result(patient(10))
-        doorman.close()
+        with pytest.raises(ReadError, match=f"peer 1 could not be read: {problem}"):
+            reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
     assert not target.tensor.any()
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from tests.patience import patient
 from weightsync.errors import TransportError
-from weightsync.protocol.handshake import show_secret
+from weightsync.readers.zeromq_handshake import show_secret
 from weightsync.transports import Broadcast, Transport, transport_class
 from weightsync.transports.store import NetworkStore, StoreServer
 

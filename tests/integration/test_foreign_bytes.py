@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from tests.unit.channel.test_wire import MESSAGES
 from tests.unit.protocol.test_decoding import REPLIES
 from weightsync.actors.ray.loop import LoopThread
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
-from weightsync.channel.push import Hello, Pushed, PushEnd, PushFeed
 from weightsync.channel.wire import encode
 from weightsync.engines.sglang.rank_calls import Replies, reply, sockets
 from weightsync.errors import ReadError, TransportError, WireError
@@ -38,18 +36,17 @@ from weightsync.node.node import Node
 from weightsync.plan import Layout, Members, make_plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.handshake import Server, dial, hang_up
 from weightsync.protocol.listener import Listener
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream
 from weightsync.readers import Read, open_reader, serve
+from weightsync.readers.zeromq_handshake import Server, dial, hang_up
 from weightsync.readers.zeromq_server import Request
 from weightsync.testing import DictEngine
 from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 
 WAIT_S = patient(10)
-MAX_PACKET_NBYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -101,31 +98,6 @@ def engine_rank() -> Iterator[Door]:
     feed.close()
     for slot in slots:
         slot.close()
-
-
-@contextmanager
-def trainer_rank() -> Iterator[Door]:
-    """A holder that waits for the rank that pushes to it."""
-    feed = PushFeed("trainer 0", "", 2, 3)
-    accepting = on_daemon(lambda: feed.accept("a plan", WAIT_S))
-
-    def serve() -> None:
-        end = PushEnd(feed.ticket, "a plan", RING)
-        assert accepting.result(WAIT_S) == RING
-        answering = on_daemon(lambda: (ask := end.receive()) and end.answer(ask.ticket))
-        feed.wait(feed.ask(1, 0), 1, WAIT_S)
-        answering.result(WAIT_S)
-        end.close()
-
-    with ExitStack() as peers:
-
-        def send(data: bytes) -> None:
-            peer = peers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            peer.connect(feed.ticket.endpoint)
-            peer.send(data[:MAX_PACKET_NBYTES])
-
-        yield Door(send, serve)
-    feed.close()
 
 
 @contextmanager
@@ -241,10 +213,8 @@ def driver(*, greets: bool) -> Iterator[Door]:
     loop.close()
 
 
-RING = (BufferHandle(1, 2, "weightsync-x", 3),)
 DOORS: dict[str, tuple[Callable[[], AbstractContextManager[Door]], Sequence[bytes]]] = {
     "engine rank": (engine_rank, [encode(each) for each in MESSAGES]),
-    "trainer rank": (trainer_rank, packed(Hello(b"guess", "a plan", RING), Pushed(1, "it broke"))),
     "SGLang rank": (
         sglang_rank,
         packed({"secret": b"guess", "number": 0, "rank": 0, "error": None, "result": None}),

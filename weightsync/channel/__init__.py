@@ -1,1 +1,1 @@
-"""Channels between processes: the driver's calls, an engine rank's buckets, a trainer rank's pushes."""
+"""Channels between processes: the driver's calls, and an engine rank's buckets."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 
 from weightsync.config import Ports
 from weightsync.errors import TransportError
-from weightsync.holder.pushed_share import Then
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan, broadcast_groups
 from weightsync.protocol.messages import Group
@@ -56,14 +54,7 @@ class Communicators:
 
     def fill(self, bucket: int, staging: Staging, timeout_s: float) -> list[Pending]:
         """Queue the copies of this holder's share of a bucket, and the bucket's broadcasts."""
-        filling = staging.fill(bucket, timeout_s)
-        if not staging.fills_late:
-            return [*filling, *self._start(bucket, staging)]
-        mark = partial(staging.mark, f"filling of bucket {bucket}", timeout_s)
-        return [Then(filling, lambda: [mark(), *self._start(bucket, staging)])]
-
-    def _start(self, bucket: int, staging: Staging) -> list[Pending]:
-        started = []
+        started = [*staging.fill(bucket, timeout_s)]
         for group, transport in self.transports.items():
             steps = [
                 step for step in self._plan.bucket_steps(bucket) if self._group_of.get(step.root) == group

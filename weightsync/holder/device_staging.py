@@ -13,7 +13,6 @@ import torch
 
 from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
-from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.quantizing_copy import QuantizingCopy, sources_on
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
@@ -122,10 +121,6 @@ class DeviceStaging:
     def mapped(self) -> DeviceStaging:
         """The mapped memory, whose copies wait for copies of the slots: this object."""
         return self
-
-    @property
-    def fills_late(self) -> bool:
-        return isinstance(self._send_buffer, PushedShare)
 
     @property
     def writes(self) -> bool:
@@ -288,8 +283,6 @@ class DeviceStaging:
                 target.copy_(source)
         elif isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self.slot(bucket))
-        elif isinstance(self._send_buffer, PushedShare):
-            return self._send_buffer.fill(bucket, self.slot(bucket), timeout_s)
         elif self._send_buffer is not None:
             data = self._send_buffer.tensor
             own = [step for step in self._plan.bucket_steps(bucket) if step.root == self._index]

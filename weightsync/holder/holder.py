@@ -17,12 +17,10 @@ from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.copy_digests import copy_digests
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.live_source import LiveSource
-from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.refill import RefillRuns
 from weightsync.holder.send_buffer import (
     MappedSendBuffer,
     SendBuffer,
-    given_to_trainer,
     published_parts,
     send_buffer_for,
     snapshot_content,
@@ -32,7 +30,7 @@ from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.trainer_parts import digest_parts
-from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
+from weightsync.holder.update import BucketConsumer, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.node.messages import NodeOffer
@@ -126,10 +124,6 @@ class Holder:
         """
         return self._groups.transports if self._groups else {}
 
-    @property
-    def _pushed(self) -> PushedShare | None:
-        return self._send_buffer if isinstance(self._send_buffer, PushedShare) else None
-
     def ready(self) -> tuple[str, str, Ports | None]:
         """Return name, transport and ports. Raises the device's error, which is permanent."""
         if self._device:
@@ -174,9 +168,8 @@ class Holder:
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Allocate memory for `plan` as holder `index`, and release the memory of an earlier plan.
 
-        `source`: `PUSHED`, or the device of the trainer rank's layout, whose memory is read in place on the
-        holder's device. A send buffer is used again if the new plan has the same layout for it. Raises
-        TransportError.
+        `source`: the device of the trainer rank's layout, whose memory is read in place on the holder's
+        device. A send buffer is used again if the new plan has the same layout for it. Raises TransportError.
         """
         with self._preparing:  # a call from a driver that died may still be running
             return self._prepare(plan, index, source)
@@ -188,7 +181,7 @@ class Holder:
         trainer = trainers.index(index) if index in trainers else -1
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer = self._send_buffer, None
-        self._send_buffer = send_buffer_for(plan, sender, source, self._device, before, send_buffer)
+        self._send_buffer = send_buffer_for(plan, sender, source, before, send_buffer)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -197,7 +190,7 @@ class Holder:
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host, self._ports)
         ticket = self._feed.ticket if self._feed else None
-        return Prepared(digest, given_to_trainer(self._send_buffer), ticket, offers)
+        return Prepared(digest, written(self._send_buffer), ticket, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
         """Map checkpoints and publish one (`MappedSendBuffer.source`). Ignored by other send buffers."""
@@ -252,7 +245,7 @@ class Holder:
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float, engine: DeviceMemory | None = None) -> None:
-        """Start to map `engine`; wait for the hello of the engine rank, and of a trainer rank that pushes.
+        """Start to map `engine`; wait for the hello of the engine rank.
 
         Raises DeadlineError, WireError, PeerError, EngineError or TransportError.
         """
@@ -261,8 +254,6 @@ class Holder:
                 memory.map_ahead(engine)
             if self._feed:
                 self._feed.accept(self._plan_digest, timeout_s)
-            if self._pushed:
-                self._pushed.accept(timeout_s)
         for slot in self._retired:  # engine ranks of this epoch have mapped the new slots
             slot.close()
         self._retired = ()
@@ -335,8 +326,6 @@ class Holder:
             if each:
                 each.set_timeout(timeout_s)  # until the first update, the timeout of connecting applies
         try:
-            if self._pushed:
-                self._pushed.begin(moved_buckets(plan, task), timeout_s)
             run_update(plan, task, self._index, staging, self.cross_host, start, consumer)
         except Exception as error:
             # Errors of the device and of NCCL too: other holders would wait until their deadline.
@@ -432,8 +421,6 @@ class Holder:
         if plan is None or staging is None or feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, self._live_source.writing(attempt), staging.queue():
-            if self._pushed:
-                self._pushed.drain(timeout_s)
             consumer = open_consumer(staging, feed, True, attempt, plan.slots, timeout_s, limit_s, snapshot)
             return self._runs.run(plan, snapshot, self.snapshot_store, staging, consumer, may_map, timeout_s)
 
@@ -453,7 +440,7 @@ class Holder:
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once. A running `move` then raises TransportError."""
-        for each in (self._groups, self.cross_host, self._pushed):
+        for each in (self._groups, self.cross_host):
             if each:
                 each.abort(cause)
 

@@ -1,4 +1,4 @@
-"""The sources that a holder sends from: a host buffer, mapped checkpoints, or a trainer's pushes."""
+"""The sources that a holder sends from: a host buffer, or mapped checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import TypeAlias
 import torch
 
 from weightsync.errors import StateError
-from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.trainer_parts import Part, copied_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
-from weightsync.plan import MAPPED, PUSHED, Piece, Plan, RankLayout
+from weightsync.plan import MAPPED, Piece, Plan, RankLayout
 from weightsync.plan.broadcast.plan import by_tensor
-from weightsync.protocol.handles import BufferHandle, HostExport, PushTicket
+from weightsync.protocol.handles import BufferHandle, HostExport
 
 
 class Bounce:
@@ -215,23 +214,22 @@ def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
-SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer | PushedShare
+SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
 
 
 def send_buffer_for(
-    plan: Plan, trainer: int, source: str, device: str, before: Plan | None, send_buffer: SendBuffer | None
+    plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
     """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if the layout is unchanged.
 
-    `source` is the device in the rank's layout, or `PUSHED`; `device` is the holder's. `before` is the plan
-    that `send_buffer` was made for. Closes `send_buffer` if it is not reused. Raises TransportError when the
-    host is short of memory.
+    `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for. Closes
+    `send_buffer` if it is not reused. Raises TransportError when the host is short of memory.
     """
     if send_buffer is not None:
         if (
             trainer >= 0
             and isinstance(send_buffer, SharedBuffer)
-            and source not in (MAPPED, PUSHED)
+            and source != MAPPED
             and before is not None
             and before.tensors == plan.tensors
             and before.trainer_pieces(trainer) == plan.trainer_pieces(trainer)
@@ -242,15 +240,11 @@ def send_buffer_for(
         return None
     if source == MAPPED:
         return MappedSendBuffer(plan, trainer)
-    if source == PUSHED:
-        return PushedShare(plan, trainer, device)
     return SharedBuffer.create(plan.send_buffer_nbytes(trainer))
 
 
 def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
     """Return the content for a snapshot of the send buffer, if the buffer stores the published bytes."""
-    if isinstance(send_buffer, PushedShare):
-        return None
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
@@ -260,7 +254,7 @@ def published_parts(
     send_buffer: SendBuffer | None,
     read: tuple[RankLayout, Mapping[str, torch.Tensor]] | None,
 ) -> Iterator[Part]:
-    """Yield the parts that `trainer` published, or would push, or has in memory that is `read` in place."""
+    """Yield the parts that `trainer` published, or has in memory that is `read` in place."""
     if read:
         return parts_in_place(plan, trainer, *read)
     assert send_buffer is not None
@@ -272,8 +266,3 @@ def published_parts(
 def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
     """Return the handle of the memory that a trainer rank publishes into, if any."""
     return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None
-
-
-def given_to_trainer(send_buffer: SendBuffer | None) -> BufferHandle | PushTicket | None:
-    """Return how a trainer rank reaches the send buffer, if it does."""
-    return send_buffer.ticket if isinstance(send_buffer, PushedShare) else written(send_buffer)

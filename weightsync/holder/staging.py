@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, Step
@@ -40,10 +39,6 @@ class Staging(Protocol):
     def unmap_forgotten(self) -> None:
         """Start to unmap forgotten memory."""
 
-    @property
-    def fills_late(self) -> bool:
-        """Return True if a bucket is filled only after waiting for the result of `fill`."""
-
     def queue(self) -> AbstractContextManager[None]:
         """Return a context for `fill` and for broadcasts: on a device, a stream."""
 
@@ -74,7 +69,7 @@ class HostStaging:
 
     def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
         self._index, self._send_buffer = index, send_buffer
-        fills = isinstance(send_buffer, MappedSendBuffer | PushedShare)
+        fills = isinstance(send_buffer, MappedSendBuffer)
         count = plan.slots if receives or fills else 0
         self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
 
@@ -87,10 +82,6 @@ class HostStaging:
     def slots(self) -> tuple[Handle, ...]:
         return tuple(slot.handle for slot in self._slots)
 
-    @property
-    def fills_late(self) -> bool:
-        return isinstance(self._send_buffer, PushedShare)
-
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -100,8 +91,6 @@ class HostStaging:
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         if isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
-        if isinstance(self._send_buffer, PushedShare):
-            return self._send_buffer.fill(bucket, self._slots[bucket % len(self._slots)].tensor, timeout_s)
         return ()
 
     def targets(self) -> Sequence[SharedBuffer]:

@@ -22,7 +22,6 @@ from weightsync.memory.host import to_border
 
 _EXTRAS = "install weightsync with the extra cuda12 or cuda13, whichever torch.version.cuda says"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_PORTABLE = 1  # cudaHostRegisterPortable
 
 _lock = threading.Lock()
 _exported: dict[bytes, int] = {}
@@ -131,20 +130,6 @@ def close_handle(handle: bytes) -> None:
             _opened[handle] = (address, count - 1)
         else:
             _runtime().ipcCloseMemHandle(address)
-
-
-def lock_pages(address: int, nbytes: int) -> None:
-    """Page-lock host memory of this process for copies to any device. Raises TransportError if that fails."""
-    runtime = _runtime()
-    try:
-        runtime.hostRegister(address, nbytes, _PORTABLE)
-    except runtime.CUDARuntimeError as error:
-        raise TransportError(f"{nbytes} bytes of host memory cannot be page-locked: {error}") from error
-
-
-def unlock_pages(address: int) -> None:
-    """Undo `lock_pages`. The memory must not be in use."""
-    _runtime().hostUnregister(address)
 
 
 def copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:

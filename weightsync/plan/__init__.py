@@ -9,7 +9,6 @@ from weightsync.plan.layout.members import Members, broadcast_groups
 from weightsync.plan.layout.segment import (
     ITEMSIZE,
     MAPPED,
-    PUSHED,
     Box,
     RankLayout,
     Segment,
@@ -21,7 +20,6 @@ from weightsync.plan.layout.segment import (
 __all__ = [
     "ITEMSIZE",
     "MAPPED",
-    "PUSHED",
     "Box",
     "Bucket",
     "Cluster",

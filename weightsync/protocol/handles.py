@@ -59,24 +59,6 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
 Handle: TypeAlias = BufferHandle | DeviceHandle
 
 
-@dataclass(frozen=True, slots=True)
-class PushTicket:
-    """Data with which a trainer rank reaches the holder that it pushes to, see `weightsync.channel.push`.
-
-    Attributes:
-        endpoint: the path of the holder's socket.
-        device: where the rank makes the buffers: ``cuda:<UUID>``, or empty for host memory.
-        num_buffers, nbytes: the number of buffers, and the bytes of one buffer.
-        secret: shown in the rank's hello.
-    """
-
-    endpoint: str
-    device: str
-    num_buffers: int
-    nbytes: int
-    secret: bytes = field(repr=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Ways to read one buffer's bytes. An offer can be pickled; any process that has it can read them.

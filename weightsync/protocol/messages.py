@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsync.errors import SlowError
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
-from weightsync.protocol.handles import BufferHandle, Handle, Offer, PushTicket
+from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
@@ -24,14 +24,14 @@ class Prepared:
 
     Attributes:
         plan_digest: the plan's digest, as this holder computed it.
-        send_buffer: the buffer to which the trainer rank publishes, or the ticket of a rank that pushes; None
-            without a trainer rank, and if the rank's memory is read in place.
+        send_buffer: the buffer to which the trainer rank publishes. None without a trainer rank, and if the
+            rank's memory is read in place.
         ticket: the ticket for the holder's engine rank, if there is one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
 
     plan_digest: str
-    send_buffer: BufferHandle | PushTicket | None
+    send_buffer: BufferHandle | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
 

@@ -12,7 +12,7 @@ from weightsync.plan.cross_host.cross_host import BundleTable
 from weightsync.plan.direct.alike import LocalReads
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer, PushTicket
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (
     Attached,
     Digests,
@@ -70,8 +70,7 @@ class TrainerPeer(Protocol):
 
     `trial_handle` is the method of `weightsync.sources.ExportsWeights`, and returns None for other sources.
     For exporting sources, `publish` calls `ready` first, and resolves `readable` if holders may read the
-    weights from then on. `can_push` is the method of `weightsync.sources.PushesWeights`, and returns False
-    for other sources.
+    weights from then on.
 
     `ask_readable` asks, before `publish` is called with the same `readable`, whether holders may read, and
     resolves it if they may. It returns the future answer, None for a rank that cannot be asked.
@@ -80,10 +79,7 @@ class TrainerPeer(Protocol):
     async def outline(self) -> Outline: ...
     async def layout(self) -> LayoutTable: ...
     async def trial_handle(self) -> DeviceHandle | None: ...
-    async def can_push(self) -> bool: ...
-    async def attach(
-        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-    ) -> Attached: ...
+    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached: ...
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None: ...
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...

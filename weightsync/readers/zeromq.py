@@ -20,9 +20,9 @@ from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.handshake import dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
+from weightsync.readers.zeromq_handshake import dial, hang_up
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, SharedMemory, ZeroMqServer, answers
 
 WINDOW = 4

@@ -1,7 +1,7 @@
 """Serves memory over ZeroMQ to peers that show the offer's secret.
 
 A request is one frame, a `Request`. An answer is an `Answer`, followed by a frame of data unless refused.
-Secrets are checked as in `weightsync.protocol.handshake`.
+Secrets are checked as in `weightsync.readers.zeromq_handshake`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weightsync.errors import WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import BufferHandle, Offer
-from weightsync.protocol.handshake import Server
 from weightsync.readers.base import Readable
+from weightsync.readers.zeromq_handshake import Server
 
 MAX_FRAME_NBYTES = 256
 CHUNK_NBYTES = 1 << 20

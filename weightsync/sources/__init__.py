@@ -8,16 +8,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan import Plan
-from weightsync.protocol.handles import BufferHandle, PushTicket
-from weightsync.protocol.messages import Attached, Compared
+from weightsync.protocol.messages import Compared
 from weightsync.sources.base import (
     ComparesReplicas,
     ExportsWeights,
     Models,
     ModelSource,
     Offloads,
-    PushesWeights,
     Source,
 )
 from weightsync.sources.selection import Names
@@ -30,7 +27,6 @@ __all__ = [
     "Models",
     "Names",
     "Offloads",
-    "PushesWeights",
     "Source",
     "attach",
     "compare",
@@ -76,16 +72,6 @@ _TRANSFORMS = {
         "plain modules, FSDP2 and DeepSpeed's engine",
     ),
 }
-
-
-def attach(
-    source: Source, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
-) -> Attached:
-    """Attach `source` as trainer rank `trainer`, in the way that its holder offers."""
-    if not isinstance(send_buffer, PushTicket):
-        return source.attach(plan, trainer, send_buffer)
-    assert isinstance(source, PushesWeights), "it was asked by can_push()"
-    return source.attach_push(plan, trainer, send_buffer)
 
 
 def compare(source: Source, rounds: Sequence[int]) -> Compared | None:

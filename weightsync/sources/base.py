@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Compared, Published
 
 Models: TypeAlias = tuple[Any, Any]
@@ -83,23 +83,6 @@ class ExportsWeights(Protocol):
         Called before `publish`, which then runs while holders already read: if it raises, engines that took
         bytes do not serve them. If this returns False, holders wait for `publish`. Raises what it raises.
         """
-
-
-@runtime_checkable
-class PushesWeights(Protocol):
-    """A source of weights in host memory that can copy them to a GPU whenever a holder asks for a bucket.
-
-    It also is an `ExportsWeights`: holders ask after `ready`, while `publish` digests.
-    """
-
-    def can_push(self) -> bool:
-        """Return True if `attach_push` may be called.
-
-        The driver asks after `layout`, if the layout has no device.
-        """
-
-    def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
-        """Connect to the holder of trainer rank `trainer`. Called in place of `attach`."""
 
 
 @runtime_checkable

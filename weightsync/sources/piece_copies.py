@@ -28,7 +28,6 @@ class PieceCopy:
     """A part of a piece, in this rank's memory and in the order of the send buffer."""
 
     tensor: int
-    bucket: int
     box: Box
     segment: Segment
     start: int
@@ -42,8 +41,7 @@ class PieceCopies:
     """One epoch's pieces, and places in host memory that is laid out as a send buffer.
 
     Attributes:
-        copies: all parts that are copied.
-        kept: pairs of a part that is read in place and its elements, in the dtype that travels.
+        copies: all parts.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class PieceCopies:
         live: Mapping[str, torch.Tensor],
         strays: Collection[str],
         memory: torch.Tensor,
-        stays: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         """Prepare the copies: together for each GPU, in a table for host memory without a cast.
 
@@ -61,12 +58,10 @@ class PieceCopies:
             live: the tensors now, by buffer.
             strays: buffers whose tensors must be looked up each time.
             memory: where to copy: uint8[nbytes of the send buffer], on the host.
-            stays: returns True if a part on the host, which needs no cast, is read in place.
         """
         self._plan, self._memory = plan, memory
         metas, start = plan.tensors, memory.data_ptr()
-        parts, kept_parts, by_table, others = [], [], [], []
-        self.kept: list[tuple[PieceCopy, torch.Tensor]] = []
+        parts, by_table, others = [], [], []
         on_gpus: defaultdict[torch.device, list[tuple[Piece, PieceCopy, torch.Tensor]]] = defaultdict(list)
         for piece, segment in pieces:
             meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
@@ -86,16 +81,12 @@ class PieceCopies:
                     box=copy.box,
                     shape=meta.shape,
                     itemsize=meta.itemsize,
-                    target=0 if (stay := stays(cut)) else start + copy.start,
+                    target=start + copy.start,
                     mask=MASKS.get(meta.dtype, 0),
                 )
-                if stay:
-                    self.kept.append((copy, cut))
-                    kept_parts.append(part)
-                else:
-                    by_table.append(copy)
-                    parts.append(part)
-        self._table, self._kept_table = HostTable(parts, len(metas)), HostTable(kept_parts, len(metas))
+                by_table.append(copy)
+                parts.append(part)
+        self._table = HostTable(parts, len(metas))
         self._again = self._table.without_copies()
         self._by_table, self._others = by_table, others
         self._device_copies = tuple(
@@ -119,7 +110,7 @@ class PieceCopies:
         return data.view(dtype)
 
     def run(self, find: Callable[[], Mapping[str, torch.Tensor]], count: bool) -> Published:
-        """Copy and digest all parts that are not in `kept`.
+        """Copy and digest all parts.
 
         Args:
             find: returns the tensors now, by buffer. Called if some are strays, or need a cast.
@@ -142,7 +133,8 @@ class PieceCopies:
         for name, found in counted:
             nonfinite[name] += found
         if count:
-            nonfinite.update(self._found(self._table, self._by_table))
+            for number in np.flatnonzero(self._table.counts).tolist():
+                nonfinite[self._name(self._by_table[number])] += int(self._table.counts[number])
         for each in sent:
             nonfinite.update(each.nonfinite)
         return Published(combine([digests, *(each.digests for each in sent)]), dict(+nonfinite))
@@ -151,8 +143,7 @@ class PieceCopies:
         """Digest all pieces in the rank's memory, as they are now. `find` as in `run`."""
         live = self._find(find)
         digests = self._digest(self._again, lambda copy: self._share(copy, self._cut(copy, live)), False)
-        kept = self.digest_kept(count=False).digests
-        return combine([digests, kept, *(copies.digest_again() for copies in self._device_copies)])
+        return combine([digests, *(copies.digest_again() for copies in self._device_copies)])
 
     def _find(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         live = find() if self._others else {}
@@ -179,19 +170,6 @@ class PieceCopies:
                 digests[copy.tensor : copy.tensor + 1] += np.uint64(found)
         return digests
 
-    def digest_kept(self, count: bool) -> Published:
-        """Digest parts that are read in place, and count NaN and Inf if `count` is set."""
-        with ThreadPoolExecutor(num_threads(16)) as threads:
-            digests = _run(self._kept_table, threads, count)
-        found = self._found(self._kept_table, [copy for copy, _ in self.kept]) if count else {}
-        return Published(digests, dict(found))
-
-    def _found(self, table: HostTable, copies: Sequence[PieceCopy]) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for number in np.flatnonzero(table.counts).tolist():
-            found[self._name(copies[number])] += int(table.counts[number])
-        return found
-
     def _name(self, copy: PieceCopy) -> str:
         return self._plan.tensors[copy.tensor].name
 
@@ -207,7 +185,7 @@ def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Itera
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.send_buffer_offset
     for box in piece.box.split(piece.box.numel if whole else CHUNK_NBYTES // itemsize):
-        yield PieceCopy(piece.tensor, piece.bucket, box, segment, start)
+        yield PieceCopy(piece.tensor, box, segment, start)
         start += box.numel * itemsize
 
 

@@ -28,7 +28,7 @@ from weightsync.plan.layout.experts import stack_experts
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Compared, Digests, Published, combine
 from weightsync.sources.claimed_boxes import ClaimedBoxes
 from weightsync.sources.difference import difference
@@ -36,7 +36,6 @@ from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
 from weightsync.sources.piece_copies import PieceCopies
-from weightsync.sources.pushes import Pushes
 from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
 from weightsync.sources.transforms import Transform
@@ -110,7 +109,6 @@ class TensorSource(ABC):
         self._is_ready = self._is_replaced = False
         self._plan: Plan | None = None
         self._copies: PieceCopies | None = None
-        self._pushes: Pushes | None = None
         self._layout_now: RankLayout | None = None
         self._claimed: ClaimedBoxes | None = None
         self._before_offload: Sequence[Compared] = ()
@@ -217,7 +215,11 @@ class TensorSource(ABC):
     @collector_paused
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
-        layout = self._begin(plan, trainer)
+        self.close()
+        layout = self._layout or self.layout()
+        self._rank, self._plan, self._layout_now = trainer, plan, layout
+        if plan.replicas:
+            self._claims()  # so that no update waits for it
         if send_buffer is None:
             live = self._live()
             parts = [
@@ -233,42 +235,12 @@ class TensorSource(ABC):
             self._send_buffer.pin()
         return Attached(plan.digest(), None)
 
-    def can_push(self) -> bool:
-        """Return True if this rank can push its weights.
-
-        All weights must be on the host, and there must be a GPU to push them to.
-        """
-        if self._offloads or not torch.cuda.is_available():
-            return False
-        return all(tensor.device.type == "cpu" for tensor in self._live().values())
-
-    @collector_paused
-    def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
-        """Lock the weights' pages, and connect to the holder that asks for buckets."""
-        self._begin(plan, trainer)
-        warm_up()
-        self._pushes = Pushes(plan, trainer, ticket)
-        self._make_copies()
-        self._pushes.start()
-        return Attached(plan.digest(), None)
-
-    def _begin(self, plan: Plan, trainer: int) -> RankLayout:
-        self.close()
-        layout = self._layout or self.layout()
-        self._rank, self._plan, self._layout_now = trainer, plan, layout
-        if plan.replicas:
-            self._claims()  # so that no update waits for it
-        return layout
-
     def _make_copies(self) -> None:
-        """Prepare the copies to the send buffer, or pushes."""
+        """Prepare the copies to the send buffer."""
         assert self._plan is not None
         assert self._guard is not None
         assert self._layout_now is not None
         pieces = _pair(self._plan, self._rank, self._layout_now)
-        if self._pushes:
-            self._pushes.prepare(pieces, self._live(), self._guard.strays)
-            return
         if self._send_buffer is None:
             raise StateError(f"trainer {self._rank}: it is not connected: call connect() again")
         memory = self._send_buffer.tensor
@@ -281,13 +253,8 @@ class TensorSource(ABC):
         looks while holders read: the memory stays allocated. If the model uses other memory by then,
         `publish` raises, and no engine serves the bytes. Raises as `publish`.
         """
-        if self._pushes:
-            self._follow()
-            self._complete()
-            self._pushes.copy(self._live)
-            self._is_ready = True
         if self._in_place is None:
-            return self._is_ready
+            return False
         if self._is_replaced or not self._in_place.has_memory():
             self._follow()
         self._is_replaced = False
@@ -308,16 +275,13 @@ class TensorSource(ABC):
                 offloaded, or it is not whole; names this rank and the tensor.
         """
         assert self._plan is not None
-        if not (self._in_place or self._pushes):
+        if self._in_place is None:
             self._follow()
             self._complete()
             return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
         if not self._is_ready:
             self.ready()
         self._is_ready = False
-        if self._pushes:
-            return self._confirmed(self._pushes.digest(count), partial(self._pushes.digest_again, self._live))
-        assert self._in_place
         self._in_place.begin()
         if self._follow():
             self._complete()
@@ -436,9 +400,6 @@ class TensorSource(ABC):
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
         self._in_place, self._is_ready, self._copies, self._claimed = None, False, None, None
-        if self._pushes:
-            self._pushes.close()
-            self._pushes = None
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None

@@ -14,7 +14,6 @@ from tests.fleets.loop import Loop, drive
 from weightsync.channel import private_directory
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.channel.private_directory import MAX_PATH_NBYTES, PrivateDirectory
-from weightsync.channel.push import PushFeed
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.errors import ConfigError
 
@@ -61,10 +60,9 @@ def test_a_fleet_with_a_long_tmpdir_makes_an_update(place: Place) -> None:
     "listen",
     [
         lambda: HolderFeed("holder 0", "e0", (), None, -1),
-        lambda: PushFeed("trainer 0", "", 1, 1),
         lambda: Replies("e0", 1),
     ],
-    ids=["feed", "push", "replies"],
+    ids=["feed", "replies"],
 )
 @pytest.mark.parametrize("nbytes", [78, 79, 80, 81, MAX_PATH_NBYTES])
 def test_every_socket_has_room_at_every_length(

@@ -26,7 +26,7 @@ from weightsync.node.codec import decode, encode
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, Handle, Offer, PushTicket
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, Handle, Offer
 from weightsync.protocol.messages import (
     Attached,
     Exchange,
@@ -80,7 +80,6 @@ spans = st.builds(Span, text, seconds, seconds)
 buffers = st.builds(BufferHandle, numbers, numbers, text, numbers, st.booleans())
 devices = st.builds(DeviceHandle, text, numbers, st.binary(max_size=8), numbers, numbers)
 memory = by(text.filter(bool), devices).map(DeviceMemory.of)
-push_tickets = st.builds(PushTicket, text, text, numbers, numbers, st.binary(max_size=8))
 offers = st.builds(
     Offer, holder=text, protocol=text, memory=buffers, endpoint=text, base=numbers, secret=text
 )
@@ -148,7 +147,7 @@ VALUES: Mapping[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "handles, named the other way": (tuple[DeviceHandle | BufferHandle, ...], several(buffers | devices)),
     "Prepared": (
         Prepared,
-        st.builds(Prepared, text, st.none() | buffers | push_tickets, st.none() | tickets, by(groups, text)),
+        st.builds(Prepared, text, st.none() | buffers, st.none() | tickets, by(groups, text)),
     ),
     "Attached": (
         Attached,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.config import SyncConfig
@@ -18,13 +18,12 @@ from weightsync.driver.connecting.conversions import (
 )
 from weightsync.driver.connecting.layouts import Layouts, are_alike, ask_layouts
 from weightsync.driver.connecting.linking import Exports, Served, exported, link_all, link_engine
-from weightsync.driver.connecting.pushing import find_pushing
 from weightsync.driver.connecting.routing import Router
 from weightsync.driver.connecting.trial import Trial, run_trial
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import DeadlineError, PlanError, TransportError, WeightSyncError
-from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
+from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.direct.direct_plan import make_direct_plan
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
@@ -52,7 +51,7 @@ class Connection:
         plan: held by every member.
         shared: `plan` in the form that is sent to members, also to members that are adopted later.
         content: the plan's `Plan.content`.
-        in_place: trainers' memory is read in place, or pushed from there, so it may change after an update.
+        in_place: trainers' memory is read in place, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
         flat_layouts: the layout of flat snapshots, by engine, if holders have mapped the engine's memory.
         router: the engines that read the trainers' memory.
@@ -99,11 +98,8 @@ async def connect(
         layouts = layouts.casting()
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
-        pushing = await find_pushing(
-            fleet, config, layouts.trainers, layouts.engines, layouts.source.stated, layouts.joined
-        )
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
-    made = await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, pushing, clock)
+    made = await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
     for relay in fleet.move_relays:
         relay.renew()
     return made
@@ -125,7 +121,6 @@ async def _open(
     num_slots: int,
     demoted: Mapping[str, str],
     trial: Trial,
-    pushing: Collection[int],
     clock: PhaseClock,
 ) -> Connection:
     timeout_s = config.connect_timeout_s
@@ -133,10 +128,7 @@ async def _open(
         plan = _plan(fleet, layouts, config, epoch, num_slots)
     with clock.phase("prepare"):
         shared_plan = SharedPlan(fleet.share(plan))
-        sources = {
-            holder: PUSHED if rank in pushing else layouts.trainers[rank].device
-            for rank, (_, holder) in enumerate(fleet.trainers)
-        }
+        sources = {holder: layouts.trainers[rank].device for rank, (_, holder) in enumerate(fleet.trainers)}
         calls = {
             f"holder {i}": holder.prepare(shared_plan, i, sources.get(i, ""))
             for i, holder in enumerate(fleet.holders)
@@ -170,7 +162,7 @@ async def _open(
         await router.meet()
     for member in fleet.live().values():
         member.attached = True
-    content, in_place = plan.content(), any(exports) or bool(pushing)
+    content, in_place = plan.content(), any(exports)
     flat_layouts = _flat_layouts(content, layouts.engines, served)
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     conversions = Conversions(layouts.source.stated, plan)

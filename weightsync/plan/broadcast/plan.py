@@ -150,16 +150,6 @@ class Plan:
         """Return the bytes of rank `trainer`'s send buffer, alignment included."""
         return int(align(self.step_nbytes[self.step_trainer == trainer], RUN_ALIGN).sum())
 
-    def shares(self, trainer: int) -> dict[int, tuple[int, int]]:
-        """Return the place of each bucket's share in rank `trainer`'s send buffer: first byte, and end."""
-        shares: dict[int, tuple[int, int]] = {}
-        for index in np.flatnonzero(self.step_trainer == trainer).tolist():
-            bucket = int(np.searchsorted(self.bucket_step, index, side="right")) - 1
-            start = int(self.step_send_buffer[index])
-            first, _ = shares.get(bucket, (start, start))
-            shares[bucket] = first, start + int(self.step_nbytes[index])
-        return shares
-
     def staging_nbytes(self, holder: int) -> int:
         """Return the bytes of a holder's buckets: `slots` of the largest; 0 if it receives nothing."""
         return self.slots * self.max_bucket_nbytes if holder in self.members.receivers else 0

@@ -200,8 +200,6 @@ def _num_shared(one: str, other: str) -> int:
 
 
 MAPPED = "mapped"
-PUSHED = "pushed"
-"""The source of a holder whose trainer rank pushes weights from host memory. No layout has this device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -40,39 +39,6 @@ _log = logging.getLogger("weightsync.handshake")
 _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 
-class Doorman:
-    """Checks the handshakes of a context's sockets, in a thread."""
-
-    def __init__(self, context: Context) -> None:
-        self.secret = secrets.token_hex(32)
-        self._authenticator = ThreadAuthenticator(context, log=_log)
-        self._authenticator.configure_plain(passwords={_USER: self.secret})
-        self._authenticator.start()
-
-    def bind(self, router: zmq.Socket[Any], listening: socket.socket, host: str, max_nbytes: int) -> str:
-        """Have `router` take over a listening socket at `host`, for peers that show the secret.
-
-        `max_nbytes` limits their frames and each step of the handshake. Returns the endpoint.
-        """
-        self.guard(router)
-        router.setsockopt(zmq.SNDHWM, 0)  # peers limit how many messages wait for them
-        router.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
-        router.setsockopt(zmq.IPV6, ":" in host)
-        port = listening.getsockname()[1]
-        router.setsockopt(zmq.USE_FD, listening.detach())
-        router.bind(f"tcp://{joined(host, port)}")
-        return router.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Require the secret at `socket`. Must be called before `socket` is bound."""
-        socket.setsockopt(zmq.PLAIN_SERVER, 1)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-
-    def close(self) -> None:
-        """Admit no more peers. Must be called before the context ends; safe to call twice."""
-        self._authenticator.stop()
-
-
 class Server(ABC):
     """Answers requests on its own port in one thread, and checks secrets in another thread.
 
@@ -91,17 +57,27 @@ class Server(ABC):
             ConfigError, TransportError: as `listen`.
         """
         listening = listen(host, ports, problem)
+        self.secret = secrets.token_hex(32)
         self._context = zmq.Context()
-        self._doorman = Doorman(self._context)
+        self._authenticator = ThreadAuthenticator(self._context, log=_log)
+        self._authenticator.configure_plain(passwords={_USER: self.secret})
+        self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        self.secret = self._doorman.secret
-        self.endpoint = self._doorman.bind(self._socket, listening, host, max_nbytes)
+        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many messages wait for them
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        port = listening.getsockname()[1]
+        self._socket.setsockopt(zmq.USE_FD, listening.detach())
+        self._socket.bind(f"tcp://{joined(host, port)}")
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
         self._thread.start()
 
     def close(self) -> None:
         """Stop both threads. Safe to call twice."""
-        self._doorman.close()
+        self._authenticator.stop()
         self._context.term()  # ends the thread, which closes the socket
         self._thread.join()
 
