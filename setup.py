@@ -28,7 +28,7 @@ setup(
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
         (f"share/weightsync/{folder}", [str(file) for file in Path(folder).glob("*.yaml")])
-        for folder in ("configs/models", "configs/clusters")
+        for folder in ("configs/models", "configs/clusters", "configs/kubernetes")
     ],
     entry_points={
         "console_scripts": ["weightsync = weightsync.recipes.cli:main"],
@@ -66,6 +66,7 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "jsonschema>=4.20",
+            "kubernetes-validate>=1.37",
             "ruff>=0.14",
             "mypy>=1.18",
             "types-PyYAML",

@@ -128,7 +128,7 @@ def _tensors(shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ...]:
-    """Stack the experts of a layer into two tensors, of which ranks hold whole experts."""
+    """Stack the experts of each layer into two tensors, which are cut along the experts."""
     assert shape.moe is not None
     num_experts, inter, hidden = shape.moe.num_experts, shape.moe.intermediate_size, shape.hidden_size
     stacked: list[Tensor] = []

@@ -354,9 +354,9 @@ class SyncConfig:
             while engines continue to serve, ``ignore`` does not look. ``auto`` warns for a model, and refuses
             for an adapter: engines may give an adapter's NaN to requests without this adapter.
         rdma_device: the network devices for ``rdma``, separated by commas; empty allows any device.
-        components: what engines serve besides the model, and what updates do with it. With ``{"draft":
-            "frozen"}`` engines speculate with a draft model, which updates only compare. With ``{"draft":
-            "trained"}`` the draft comes from trainers, in the model's versions. See docs/drafts.md.
+        components: further models that engines serve, by kind. ``{"draft": "frozen"}``: engines speculate
+            with a draft model, and updates compare the draft but never write it. ``{"draft": "trained"}``:
+            trainers publish the draft, and every update writes model and draft. See docs/drafts.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             By default holders listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 

@@ -165,7 +165,7 @@ class SyncReport:
         verified: True: engines that hold other bytes than the trainers published do not serve `version`.
         engines: the version that each engine serves.
         states: the state of each engine.
-        failures: by engine, the error because of which it does not serve `version`.
+        failures: by engine, the error of the engine's last update or refill, if that failed.
         digest: 64-bit digest of the model, 16 hexadecimal digits.
         num_buckets: buckets that were broadcast; 0 if engines read all tensors directly.
         epoch: number of the connect that made the plan.
