@@ -25,14 +25,15 @@ from weightsync.engines.loading.whole_sink import Loader
 from weightsync.engines.quantised.online_places import STACKS, ScaledMatrix, online_places
 from weightsync.engines.quantised.quantizing_loader import stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
-from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
+from weightsync.engines.sglang.created import Parameters, created_matrix, created_stacks, trace_created
 from weightsync.plan import Box, Segment
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
 
 ROWS = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
 """SGLang's format of a matrix. A rank that keeps some columns has scales only of these columns."""
+EXPERT = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
+"""SGLang's format of an expert in a stack. A rank that keeps a part has a scale of that part."""
 
 
 def trace_online(
