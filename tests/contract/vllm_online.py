@@ -25,7 +25,7 @@ from tests.contract.test_sglang_quantized import PACKED
 from tests.quantised import same_bits
 from weightsync.engines.loading.live_digest import parameters_of
 from weightsync.engines.loading.whole_sink import Loader
-from weightsync.engines.quantised.quantised_experts import STACKS
+from weightsync.engines.quantised.online_places import STACKS
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.memory.tensors import named_tensors
 

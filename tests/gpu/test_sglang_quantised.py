@@ -37,8 +37,7 @@ from tests.gpu.test_sglang import from_disk
 from tests.patience import patient
 from tests.quantised import dynamic, save_quantised
 from weightsync import WeightSync
-from weightsync.engines.sglang.online import ROWS
-from weightsync.engines.sglang.online_experts import EXPERT
+from weightsync.engines.sglang.online import EXPERT, ROWS
 from weightsync.quantising.quantize import quantize
 
 pytestmark = [

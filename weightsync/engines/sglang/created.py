@@ -2,7 +2,8 @@
 
 Once weights are loaded, SGLang gives some quantised layers new parameters, which have no loader.
 
-Sources: SGLang's ``layers/linear.py`` of 0.5.17.
+Sources: SGLang's ``layers/linear.py``, ``layers/quantization/fp8.py`` and
+``layers/moe/fused_moe_triton/layer.py`` of 0.5.17.
 """
 
 from __future__ import annotations
@@ -39,6 +40,25 @@ def created_matrix(layer: Any, dtype: torch.dtype) -> torch.nn.Module:  # noqa: 
     is_newer = type(method).__name__ in _NEWER_LOADERS and hasattr(layer, "weight_loader_v2")
     load = layer.weight_loader_v2 if is_newer else layer.weight_loader
     method.create_weights(made, columns, [rows], columns, rows, dtype, weight_loader=load)
+    return made
+
+
+def created_stacks(
+    layer: Any,  # noqa: ANN401 - SGLang's
+    num_experts: int,
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """Return stacks of `num_experts` as the method of `layer` creates them, on torch's default device."""
+    made = torch.nn.Module()
+    _, columns, width = layer.w2_weight.shape
+    copy.copy(layer.quant_method).create_weights(
+        layer=made,
+        num_experts=num_experts,
+        hidden_size=columns,
+        intermediate_size_per_partition=width,
+        params_dtype=dtype,
+        weight_loader=layer.weight_loader,
+    )
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.protocol.adapters import LORA_A, AdapterSpec
+from weightsync.protocol.adapters import LORA_A, AdapterSpec, is_of_expert
 
 STACKS = (
     "gate_up_lora_a_weights",
@@ -26,11 +26,6 @@ STACKS = (
 _OF_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<rest>.+)")
 _PLAIN_METHOD, _PLAIN_RUNNER = "UnquantizedFusedMoEMethod", "triton"
 _GATE, _UP = ".gate_proj.", ".up_proj."
-
-
-def is_of_expert(name: str) -> bool:
-    """Return True if a tensor of an adapter is one expert's."""
-    return bool(_OF_EXPERT.fullmatch(name))
 
 
 def stacked(matrices: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from weightsync.engines.lora.adapter_places import AdapterPlaces, digits, passes
 from weightsync.engines.lora.adapter_rank import Slot
 from weightsync.engines.sglang import expert_slots
 from weightsync.errors import ConfigError
-from weightsync.protocol.adapters import LORA_A, AdapterSpec
+from weightsync.protocol.adapters import LORA_A, AdapterSpec, is_of_expert
 
 _BUFFERS = ("A_buffer", "B_buffer")
 _SLOTS_BY_DEFAULT = 8
@@ -124,13 +124,13 @@ def ones(spec: AdapterSpec) -> dict[str, torch.Tensor]:
     SGLang keeps these tensors in host memory as long as the slot, so only one layer's experts are included.
     """
     kept = expert_slots.of_one_layer(spec)
-    metas = (meta for meta in spec.tensors if meta.name in kept or not expert_slots.is_of_expert(meta.name))
+    metas = (meta for meta in spec.tensors if meta.name in kept or not is_of_expert(meta.name))
     return _for_loader({meta.name: torch.ones(meta.shape) for meta in metas}, spec.rank)
 
 
 def _for_loader(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Return them by PEFT's names, padded to one rank for all modules, experts in stacks."""
-    of_experts = {name: each for name, each in tensors.items() if expert_slots.is_of_expert(name)}
+    of_experts = {name: each for name, each in tensors.items() if is_of_expert(name)}
     given = {name: _padded(each, name, rank) for name, each in tensors.items() if name not in of_experts}
     given |= expert_slots.stacked(of_experts, rank)
     return {_peft_name(name): each for name, each in given.items()}

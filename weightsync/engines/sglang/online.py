@@ -10,9 +10,9 @@ Sources: SGLang's ``layers/quantization/fp8.py``, ``w8a8_fp8.py`` and ``layers/l
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ from weightsync.engines.loading.live_digest import parameters_of
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.traced_rows import is_whole_rows
 from weightsync.engines.loading.whole_sink import Loader
-from weightsync.engines.quantised.quantised_experts import STACKS, Expert
+from weightsync.engines.quantised.online_places import STACKS, ScaledMatrix, online_places
 from weightsync.engines.quantised.quantizing_loader import stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.sglang.created import Parameters, created_matrix, trace_created
-from weightsync.engines.sglang.online_experts import EXPERT, created_stacks
-from weightsync.plan import Box, Segment, TensorMeta
+from weightsync.engines.sglang.created import Parameters, created_matrix, created_stacks, trace_created
+from weightsync.plan import Box, Segment
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
 
 ROWS = Format(rule="sglang", values="float8_e4m3fn", block=(1, 0))
 """SGLang's format of a matrix. A rank that keeps some columns has scales only of these columns."""
+EXPERT = Format(rule="sglang_experts", values="float8_e4m3fn", block=(0, 0))
+"""SGLang's format of an expert in a stack. A rank that keeps a part has a scale of that part."""
 
 
 def trace_online(
@@ -59,9 +60,7 @@ def trace_online(
         created = {path: _created(layer, dtype) for path, layer in layers.items()}
     scales = {f"{path}.{leaf}_scale" for path, layer in layers.items() for leaf in _weights(layer)}
     reload = trace_created(model, created, whole, make_loader, later=scales)
-    found = _Found.of(reload.segments, whole, layers, dtype)
-    made = StoredCheckpoint(found.formats, stored_tensors(checkpoint, found.formats))
-    places = StoredPlaces(found.segments, live, made.tensors, found.formats)
+    made, places = online_places(reload.segments, checkpoint, live, partial(_owner, layers, dtype))
     places.are_right = True  # no loader could show it: it is proven that each row of a layer comes once
     with torch.no_grad():
         for _, view, value in reload.fills:
@@ -83,68 +82,49 @@ def _created(layer: Any, dtype: torch.dtype) -> Parameters:  # noqa: ANN401 - SG
     return {leaf: made.get_parameter(leaf) for leaf in _weights(layer)}
 
 
+def _owner(
+    layers: Mapping[str, torch.nn.Module], dtype: torch.dtype, segment: Segment
+) -> _Rows | ScaledMatrix | None:
+    """Return the layer or expert that quantises a segment; `dtype` is from before quantising."""
+    path, _, leaf = segment.buffer.rpartition(".")
+    layer: Any = layers.get(path)
+    if layer is None or leaf not in _weights(layer):
+        return None
+    if leaf in STACKS:
+        return ScaledMatrix.at(segment, getattr(layer, leaf), dtype, EXPERT)
+    return _Rows(segment.buffer, layer.weight.shape[0], dtype.itemsize)
+
+
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The places of a quantised checkpoint in live parameters, and the formats of quantised tensors."""
+class _Rows:
+    """A linear layer before it was quantised with a scale for each row."""
 
-    segments: list[Segment]
-    formats: dict[str, Format]
+    buffer: str
+    columns: int
+    itemsize: int
 
-    @classmethod
-    def of(
-        cls,
-        segments: Sequence[Segment],
-        whole: Sequence[TensorMeta],
-        layers: Mapping[str, torch.nn.Module],
-        dtype: torch.dtype,
-    ) -> _Found:
-        """Make it of the places of full-precision tensors, of which `layers` quantise some."""
-        shapes = {meta.name: meta.shape for meta in whole}
-        found = cls([], {})
-        experts = defaultdict[Expert, list[Segment]](list)
-        for segment in segments:
-            path, _, leaf = segment.buffer.rpartition(".")
-            layer = layers.get(path)
-            if layer is None or leaf not in _weights(layer):
-                found.segments.append(segment)
-            elif leaf in STACKS:
-                experts[Expert.at(segment, getattr(layer, leaf), dtype, EXPERT)].append(segment)
-            else:
-                form = _format(segment, shapes[segment.tensor], layer, dtype)
-                found._add(segment.tensor, form, _quantised(segment, path, form, dtype))
-        for expert, its in experts.items():
-            for segment, form in expert.formats(its, shapes):
-                found._add(segment.tensor, form, expert.places(segment, form))
-        return found
+    def formats(
+        self, its: Sequence[Segment], shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[Segment, Format]]:
+        """Yield `its` segments with the format of their tensor.
 
-    def _add(self, tensor: str, form: Format, places: Iterable[Segment]) -> None:
-        """Add the places of a quantised tensor. Raises UnprovableError if the tensor has two formats."""
-        if self.formats.setdefault(tensor, form) != form:
-            raise UnprovableError(f"{tensor} is cut in two ways")
-        self.segments.extend(places)
+        Raises UnprovableError if a tensor's rows are not rows of the layer, or share scales with other ranks'
+        columns.
+        """
+        for segment in its:
+            if not is_whole_rows(segment, self.columns, self.itemsize):
+                raise UnprovableError(f"{self.buffer} has rows that are not those of {segment.tensor}")
+            width = shapes[segment.tensor][1]
+            if width % self.columns or segment.box.offset[1] % self.columns:
+                raise UnprovableError(
+                    f"{self.buffer}: ranks keep unequal numbers of columns of {segment.tensor}"
+                )
+            yield segment, ROWS if width == self.columns else replace(ROWS, block=(1, self.columns))
 
-
-def _format(segment: Segment, shape: Sequence[int], layer: Any, dtype: torch.dtype) -> Format:  # noqa: ANN401
-    """Return the format of a tensor with a segment in `layer`; `dtype` is from before quantising.
-
-    Raises UnprovableError if the tensor's rows are not rows of the layer, or share scales with other ranks'
-    columns.
-    """
-    columns, box = layer.weight.shape[0], segment.box
-    if not is_whole_rows(segment, columns, dtype.itemsize):
-        raise UnprovableError(f"{segment.buffer} has rows that are not those of {segment.tensor}")
-    if columns == shape[1]:
-        return ROWS
-    if shape[1] % columns or box.offset[1] % columns:
-        raise UnprovableError(f"{segment.buffer}: ranks keep unequal numbers of columns of {segment.tensor}")
-    return Format(rule=ROWS.rule, values=ROWS.values, block=(1, columns))
-
-
-def _quantised(segment: Segment, path: str, form: Format, dtype: torch.dtype) -> Iterator[Segment]:
-    """Yield where the values and the scales of a segment live."""
-    box, columns = segment.box, segment.box.extent[1]
-    start = segment.byte_offset // dtype.itemsize
-    yield Segment(segment.tensor, box, segment.buffer, start, (columns, 1))
-    name, scales = segment.tensor.removesuffix("weight") + form.scale_suffix, f"{path}.{form.scale_suffix}"
-    of_box = Box((box.offset[0], box.offset[1] // columns), (box.extent[0], 1))
-    yield Segment(name, of_box, scales, start // columns * 4, (4, 4))
+    def places(self, segment: Segment, form: Format) -> Iterator[Segment]:
+        """Yield where the values and the scales of a segment live."""
+        box, start = segment.box, segment.byte_offset // self.itemsize
+        yield Segment(segment.tensor, box, self.buffer, start, (self.columns, 1))
+        name = segment.tensor.removesuffix("weight") + form.scale_suffix
+        of_box = Box((box.offset[0], box.offset[1] // self.columns), (box.extent[0], 1))
+        yield Segment(name, of_box, f"{self.buffer}_scale", start // self.columns * 4, (4, 4))

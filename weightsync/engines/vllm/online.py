@@ -1,10 +1,10 @@
 """The places of FP8 that vLLM makes of full-precision weights as it loads them, with a scale for each layer.
 
 A rank's linear layer has a matrix in FP8, transposed, and one float32 scale for the whole matrix: for the
-query, key and value projections together. Experts are in stacks, with two scales per expert: see `Expert`.
-vLLM's loader reads full precision, and quantises. The place of each row is found by a reload of the layers in
-their form before quantising. `online_proof` compares bytes with vLLM's, and the first update does so again,
-since it uses vLLM's loader.
+query, key and value projections together. Experts are in stacks, with two scales per expert: see
+`online_places`. vLLM's loader reads full precision, and quantises. The place of each row is found by a reload
+of the layers in their form before quantising. `online_proof` compares bytes with vLLM's, and the first update
+does so again, since it uses vLLM's loader.
 
 Sources: vLLM's ``layers/quantization/fp8.py``, ``layers/quantization/online/fp8.py`` and
 ``model_loader/reload/layerwise.py`` of 0.24 and 0.32.
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +25,13 @@ from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.loading.live_digest import parameters_of, require_complete
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.reload_trace import trace_reload
-from weightsync.engines.loading.traced_rows import block_number, is_whole_rows
 from weightsync.engines.loading.whole_sink import Loader
-from weightsync.engines.quantised.quantised_experts import STACKS, Expert
+from weightsync.engines.quantised.online_places import ScaledMatrix, online_places
 from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.quantised.stored_loader import StoredLoader
 from weightsync.errors import TransportError
-from weightsync.plan import Box, Segment
+from weightsync.plan import Segment
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
 
@@ -75,31 +73,14 @@ def trace_online(
     with _before_it_quantises((model.get_submodule(path), its) for path, its in loaded.items()):
         before = {name: each.detach() for name, each in parameters_of(model)}
         reload = trace_reload(model, before, whole, make_loader)
-    shapes = {meta.name: meta.shape for meta in whole}
-    found, formats = list[Segment](), dict[str, Format]()
-    with_one_scale = defaultdict[_Layer | Expert, list[Segment]](list)
-    for segment in reload.segments:
-        if (owner := _owner(segment, loaded)) is None:
-            found.append(segment)
-        else:
-            with_one_scale[owner].append(segment)
-    for owner, its in with_one_scale.items():
-        for segment, form in owner.formats(its, shapes):
-            if formats.setdefault(segment.tensor, form) != form:
-                raise UnprovableError(f"{segment.tensor} is cut in two ways")
-            found.extend(owner.places(segment, form))
-    made = StoredCheckpoint(formats, stored_tensors(checkpoint, formats))
-    return made, StoredPlaces(found, live, made.tensors, formats)
+    return online_places(reload.segments, checkpoint, live, partial(_owner, loaded))
 
 
-def _owner(segment: Segment, loaded: Loaded) -> _Layer | Expert | None:
+def _owner(loaded: Loaded, segment: Segment) -> ScaledMatrix | None:
     """Return the layer or expert that has one scale for a segment. None if the segment is not quantised."""
     path, _, leaf = segment.buffer.rpartition(".")
-    if (whole := loaded.get(path, {}).get(leaf)) is None:
-        return None
-    if leaf in STACKS:
-        return Expert.at(segment, whole, whole.dtype, LAYER)
-    return _Layer(path, whole.shape[1], whole.dtype.itemsize)
+    whole = loaded.get(path, {}).get(leaf)
+    return None if whole is None else ScaledMatrix.at(segment, whole, whole.dtype, LAYER)
 
 
 @contextmanager
@@ -130,58 +111,6 @@ def _before_it_quantises(layers: Iterable[tuple[Any, Mapping[str, torch.Tensor]]
 def _leave(layer: torch.nn.Module) -> None:
     """Stand in for a method of vLLM that processes a layer."""
     setattr(layer, _DONE, True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A rank's linear layer before it is quantised: its path and columns, and the bytes of an element."""
-
-    path: str
-    columns: int
-    itemsize: int
-
-    def formats(
-        self, its: Sequence[Segment], shapes: Mapping[str, Sequence[int]]
-    ) -> Iterator[tuple[Segment, Format]]:
-        """Yield `its` segments with the format of their tensor. All have one scale.
-
-        Raises UnprovableError if segments are not alike, or if ranks keep unequal parts of the layer.
-        """
-        its = sorted(its, key=lambda each: each.byte_offset)
-        names = [segment.tensor for segment in its]
-        paths = [name.removesuffix(".weight").rpartition(".") for name in names]
-        are_weights = all(name.endswith(".weight") for name in names)
-        if not are_weights or len({*names}) < len(names) or len({parent for parent, _, _ in paths}) > 1:
-            raise UnprovableError(f"{self.path} has one scale for parts of {' and '.join(names)}")
-        parts = [self._part(segment, shapes[segment.tensor]) for segment in its]
-        if len({(number, grid) for _, number, grid in parts}) > 1:
-            raise UnprovableError(f"{self.path}: ranks keep unequal parts of {' and '.join(names)}")
-        leaves = tuple(leaf for _, _, leaf in paths)
-        for segment, (block, _, _) in zip(its, parts, strict=True):
-            yield segment, replace(LAYER, block=block, together=leaves if len(leaves) > 1 else ())
-
-    def places(self, segment: Segment, form: Format) -> Iterator[Segment]:
-        """Yield where the values and the scale of a segment live."""
-        start = segment.byte_offset // self.itemsize
-        yield Segment(segment.tensor, segment.box, f"{self.path}.weight", start, (self.columns, 1))
-        name = segment.tensor.removesuffix("weight") + form.scale_suffix
-        box = Box.whole((1,)) if form.block == (0, 0) else Box(block_number(segment.box), (1, 1))
-        yield Segment(name, box, f"{self.path}.{form.scale_suffix}", 0, (4,) * box.ndim)
-
-    def _part(
-        self, segment: Segment, shape: Sequence[int]
-    ) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]:
-        """Return a rank's block of a tensor, the block's number along each axis, and the number of blocks."""
-        box = segment.box
-        if not is_whole_rows(segment, self.columns, self.itemsize):
-            raise UnprovableError(f"{self.path} has rows that are not those of {segment.tensor}")
-        if any(
-            size % part or at % part for size, part, at in zip(shape, box.extent, box.offset, strict=True)
-        ):
-            raise UnprovableError(f"{self.path}: ranks keep unequal parts of {segment.tensor}")
-        rows, columns = (0 if part == size else part for part, size in zip(box.extent, shape, strict=True))
-        grid = tuple(size // part for size, part in zip(shape, box.extent, strict=True))
-        return (rows, columns), block_number(box), grid
 
 
 def online_loader(

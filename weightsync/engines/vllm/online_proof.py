@@ -16,7 +16,7 @@ import torch
 
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.wrapped import is_lora
-from weightsync.engines.quantised.quantised_experts import STACKS
+from weightsync.engines.quantised.online_places import STACKS
 from weightsync.engines.quantised.quantiser_bytes import are_same, random_matrix
 from weightsync.engines.vllm.online import LAYER, Loaded
 from weightsync.quantising.quantize import quantize
