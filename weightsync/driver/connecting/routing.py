@@ -24,7 +24,7 @@ from weightsync.plan.layout.layout import join_tables
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.plan.layout.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
-from weightsync.protocol.messages import LoadReport, UpdateTask
+from weightsync.protocol.messages import Forward, LoadReport, Read, Receive, UpdateTask
 from weightsync.protocol.peers import SharedAlike
 from weightsync.report import DIRECT, is_direct
 
@@ -267,17 +267,22 @@ class Router:
         for name in self._ready & self._quantised.keys() & set(takers):
             self.routes[name] = f"{DIRECT}: {self._quantised[name]}"
         direct = {name for name in takers if self.reads_directly(name)}
-        broadcasts_all = direct != set(takers)
+        receiving = {holder for name in takers.keys() - direct for holder in takers[name]}
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
         pulling = {holder for name in direct for holder in takers[name]}
         # Every member of a communicator has to take part in its exchange.
         crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
         exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
-        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
-        return {
-            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging, frozen)
-            for holder in sorted(members)
-        }
+        members = range(self._plan.members.num_holders) if receiving or cast else pulling | exchanging
+        sent = None if receiving else cast
+
+        def task(holder: int) -> UpdateTask:
+            exchanges = holder in exchanging
+            if holder in pulling:
+                return Read(sent, exchanges, frozen, cast)
+            return (Receive if holder in receiving else Forward)(sent, exchanges, frozen)
+
+        return {holder: task(holder) for holder in sorted(members)}
 
     async def _route(self, name: str, engine: Layout, devices: Sequence[str], near_only: bool = False) -> str:
         """Have each rank's holder map the memory it reads. Returns why it cannot, or "".
