@@ -331,7 +331,7 @@ class Holder:
 
     def map(self, part: int, offer: Offer) -> None: ...
 
-    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+    def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
         return Moved(_span("move"))
 
     def digests(self) -> Digests:
@@ -359,7 +359,7 @@ class HostHolders:
     """A holder's calls of the host's holders."""
 
     def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
-        return {index: Moved(_span("move")) for _, _, its in tasks for index in its}, {}, ()
+        return {index: Moved(_span("move")) for _, its in tasks for index in its}, {}, ()
 
 
 def make_fleet(

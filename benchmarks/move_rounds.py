@@ -23,7 +23,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.moves import Moves
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import serve
-from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.messages import Moved, Read, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import Span
 
@@ -33,7 +33,7 @@ __all__ = ["measure_moves"]
 class IdleHolder:
     """A holder's actor that has moved at once."""
 
-    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+    def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
         return Moved(Span("move", 1.8e9, 0.01))
 
     def serve_node(self, offer: NodeOffer) -> None:
@@ -85,7 +85,7 @@ class Rounds:
             "the driver": Fleet([], {}, [*self.holders]),
             "holders": Fleet([], {}, [*self.holders], move_relays=[*self.relays]),
         }
-        tasks = {index: (True, UpdateTask(copies_directly=True)) for index in range(self._num_holders)}
+        tasks = {index: Read() for index in range(self._num_holders)}
         taken: dict[str, list[Instant]] = {way: [] for way in fleets}
         for attempt in range(1, num_rounds + NUM_WARM + 1):
             for way, fleet in fleets.items():

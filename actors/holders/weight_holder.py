@@ -93,12 +93,12 @@ class WeightHolder(Holder):
         self._once = MoveOnce(self.name)
         return super().prepare(plan, index, source)
 
-    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+    def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
         """See `Holder.move`. The driver and the holder that relays may both ask: see `MoveOnce`."""
-        return self._move(self._once, attempt, feeding, task, timeout_s)
+        return self._move(self._once, attempt, task, timeout_s)
 
-    def _move(self, once: MoveOnce, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
-        work = partial(super().move, attempt, feeding, task, timeout_s)
+    def _move(self, once: MoveOnce, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
+        work = partial(super().move, attempt, task, timeout_s)
         return once.move(attempt, work, timeout_s)
 
 

@@ -28,7 +28,7 @@ _GONE_S = 0.2
 class Moving(Protocol):
     """A holder that the first holder of its host calls."""
 
-    async def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved: ...
+    async def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved: ...
 
 
 class HostMoves:
@@ -49,10 +49,10 @@ class HostMoves:
         if not self._links:
             await self._open()
         self._moving.clear()  # the driver stopped waiting for an earlier attempt
-        for feeding, task, indices in tasks:
+        for task, indices in tasks:
             for index in indices:
                 if self._links[index].is_dialled:
-                    move = self._links[index].call("move", attempt, feeding, task, timeout_s)
+                    move = self._links[index].call("move", attempt, task, timeout_s)
                     self._moving[index] = moving = asyncio.ensure_future(move)
                     moving.add_done_callback(_heard)
                 else:

@@ -13,8 +13,8 @@ from weightsync.node.link import Link
 from weightsync.node.messages import NodeOffer
 from weightsync.protocol.messages import Moved, UpdateTask
 
-HostTasks: TypeAlias = tuple[tuple[bool, UpdateTask, tuple[int, ...]], ...]
-"""Whether holders feed their engine ranks, their task, and which these are. Most of a host are alike."""
+HostTasks: TypeAlias = tuple[tuple[UpdateTask, tuple[int, ...]], ...]
+"""Tasks, and the holders of each task. Most holders of a host have equal tasks."""
 
 HostMoved: TypeAlias = tuple[dict[int, Moved], dict[int, SentError], tuple[int, ...]]
 """Outcomes and errors by holder, and the holders that could not be called."""
@@ -62,16 +62,16 @@ class MoveRelay:
         self._links.open(self)
 
     async def move(
-        self, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
+        self, attempt: int, tasks: Mapping[int, UpdateTask], timeout_s: float
     ) -> Mapping[int, Moved | WeightSyncError | None]:
         """Have holders move, by index. None could be called while the connection is being made."""
         if not (self.node and self.node.is_dialled):
             self._links.open(self)  # another link, if the link has ended
             return dict.fromkeys(tasks)
-        alike: dict[tuple[bool, UpdateTask], list[int]] = {}
+        alike: dict[UpdateTask, list[int]] = {}
         for index, task in tasks.items():
             alike.setdefault(task, []).append(index)
-        asked = tuple((feeding, task, tuple(its)) for (feeding, task), its in alike.items())
+        asked = tuple((task, tuple(its)) for task, its in alike.items())
         return _said(await self.node.call("move_all", attempt, asked, timeout_s))
 
     async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]:

@@ -46,13 +46,14 @@ from weightsync.protocol import listener
 from weightsync.protocol.deadlines import within
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import (
+    Forward,
     LoadReport,
     Moved,
     PublishReport,
     PublishTask,
+    Read,
     Refilled,
     Snapshot,
-    UpdateTask,
 )
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.protocol.stream import Stream, framed
@@ -180,9 +181,9 @@ def test_arguments_and_answers_arrive_as_they_were() -> None:
         holder = Noting(move=Moved(Span("move", 1.5, 0.25), 0.5, SLOW))
         engine = Noting(load=REPORT, pause=None)
         first, second = Process(links, holder, HolderPeer).dial(), Process(links, engine, EnginePeer).dial()
-        task = UpdateTask(copies_directly=True, cast=frozenset({3, 4}))
-        moved = await first.call("move", 7, True, task, 2.5)
-        assert holder.asked == [("move", 7, True, task, 2.5)]
+        task = Read(cast=frozenset({3, 4}))
+        moved = await first.call("move", 7, task, 2.5)
+        assert holder.asked == [("move", 7, task, 2.5)]
         assert (moved.span, moved.waited_s) == (Span("move", 1.5, 0.25), 0.5)
         assert (type(moved.slow), str(moved.slow)) == (SlowError, str(SLOW))
         loaded = await second.call("load", 7, 2.5)
@@ -201,7 +202,7 @@ def test_what_a_host_is_asked_and_says_arrives_as_it_was() -> None:
     async def test(links: Links) -> None:
         peer = Noting(move_all=said, moved=({}, {}, ()))
         process = Process(links, peer, HostMoving).dial()
-        tasks = ((True, UpdateTask(cast=frozenset({3})), (2, 4)), (False, UpdateTask(), (6,)))
+        tasks = ((Read(cast=frozenset({3})), (2, 4)), (Forward(), (6,)))
         moved, errors, uncalled = await process.call("move_all", 7, tasks, 2.5)
         assert peer.asked == [("move_all", 7, tasks, 2.5)]
         assert (moved[2].waited_s, str(moved[2].slow), uncalled) == (0.5, str(SLOW), (6,))

@@ -32,7 +32,7 @@ from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory, Export
 from weightsync.protocol.handles import DeviceHandle
-from weightsync.protocol.messages import UpdateTask
+from weightsync.protocol.messages import Forward
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer, LocalTrainer
 
@@ -188,7 +188,7 @@ def test_nothing_of_a_holder_that_was_closed_waits_on() -> None:
     holder.close()
     watching.result(patient(5))
     with pytest.raises(StateError, match="holder 0 has no plan"):
-        holder.move(1, False, UpdateTask(), 1.0)
+        holder.move(1, Forward(), 1.0)
 
 
 def test_a_holder_is_ready_until_its_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:

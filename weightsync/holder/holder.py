@@ -46,10 +46,12 @@ from weightsync.protocol.messages import (
     Exchange,
     FeedTicket,
     Fingerprint,
+    Forward,
     Group,
     LiveDigest,
     Moved,
     Prepared,
+    Read,
     Refilled,
     Samples,
     Snapshot,
@@ -301,8 +303,8 @@ class Holder:
         with self._moving, self.staging.queue():
             self.cross_host.open(rendezvous, timeout_s)
 
-    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
-        """Run this holder's part of one update. If `feeding`, deliver the bytes to the engine rank.
+    def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
+        """Run this holder's part of one update.
 
         Raises TransportError when a transfer fails. On any error the communicators are aborted with it as
         the cause, so that no other holder waits. An engine rank that fails or stops answering is left out.
@@ -310,16 +312,18 @@ class Holder:
         plan, staging = self._plan, self.staging
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        clock, writing = PhaseClock(), self._live_source.writing(attempt) if feeding else nullcontext()
+        is_fed = not isinstance(task, Forward)
+        clock, writing = PhaseClock(), self._live_source.writing(attempt) if is_fed else nullcontext()
         with clock.phase("move"), self._moving, writing, staging.queue():
-            consumer = self._run(plan, staging, attempt, feeding, task, timeout_s)
+            consumer = self._run(plan, staging, attempt, task, timeout_s)
         return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
 
     def _run(
-        self, plan: Plan, staging: Staging, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float
+        self, plan: Plan, staging: Staging, attempt: int, task: UpdateTask, timeout_s: float
     ) -> BucketConsumer:
-        only, limits_s = task.cast if task.copies_directly else None, patience(timeout_s)
-        consumer = open_consumer(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
+        only, limits_s = task.cast if isinstance(task, Read) else None, patience(timeout_s)
+        feed = None if isinstance(task, Forward) else self._feed
+        consumer = open_consumer(staging, feed, attempt, plan.slots, *limits_s, only=only)
         assert self._groups
         start = partial(self._groups.fill, staging=staging, timeout_s=timeout_s)
         for each in (self._groups, self.cross_host):
@@ -421,7 +425,7 @@ class Holder:
         if plan is None or staging is None or feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, self._live_source.writing(attempt), staging.queue():
-            consumer = open_consumer(staging, feed, True, attempt, plan.slots, timeout_s, limit_s, snapshot)
+            consumer = open_consumer(staging, feed, attempt, plan.slots, timeout_s, limit_s, snapshot)
             return self._runs.run(plan, snapshot, self.snapshot_store, staging, consumer, may_map, timeout_s)
 
     def stop_refill(self, cause: str) -> None:

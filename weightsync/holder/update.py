@@ -15,7 +15,7 @@ from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Snapshot, UpdateTask
+from weightsync.protocol.messages import Read, Snapshot, UpdateTask
 from weightsync.transports import Pending
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ class BucketConsumer(ABC):
 def open_consumer(
     staging: Staging,
     feed: HolderFeed | None,
-    feeding: bool,
     attempt: int,
     num_slots: int,
     timeout_s: float,
@@ -90,15 +89,14 @@ def open_consumer(
     a `FeedConsumer`. `only`: the buckets to write; None for all. Raises StateError if all other buckets are
     copied directly, and the rank has not allowed the holder to write quantised bytes.
     """
-    taker = feed if feeding else None
     if (memory := staging.mapped) and feed:
         if only is not None and not memory.writes and not feed.is_writable():
             raise StateError(f"{feed.ticket.engine} has not said that what is quantised may be written to it")
         if memory.writes or only is not None or (snapshot and snapshot.is_flat):
-            return WriteConsumer(memory, taker, attempt, limit_s, only)
+            return WriteConsumer(memory, feed, attempt, limit_s, only)
         if memory.quantizes and feed.is_writable():
-            return QuantizingConsumer(memory, taker, attempt, limit_s)
-    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
+            return QuantizingConsumer(memory, feed, attempt, limit_s)
+    return FeedConsumer(feed, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
 class FeedConsumer(BucketConsumer):
@@ -240,7 +238,8 @@ def run_update(
     `start` queues a bucket's broadcasts; `consumer` gets each bucket that arrived. A `FeedConsumer` needs all
     buckets, a `WriteConsumer` can do with some. Errors pass unchanged.
     """
-    writes, live = task.copies_directly and consumer.taking, None
+    reads, live = isinstance(task, Read), None
+    writes = reads and consumer.taking
     if writes or task.exchanges:
         inject("move", bucket=0, num_buckets=1)
     if writes:
@@ -248,11 +247,11 @@ def run_update(
         live = staging.mapped.start_direct_copy(task.frozen)
     if task.exchanges:
         assert exchange
-        exchange.move(lambda: task.copies_directly and consumer.taking)
+        exchange.move(lambda: reads and consumer.taking)
     pump(
         moved_buckets(plan, task),
         # Selected buckets may share a slot, so the next one starts after the last was offered.
-        plan.slots if task.broadcasts_all else 1,
+        plan.slots if task.sent is None else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
@@ -263,8 +262,7 @@ def run_update(
 
 def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:
     """Return the buckets that are broadcast in an update, in order."""
-    buckets = range(_num_buckets(plan, task))
-    return buckets if task.broadcasts_all else sorted(task.cast.intersection(buckets))
+    return task.buckets(_num_buckets(plan, task))
 
 
 def _num_buckets(plan: Plan, task: UpdateTask) -> int:

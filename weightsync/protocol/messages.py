@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -59,22 +60,45 @@ class Attached:
         return replace(self, export=self.export.known_by(names)) if self.export else self
 
 
-class UpdateTask(msgspec.Struct, frozen=True):
+class _Task(msgspec.Struct, frozen=True):
     """The part of one holder in an update.
 
     Attributes:
-        copies_directly: the holder copies the engine rank's part from the trainers' memory.
-        broadcasts_all: every bucket is broadcast, since not all engines read directly.
-        cast: buckets that are also broadcast to engines which read directly, since a dtype differs.
+        sent: the buckets that are broadcast; None for all, since not all engines read directly.
         exchanges: the holder takes part in the cross-host exchange.
         frozen: frozen tensors move, too. If not, the engines have them.
     """
 
-    copies_directly: bool = False
-    broadcasts_all: bool = True
-    cast: frozenset[int] = frozenset()
+    sent: frozenset[int] | None = None
     exchanges: bool = False
     frozen: bool = True
+
+    def buckets(self, num_buckets: int) -> Sequence[int]:
+        """Return the buckets that are broadcast of the first `num_buckets`, in order."""
+        moved = range(num_buckets)
+        return moved if self.sent is None else sorted(self.sent.intersection(moved))
+
+
+class Forward(_Task, frozen=True, tag="forward"):
+    """The holder moves bytes for other holders. The engine rank takes no part, or there is none."""
+
+
+class Receive(_Task, frozen=True, tag="receive"):
+    """The engine rank gets every bucket."""
+
+
+class Read(_Task, frozen=True, tag="read"):
+    """The holder copies the engine rank's part from the trainers' memory.
+
+    Attributes:
+        cast: buckets that are broadcast to engines which read directly, too, since a dtype differs.
+    """
+
+    cast: frozenset[int] = frozenset()
+
+
+UpdateTask: TypeAlias = Forward | Receive | Read
+"""The part of one holder in an update, by the way in which its engine rank gets the weights."""
 
 
 class Moved(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from weightsync.actors.relays.move_once import MoveOnce
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder.holder import Holder
 from weightsync.node.messages import NodeOffer
-from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.messages import Moved, Receive, UpdateTask
 from weightsync.protocol.timing import Span
 
 MOVED = Moved(Span("move", 1.0, 2.0))
@@ -106,13 +106,13 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
         return SimpleNamespace(welcomed=welcomed, stop=lambda: stopped.append(number))
 
     def relayed(peer: Any, attempt: int) -> Moved:
-        moved: Moved = peer.move(attempt, True, UpdateTask(), 1.0)
+        moved: Moved = peer.move(attempt, Receive(), 1.0)
         return moved
 
     monkeypatch.setattr(weight_holder, "serve", serve)
     asked: list[int] = []
 
-    def move(holder: Holder, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+    def move(holder: Holder, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
         asked.append(attempt)
         return MOVED
 
@@ -124,7 +124,7 @@ def test_a_relay_has_no_part_in_what_is_prepared_after_it_connected(monkeypatch:
         prepare(None, 0, "")
         holder.answer_relay(NodeOffer("tcp://127.0.0.1:1", ""))
         assert relayed(peers[-1], attempt) is MOVED
-        assert holder.move(attempt, True, UpdateTask(), 1.0) is MOVED
+        assert holder.move(attempt, Receive(), 1.0) is MOVED
     with pytest.raises(StateError, match="after it was given up"):
         relayed(peers[0], 3)
     assert asked == [1, 2]

@@ -11,7 +11,7 @@ import pytest
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.relays.move_relay import MoveRelay
 from weightsync.errors import PeerError
-from weightsync.protocol.messages import UpdateTask
+from weightsync.protocol.messages import Receive
 
 
 class Links:
@@ -38,7 +38,7 @@ def relay(links: Links, node: Any) -> MoveRelay:
 @pytest.mark.parametrize("now", [None, SimpleNamespace(is_dialled=False)], ids=["none", "lost"])
 def test_a_relay_without_a_connection_calls_nobody(now: Any) -> None:
     links = Links()
-    tasks = dict.fromkeys((2, 5), (True, UpdateTask()))
+    tasks = dict.fromkeys((2, 5), Receive())
     assert asyncio.run(cast("Any", relay(links, now).move(3, tasks, 1.0))) == {2: None, 5: None}
     assert links.asked == ["open"]
 

@@ -14,12 +14,12 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.driver.updating.moves import Moves
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
-from weightsync.protocol.messages import Moved, UpdateTask
+from weightsync.protocol.messages import Forward, Moved, Receive
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import Span
 
 NUM_HOLDERS = 6
-TASKS = {index: (index % 2 == 0, UpdateTask()) for index in range(NUM_HOLDERS)}
+TASKS = {index: Forward() if index % 2 else Receive() for index in range(NUM_HOLDERS)}
 Said = Mapping[int, Moved | WeightSyncError | None]
 
 
@@ -31,7 +31,7 @@ class Holder:
         self.asked = list[str]()
 
     def say(self, by: str, *args: object) -> Moved | WeightSyncError:
-        assert args == (7, *TASKS[self._index], 2.5)
+        assert args == (7, TASKS[self._index], 2.5)
         self.asked.append(by)
         if self._fails:
             return PeerError(f"holder {self._index}", "no memory")
@@ -58,7 +58,7 @@ class Relay:
     async def move(self, attempt: int, tasks: Mapping[int, object], timeout_s: float) -> Said:
         for index in tasks:
             if index != self._uncalled:
-                self._said[index] = self._peers[index].say("relay", attempt, *TASKS[index], timeout_s)
+                self._said[index] = self._peers[index].say("relay", attempt, TASKS[index], timeout_s)
         self._left = [*tasks]
         return await self.moved()
 

@@ -31,12 +31,15 @@ from weightsync.protocol.messages import (
     Attached,
     Exchange,
     FeedTicket,
+    Forward,
     LiveDigest,
     LoadReport,
     Moved,
     Prepared,
     PublishReport,
     PublishTask,
+    Read,
+    Receive,
     Refilled,
     Snapshot,
     SnapshotHeader,
@@ -59,6 +62,7 @@ KINDS: Mapping[str, Any] = {
 
 text = st.text(max_size=8)
 numbers = st.integers(0, 1 << 40)
+few, flags = st.frozensets(numbers, max_size=3), (st.booleans(), st.booleans())
 seconds = st.floats(allow_nan=False)
 
 
@@ -167,14 +171,9 @@ VALUES: Mapping[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "PublishTask": (PublishTask, st.builds(PublishTask, st.booleans(), groups)),
     "UpdateTask": (
         UpdateTask,
-        st.builds(
-            UpdateTask,
-            st.booleans(),
-            st.booleans(),
-            st.frozensets(numbers, max_size=3),
-            st.booleans(),
-            st.booleans(),
-        ),
+        st.builds(Receive, st.none(), *flags)
+        | st.builds(Forward, st.none() | few, *flags)
+        | st.builds(Read, st.none() | few, *flags, few),
     ),
     "Moved": (Moved, st.builds(Moved, spans, seconds, st.none() | errors)),
     "Exchange": (

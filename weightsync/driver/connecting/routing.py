@@ -1,4 +1,4 @@
-"""Decides which engines read the trainers' memory directly, and plans their reads."""
+"""Plans the reads of engines that read the trainers' memory directly, and keeps the way of each engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connecting.cross_host import CrossHostExchange
 from weightsync.driver.connecting.layouts import are_alike
 from weightsync.driver.connecting.linking import Served
+from weightsync.driver.connecting.ways import (
+    FAR,
+    INCOMPLETE,
+    JOINING,
+    LATER,
+    UNPLANNED,
+    obstacle,
+    suffices,
+    tasks,
+)
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError, WeightSyncError
@@ -30,40 +40,7 @@ from weightsync.report import DIRECT, is_direct
 
 logger = logging.getLogger("weightsync.driver.connecting.routing")
 
-_LATER = "its holder came after connecting, and meets those of other hosts with the next update"
-_JOINING = "it has joined, and its reads are planned before the next update"
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
-
-
-def obstacle(
-    config: SyncConfig,
-    demoted: str,
-    failed: str,
-    *,
-    trainers_export: bool,
-    engine_exports: bool,
-    converts: str,
-) -> str:
-    """Return why an engine may not read the trainers' memory directly, or "".
-
-    Args:
-        demoted: why the engine was demoted before, or "".
-        failed: why holders could not map trainers' memory in a trial, or "".
-        trainers_export: every trainer rank exports memory or, before `attach`, can export memory.
-        engine_exports: the same for the engine's ranks.
-        converts: the ranks' conversion of the tensors, see `RankLayout`.
-    """
-    if converts:
-        return f"it takes whole tensors, of which {converts}"
-    if config.mode == "broadcast":
-        return "sync.mode is broadcast"
-    if demoted:
-        return demoted
-    if not trainers_export:
-        return "the trainers' weights are not read in place"
-    if not engine_exports:
-        return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
-    return failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +129,7 @@ class Router:
         if reason:
             self._decide(name, reason)
         else:
-            self.routes[name] = _JOINING
+            self.routes[name] = JOINING
         if not reason or (converts and not failed):
             self._joining[name] = _Joining(engine, exports, converts)
 
@@ -181,7 +158,7 @@ class Router:
 
     async def _plan_reads(self, name: str, joining: _Joining) -> None:
         devices = [each.device for each in joining.exports if each]
-        if self.routes[name] == _JOINING:
+        if self.routes[name] == JOINING:
             self._decide(name, await self._route(name, joining.engine, devices))
         else:
             live = [each for each in joining.exports if isinstance(each, LiveMemory)]
@@ -200,7 +177,7 @@ class Router:
         if layout is None:
             layout = join_tables(reads)
             self._parts.append((reads, layout))
-        reason = "" if covers_all(layout) else "no rank keeps some part of a tensor"
+        reason = "" if covers_all(layout) else INCOMPLETE
         reason = reason or await self._route(name, layout, devices, near_only=True)
         if reason:
             logger.info("[engine %s] takes whole tensors in each update: %s", name, reason)
@@ -230,7 +207,7 @@ class Router:
 
     def _decide(self, name: str, reason: str) -> None:
         self.routes[name] = reason or DIRECT
-        if reason == _LATER:
+        if reason == LATER:
             return
         if reason and self._config.mode == DIRECT:
             raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
@@ -255,8 +232,7 @@ class Router:
     @property
     def suffices(self) -> bool:
         """Return True if every engine reads directly, now or later, or the plan has buckets."""
-        routes = self.routes.values()
-        return self._plan.slots > 0 or all(route in (DIRECT, _LATER, _JOINING) for route in routes)
+        return suffices(self.routes.values(), self._plan.slots)
 
     def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
@@ -267,17 +243,12 @@ class Router:
         for name in self._ready & self._quantised.keys() & set(takers):
             self.routes[name] = f"{DIRECT}: {self._quantised[name]}"
         direct = {name for name in takers if self.reads_directly(name)}
-        broadcasts_all = direct != set(takers)
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
-        pulling = {holder for name in direct for holder in takers[name]}
         # Every member of a communicator has to take part in its exchange.
         crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
-        exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
-        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
-        return {
-            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging, frozen)
-            for holder in sorted(members)
-        }
+        exchanging = frozenset(self.exchange.members if self.exchange and crosses else ())
+        num_holders = self._plan.members.num_holders
+        return tasks(takers, self.routes, cast, exchanging, num_holders, frozen)
 
     async def _route(self, name: str, engine: Layout, devices: Sequence[str], near_only: bool = False) -> str:
         """Have each rank's holder map the memory it reads. Returns why it cannot, or "".
@@ -288,7 +259,7 @@ class Router:
         distances = [self._distances(holder, device) for holder, device in zip(holders, devices, strict=True)]
         some_far = any(_OTHER_HOST in near for near in distances)
         if near_only and some_far:
-            return "some trainers are on other hosts"
+            return FAR
         reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
         reshards: list[Reshard] = []
         if not alike:
@@ -312,9 +283,9 @@ class Router:
                 far[holder] = remote
         if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
-                return _LATER
+                return LATER
             if not self.exchange.agrees(holders, far):
-                return "what it needs of other hosts was not planned when all connected"
+                return UNPLANNED
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(
                 its.reads, self._memory(its.by_trainer), its.alike

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.config import SyncConfig
-from weightsync.driver.connecting.routing import obstacle
+from weightsync.driver.connecting.ways import obstacle
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.plan import MAPPED

@@ -32,10 +32,8 @@ class Moves:
         calls: by the holders' names.
     """
 
-    def __init__(
-        self, fleet: Fleet, attempt: int, tasks: Mapping[int, tuple[bool, UpdateTask]], timeout_s: float
-    ) -> None:
-        """`tasks`: by the holder's index, whether the holder feeds its engine rank, and the task."""
+    def __init__(self, fleet: Fleet, attempt: int, tasks: Mapping[int, UpdateTask], timeout_s: float) -> None:
+        """`tasks`: by the holder's index."""
         self._fleet, self._attempt, self._tasks, self._timeout_s = fleet, attempt, tasks, timeout_s
         self._relayed: dict[int, asyncio.Future[Moved]] = {}
         self._work: list[asyncio.Task[None]] = []
@@ -55,7 +53,7 @@ class Moves:
             each.cancel()
 
     def _call(self, index: int) -> Awaitable[Moved]:
-        return self._fleet.holders[index].move(self._attempt, *self._tasks[index], self._timeout_s)
+        return self._fleet.holders[index].move(self._attempt, self._tasks[index], self._timeout_s)
 
     async def _through(self, relay: MoveRelayPeer, indices: Sequence[int]) -> None:
         left = set(indices)

@@ -277,11 +277,10 @@ class Update:
         attempt, timeout_s = self._engines.next_attempt(), self._config.timeout_s
         self._engines.enter(takers, EngineState.WRITING)
         members = {name: self._fleet.engines[name] for name in takers}
-        fed = {holder for member in members.values() for holder in member.holders}
         holders = {name: member.holders for name, member in members.items()}
         tasks = self._connection.router.tasks(holders, self.sends_frozen)
         self.num_buckets = self._count_buckets(next(iter(tasks.values())))
-        moves = Moves(self._fleet, attempt, {i: (i in fed, task) for i, task in tasks.items()}, timeout_s)
+        moves = Moves(self._fleet, attempt, tasks, timeout_s)
         loads = {name: self._engines.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
         moving = Attempt(moves.calls, loads, feeds, timeout_s)
@@ -307,7 +306,7 @@ class Update:
         """Return how many buckets are broadcast. All holders' tasks have the same."""
         plan = self._connection.plan
         num_buckets = plan.num_buckets if self.sends_frozen else plan.num_changing_buckets
-        return num_buckets if task.broadcasts_all else sum(b < num_buckets for b in task.cast)
+        return len(task.buckets(num_buckets))
 
     def _timed(self, loaded: Mapping[str, LoadReport]) -> Mapping[str, LoadReport]:
         for name, report in loaded.items():
