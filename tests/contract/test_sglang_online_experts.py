@@ -63,6 +63,7 @@ class Fp8MoEMethod(SimpleNamespace):
         **attributes: Any,
     ) -> None:
         assert not with_bias
+        assert layer.num_local_experts  # SGLang's methods read attributes of the layer itself
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),

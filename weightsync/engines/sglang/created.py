@@ -35,7 +35,7 @@ def created_matrix(layer: Any, dtype: torch.dtype) -> torch.nn.Module:  # noqa: 
     The matrix of `layer` is already transposed. `dtype` is the dtype of weights that are not quantised.
     """
     columns, rows = layer.weight.shape
-    method, made = copy.copy(layer.quant_method), torch.nn.Module()
+    method, made = copy.copy(layer.quant_method), _blank(layer)
     vars(made)["scheme"] = getattr(layer, "scheme", None)
     is_newer = type(method).__name__ in _NEWER_LOADERS and hasattr(layer, "weight_loader_v2")
     load = layer.weight_loader_v2 if is_newer else layer.weight_loader
@@ -49,7 +49,7 @@ def created_stacks(
     dtype: torch.dtype,
 ) -> torch.nn.Module:
     """Return stacks of `num_experts` as the method of `layer` creates them, on torch's default device."""
-    made = torch.nn.Module()
+    made = _blank(layer)
     _, columns, width = layer.w2_weight.shape
     copy.copy(layer.quant_method).create_weights(
         layer=made,
@@ -59,6 +59,16 @@ def created_stacks(
         params_dtype=dtype,
         weight_loader=layer.weight_loader,
     )
+    return made
+
+
+def _blank(layer: torch.nn.Module) -> torch.nn.Module:
+    """Return a layer without parameters, buffers and modules, and otherwise with the attributes of `layer`.
+
+    Methods read some of them: from 0.5.23 on, ``moe_tp_size`` and ``moe_runner_config``.
+    """
+    made = torch.nn.Module()
+    vars(made).update({name: each for name, each in vars(layer).items() if name not in vars(made)})
     return made
 
 
