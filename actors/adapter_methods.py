@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.coverage import coverage, draft_coverage
+from weightsync.actors.membership import Membership
 from weightsync.actors.models import Models
 from weightsync.actors.own_actor import check_own_actor
 from weightsync.actors.ray.handles import check_trainers
@@ -28,6 +29,7 @@ class AdapterMethods:
     _fleet: Fleet
     _last: SyncReport | None
     _models: Models[Any]
+    _members: Membership
 
     def register_adapter(
         self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
@@ -51,7 +53,7 @@ class AdapterMethods:
             StateError: before `connect`.
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
-        check_trainers(trainers)
+        check_trainers(trainers, "model" if self._members.models else "")
         check_own_actor(trainers, {})
         if not isinstance(name, str) or not name:
             raise ConfigError("name", name, "give a text, which requests use")

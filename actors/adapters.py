@@ -15,6 +15,7 @@ from weightsync.actors.coverage import coverage
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.joint_update import Part
 from weightsync.actors.membership import Membership
+from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.handles import check_version
 from weightsync.actors.ray.remote import answer, share
 from weightsync.config import SyncConfig
@@ -81,7 +82,7 @@ class Adapter:
         dtypes = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
         name, dtype = self.spec.name, next(iter(dtypes.values()))
         casts = {
-            f"trainer {i}": answer(f"trainer {i}", trainer.sync_cast_adapter.remote(name, dtype))
+            f"trainer {i}": answer(f"trainer {i}", method_of(trainer, "sync_cast_adapter")(name, dtype))
             for i, trainer in enumerate(self._members.trainers)
         }
         (await gather_named(casts, "open", self._config.connect_timeout_s)).require()
@@ -151,7 +152,8 @@ class Adapter:
             self._healer.forget(name)
         await self._members.close()
         for trainer in self._members.trainers:  # which may be training: nobody waits for them
-            trainer.sync_close_adapter.remote(self.spec.name)
+            closing = asyncio.ensure_future(method_of(trainer, "sync_close_adapter")(self.spec.name))
+            closing.add_done_callback(lambda each: each.cancelled() or each.exception())
         calls = self._calls({**self._members.engines, **engines}, "sync_close_adapter")
         failures = (await gather_named(calls, "close", timeout_s)).failures.values()
         if left := [error for error in failures if not isinstance(error, PeerLostError)]:
@@ -162,7 +164,7 @@ class Adapter:
     ) -> Mapping[str, Coroutine[Any, Any, Any]]:
         """Call a method of each engine's actor with the spec."""
         return {
-            f"engine {name}": answer(f"engine {name}", getattr(handle, method).remote(self.spec))
+            f"engine {name}": answer(f"engine {name}", method_of(handle, method)(self.spec))
             for name, handle in engines.items()
         }
 
@@ -183,7 +185,7 @@ class Adapters:
         if name in self._held:
             raise ConfigError("name", name, "unregister_adapter() comes first: there is one of this name")
         calls = {
-            f"trainer {i}": answer(f"trainer {i}", handle.sync_open_adapter.remote(name, adapter))
+            f"trainer {i}": answer(f"trainer {i}", method_of(handle, "sync_open_adapter")(name, adapter))
             for i, handle in enumerate(trainers)
         }
         specs = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()

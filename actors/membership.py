@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from weightsync.actors.checkpoints.checkpoints import Checkpoints
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.holders.holders import Holders
+from weightsync.actors.ray.adoption import Adoption
 from weightsync.actors.ray.claim import Claims, TakenError
 from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
@@ -60,6 +61,7 @@ class Membership:
 
     Attributes:
         trainers, engines: the registered actors, in rank order and by name.
+        models, llms: where the trainers' models and the engines are, in actors of other people's classes.
         checkpoints: registered checkpoints, which stand for trainers while there are none.
         respawner: starts another actor for an engine; None if engines cannot be respawned.
     """
@@ -82,6 +84,8 @@ class Membership:
         self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
         self.engines: dict[str, ActorHandle[Any]] = {}
+        self.models: Adoption | None = None
+        self.llms: Adoption | None = None
         self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._placements: dict[str, list[Placement]] = {}
@@ -95,7 +99,11 @@ class Membership:
         self._cut_off = set[str]()
 
     def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
-        return remote_engine(f"engine {name}", handle, self._adapter)
+        return remote_engine(f"engine {name}", handle, self._adapter, self.llms)
+
+    def _trainers(self) -> dict[str, RemoteTrainer]:
+        named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
+        return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
 
     async def follow(self) -> None:
         """Start processes of holders where the registered actors run, in the background. Raises nothing."""
@@ -104,10 +112,9 @@ class Membership:
             placement = await trainer.placement_so_far()
             return [placement] if placement else []
 
-        trainers = (remote_trainer(f"trainer {i}", handle) for i, handle in enumerate(self.trainers))
         engines = (self._engine(name, handle) for name, handle in self.engines.items())
         self._holders.follow(
-            {trainer.handle: partial(ask, trainer) for trainer in trainers},
+            {trainer.handle: partial(ask, trainer) for trainer in self._trainers().values()},
             {engine.handle: engine.placements for engine in engines},
         )
 
@@ -347,8 +354,7 @@ class Membership:
             raise StateError("register_trainers() and register_engines() come before connect()")
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
-        named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
-        trainers = {name: remote_trainer(name, handle, self._adapter) for name, handle in named.items()}
+        trainers = self._trainers()
         engines = {name: self._engine(name, h) for name, h in self.engines.items()}
         asked = {
             f"engine {name}": self._placements_of(engine)

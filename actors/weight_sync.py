@@ -21,6 +21,7 @@ from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.own_actor import check_own_actor
+from weightsync.actors.ray.adoption import Adoption, Where
 from weightsync.actors.ray.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
@@ -121,16 +122,26 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._models.add(name, Model(sync, sync._loop, sync._as_part))
         return sync
 
-    def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
+    def register_trainers(
+        self,
+        handles: Sequence[ActorHandle[Any]],
+        model: Where | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Set the trainers. `connect` has to follow. Processes of holders start in the background.
 
         Args:
-            handles: all trainer ranks in rank order, handles of actors derived from `TrainerShard`.
+            handles: all trainer ranks in rank order, handles of actors derived from `TrainerShard`, or with
+                `model` of any class.
+            model: where each actor has its model: a path of attributes such as ``actor.model``, or a
+                function of the actor, which Ray has to be able to pickle.
+            options: with `model`, arguments of `TrainerShard`, such as ``exclude``.
 
         Raises:
             ConfigError: the list is empty, or an entry is something else or is given twice.
         """
-        check_trainers(handles)
+        check_trainers(handles, "" if model is None else "model")
+        self._members.models = Adoption("trainer", model, options or {}) if model is not None else None
         self._members.trainers = list(handles)
         self._registered()
 
@@ -139,12 +150,13 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         handles: Mapping[str, ActorHandle[Any]],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
         deployments: Mapping[str, Sequence[str]] | None = None,
+        llm: Where | None = None,
     ) -> None:
         """Set the engines. `connect` has to follow. Processes of holders start in the background.
 
         Args:
             handles: by the name that reports use, handles of `EngineActor` or of actors derived from
-                `VllmActor`.
+                `VllmActor`, or with `llm` of any class.
             respawn: called with an engine's name when the engine's process is gone. It starts another actor,
                 with dummy weights and on the same resources, and returns the actor's handle. It runs on a
                 thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and an
@@ -153,16 +165,20 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             deployments: engines that serve one version together, by a name of your choice, such as prefill
                 and decode engines, which exchange KV. `serving` names all engines of a deployment or none.
                 See docs/components.md.
+            llm: where each actor has the engine, as `model` of `register_trainers`: an ``AsyncLLM`` of vLLM,
+                started with ``worker_extension_cls="weightsync.WeightSyncWorker"``, or an `Engine` of your
+                own. An actor without coroutines does not answer heartbeats while one of its methods runs.
 
         Raises:
             ConfigError: the mapping is empty, an entry is something else or is given twice, `respawn`
                 cannot be called, or a deployment names an engine that is not registered, or is in another.
         """
-        check_engines(handles)
+        check_engines(handles, "" if llm is None else "llm")
         check_deployments(deployments or {}, handles)
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
         self._members.engines, self._members.respawner = dict(handles), respawn
+        self._members.llms = Adoption("engine", llm) if llm is not None else None
         self._fleet.deployments = {name: tuple(members) for name, members in (deployments or {}).items()}
         self._registered()
 
@@ -379,7 +395,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
-        check_engines({**others, name: handle})
+        check_engines({**others, name: handle}, "llm" if self._members.llms else "")
         check_own_actor((), {name: handle})
         return self._loop.submit(lambda: self._join(name, handle)).result()
 

@@ -17,21 +17,27 @@ _KINDS = {
 """A method that only this kind of actor has, and the base class."""
 
 
-def check_trainers(handles: object) -> None:
-    """Raise ConfigError unless `handles` is a list of trainer actors, each given once."""
+def check_trainers(handles: object, adopted: str = "") -> None:
+    """Raise ConfigError unless `handles` is a list of trainer actors, each given once.
+
+    `adopted`: the field that says where the model of other people's actors is, if it was given.
+    """
     if not isinstance(handles, Sequence) or isinstance(handles, str) or not handles:
         raise ConfigError("trainers", handles, "give a list of at least one actor handle")
-    _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_placement")
+    _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_placement", adopted)
 
 
-def check_engines(handles: object) -> None:
-    """Raise ConfigError unless `handles` maps names to engine actors, each given once."""
+def check_engines(handles: object, adopted: str = "") -> None:
+    """Raise ConfigError unless `handles` maps names to engine actors, each given once.
+
+    `adopted`: as of `check_trainers`.
+    """
     if not isinstance(handles, Mapping) or not handles:
         raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
     for name in handles:
         if not isinstance(name, str) or not name:
             raise ConfigError("engines", name, "give a text as the name of an engine")
-    _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_placements")
+    _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_placements", adopted)
 
 
 def check_deployments(deployments: object, engines: Collection[str]) -> None:
@@ -65,7 +71,7 @@ def check_version(version: int | None, newest: int) -> int:
     raise ConfigError("version", version, f"give a whole number, such as {newest + 1}, or nothing")
 
 
-def _check(handles: Iterable[tuple[str, object]], method: str) -> None:
+def _check(handles: Iterable[tuple[str, object]], method: str, adopted: str) -> None:
     seen: dict[ActorHandle[object], str] = {}
     for field, handle in handles:
         if isinstance(handle, (type, ActorClass)):
@@ -73,7 +79,10 @@ def _check(handles: Iterable[tuple[str, object]], method: str) -> None:
         if not isinstance(handle, ActorHandle):
             remedy = f"give the handle of an actor derived from {_KINDS[method]}"
             raise ConfigError(field, handle, remedy)
-        if not hasattr(handle, method):
+        is_ours = hasattr(handle, method)
+        if adopted and is_ours:
+            raise ConfigError(adopted, field, f"leave it out: this actor is derived from {_KINDS[method]}")
+        if not adopted and not is_ours:
             others = [kind for other, kind in _KINDS.items() if hasattr(handle, other)]
             derived = f"this one is of {others[0]}" if others else "this one is of neither kind"
             remedy = f"give the handle of an actor derived from {_KINDS[method]}; {derived}"

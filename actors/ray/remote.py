@@ -22,6 +22,7 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
+from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
@@ -91,10 +92,16 @@ class Remote:
     node: Link | None = None
 
     def __init__(
-        self, name: str, handle: ActorHandle[Any], prefix: str, adapter: AdapterSpec | None = None
+        self,
+        name: str,
+        handle: ActorHandle[Any],
+        prefix: str,
+        adapter: AdapterSpec | None = None,
+        adoption: Adoption | None = None,
     ) -> None:
         """With an `adapter`, methods call the actor's part for the adapter."""
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
+        self._adoption = adoption
 
     @property
     def key(self) -> Hashable:
@@ -127,10 +134,9 @@ class Remote:
 
     def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
         """Return a function that calls a method of the actor. Raises AttributeError without such a method."""
-        remote: Callable[..., Awaitable[Any]] = getattr(self.handle, method).remote
         if self._adapter is None:
-            return remote
-        return partial(self.handle.sync_adapter.remote, self._adapter, method)
+            return method_of(self.handle, method, self._adoption)
+        return partial(method_of(self.handle, "sync_adapter", self._adoption), self._adapter, method)
 
 
 class _Engine(Remote):
@@ -153,8 +159,14 @@ class _Trainer(Remote):
 
     protocol: type = TrainerNode
 
-    def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
-        super().__init__(name, handle, "sync_", adapter)
+    def __init__(
+        self,
+        name: str,
+        handle: ActorHandle[Any],
+        adapter: AdapterSpec | None,
+        adoption: Adoption | None,
+    ) -> None:
+        super().__init__(name, handle, "sync_", adapter, adoption)
         self.notices = PublishNotices()
         self._is_read_in_place = False
         self._expected: _Expected | None = None
@@ -325,14 +337,24 @@ class RemoteHolder(_Actor, Served, HolderPeer, Protocol):
     async def close(self) -> None: ...
 
 
-def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:
+def remote_trainer(
+    name: str,
+    handle: ActorHandle[Any],
+    adapter: AdapterSpec | None = None,
+    adoption: Adoption | None = None,
+) -> RemoteTrainer:
     """Return a trainer's actor, or the actor's part for an adapter, as a peer called `name`."""
-    return cast("RemoteTrainer", _Trainer(name, handle, adapter))
+    return cast("RemoteTrainer", _Trainer(name, handle, adapter, adoption))
 
 
-def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteEngine:
+def remote_engine(
+    name: str,
+    handle: ActorHandle[Any],
+    adapter: AdapterSpec | None = None,
+    adoption: Adoption | None = None,
+) -> RemoteEngine:
     """Return an engine's actor, or the actor's part for an adapter, as a peer called `name`."""
-    return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter))
+    return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter, adoption))
 
 
 def remote_holder(

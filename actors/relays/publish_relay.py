@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ray.actor import ActorHandle
 
+from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, answer
 from weightsync.channel.wire import SentError
 from weightsync.driver.gather import gather_named
@@ -76,7 +77,7 @@ class HostPublisher:
         Errors are those that the driver would get if it asked.
         """
         calls = {
-            f"trainer {rank}": answer(f"trainer {rank}", actor.sync_publish.remote(task, ticket))
+            f"trainer {rank}": answer(f"trainer {rank}", method_of(actor, "sync_publish")(task, ticket))
             for (rank, actor), ticket in zip(self._trainers.items(), tickets, strict=True)
         }
         outcome = await gather_named(calls, "publish", timeout_s)

@@ -1,0 +1,97 @@
+"""Actors whose classes know nothing of weightsync are adopted as trainers and engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.fleets.foreign_actors import AsyncEngine, AsyncTrainer, PlainEngine, PlainTrainer
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+from weightsync.errors import ConfigError, WeightSyncError
+
+CONFIG = SyncConfig(timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1))
+
+
+class Fleet:
+    """Two trainers of one class hold equal models; two engines of one class."""
+
+    def __init__(self, trainer: type, engine: type, model: str | Callable[[Any], Any]) -> None:
+        self.spawn = lambda _: ray.remote(num_cpus=0)(engine).remote()
+        self.trainers = [ray.remote(num_cpus=0)(trainer).remote() for _ in range(2)]
+        self.engines = {name: self.spawn(name) for name in ("e0", "e1")}
+        self.sync = WeightSync(CONFIG)
+        self.sync.register_trainers(self.trainers, model=model)
+        self.sync.register_engines(self.engines, respawn=self.spawn, llm="llm")
+
+    def update(self, version: int) -> None:
+        trained, _ = ray.get([each.train.remote(version) for each in self.trainers])
+        report = self.sync.update_weights(version)
+        assert report.verified
+        assert report.failures == {}
+        self.check(trained, version)
+
+    def check(self, trained: dict[str, torch.Tensor], version: int) -> None:
+        assert self.sync.engine_versions() == {"e0": version, "e1": version}
+        for engine in self.sync.engines().values():
+            weights = ray.get(engine.weights.remote())
+            assert all(torch.equal(weights[name], each) for name, each in trained.items())
+
+
+@pytest.fixture(params=["plain", "async"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    if request.param == "plain":
+        made = Fleet(PlainTrainer, PlainEngine, "actor.model")
+    else:
+        made = Fleet(AsyncTrainer, AsyncEngine, lambda actor: actor.actor.model)
+    with made.sync:
+        yield made
+    for each in [*made.trainers, *made.engines.values()]:
+        ray.kill(each)
+
+
+def test_each_version_arrives_and_a_killed_engine_is_filled(fleet: Fleet) -> None:
+    fleet.sync.connect()
+    for version in (1, 2, 3):
+        fleet.update(version)
+    trained, _ = ray.get([each.train.remote(3) for each in fleet.trainers])
+    killed = fleet.engines["e1"]
+    os.kill(ray.get(killed.pid.remote()), signal.SIGKILL)
+    deadline = time.monotonic() + patient(30)
+    while fleet.sync.engines()["e1"] is killed or fleet.sync.engine_versions()["e1"] != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    fleet.check(trained, 3)
+    fleet.update(4)
+
+
+def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    engine = ray.remote(num_cpus=0)(AsyncEngine).remote()
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer], model="actor.modle")
+        sync.register_engines({"e0": engine}, llm="llm")
+        with pytest.raises(ConfigError, match=r"model.*actor\.modle.*has no attribute 'modle'.*model"):
+            sync.connect()
+
+
+def test_other_objects_are_no_engines() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": trainer}, llm="actor.model")
+        with pytest.raises(WeightSyncError, match=r"llm.*Sequential of PlainTrainer.*AsyncLLM"):
+            sync.connect()
+
+
+def test_a_path_is_for_actors_of_other_classes_alone() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    with WeightSync(CONFIG) as sync, pytest.raises(ConfigError, match="TrainerShard"):
+        sync.register_trainers([trainer])
