@@ -38,6 +38,7 @@ from weightsync.driver.updating.takeover import newest, note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
+from weightsync.protocol.log_level import log_level, use_log_level
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.text import count_text
 
@@ -68,7 +69,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         cluster: bandwidths of the links. Metrics then compare an update with the time that the links allow.
 
     Raises:
-        ConfigError: `config` is not a SyncConfig, or `name` is not valid.
+        ConfigError: `config` is not a SyncConfig, `name` is not valid, or the environment variable
+            ``WEIGHTSYNC_LOG_LEVEL`` is not a level.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
         if name is not None:
             run_prefix(name)
+        use_log_level(log_level())
         self.name = name
         self.config = config or SyncConfig()
         self._fleet = Fleet([], {}, [], share=share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, forget, spawn
+from tests.actors.fleet import Engine, Trainer, forget, spawn, until
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.protocol.log_level import used_log_level
 
 WIDTH = 16
 
@@ -60,6 +62,28 @@ def test_versions_are_whole_numbers_and_the_next_one_where_none_is_given(sync: W
         with pytest.raises(ConfigError, match=rf"version: {re.escape(repr(bad))} .* such as 6, or nothing"):
             refused.result(0)
     assert sync.update_weights().version == 6
+
+
+def level_of(actor: Any) -> str:
+    level: str = ray.get(actor.__ray_call__.remote(lambda _: used_log_level()), timeout=patient(60))
+    return level
+
+
+def test_the_drivers_log_level_reaches_all_actors(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("weightsync")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setenv("WEIGHTSYNC_LOG_LEVEL", "verbose")
+    with pytest.raises(ConfigError, match=r"WEIGHTSYNC_LOG_LEVEL: 'verbose' .* valid: CRITICAL, DEBUG"):
+        WeightSync()
+    monkeypatch.setenv("WEIGHTSYNC_LOG_LEVEL", "error")
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=patient(60))) as made:
+        made.register_trainers([actors.trainer])
+        made.register_engines({"e0": actors.e0})
+        made.connect()
+        reached = [actors.trainer, actors.e0, *made.holders().values()]
+        assert until(lambda: all(level_of(actor) == "ERROR" for actor in reached), patient(30))
+    assert logger.level == logging.ERROR
+    logger.setLevel(logging.NOTSET)
 
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
