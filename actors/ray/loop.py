@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from weightsync.errors import StateError
 
-logger = logging.getLogger("weightsync.loop")
+logger = logging.getLogger("weightsync.actors")
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from weightsync.errors import DeadlineError, PeerLostError, TransportError, Wire
 from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Handle, PushTicket
 
-logger = logging.getLogger("weightsync.channel.push")
+logger = logging.getLogger("weightsync.channel")
 
 _MAX_NBYTES = 64 << 10
 _POLL_S = 0.05

@@ -14,7 +14,7 @@ from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.memory.tensors import extent_nbytes
 
-logger = logging.getLogger("weightsync.memory.page_locks")
+logger = logging.getLogger("weightsync.memory")
 
 _MIN_NBYTES = 1 << 20
 """Fewer bytes are not worth a lock: they share pages with other tensors, and are copied in no time."""

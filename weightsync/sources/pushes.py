@@ -24,7 +24,7 @@ from weightsync.protocol.handles import PushTicket
 from weightsync.protocol.messages import Digests, Published, combine
 from weightsync.sources.piece_copies import PieceCopies
 
-logger = logging.getLogger("weightsync.sources.pushes")
+logger = logging.getLogger("weightsync.sources")
 
 _END_S = 5.0
 

@@ -11,7 +11,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.plan import Layout, same_dtype_tensors
 from weightsync.plan.layout.layout_table import LayoutTable
 
-logger = logging.getLogger("weightsync.driver.connecting.pushing")
+logger = logging.getLogger("weightsync.driver")
 
 
 async def find_pushing(

@@ -28,7 +28,7 @@ from weightsync.protocol.messages import LoadReport, UpdateTask
 from weightsync.protocol.peers import SharedAlike
 from weightsync.report import DIRECT, is_direct
 
-logger = logging.getLogger("weightsync.driver.connecting.routing")
+logger = logging.getLogger("weightsync.driver")
 
 _LATER = "its holder came after connecting, and meets those of other hosts with the next update"
 _JOINING = "it has joined, and its reads are planned before the next update"

@@ -34,7 +34,7 @@ from weightsync.protocol.messages import Refilled
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import Link, SyncReport
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 
 class Controller:
