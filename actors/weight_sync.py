@@ -334,13 +334,16 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def update_weights_async(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
-    ) -> Future[SyncReport]:
+    ) -> Submitted[SyncReport]:
         """As `update_weights`, but return as soon as trainers may change their weights.
 
-        That is when the holders have every byte, or the update has ended.
+        That is when the holders have every byte, or the update has ended. In asyncio and notebooks, await the
+        future: ``report = await sync.update_weights_async()``. Until the call returns, it blocks the loop. If
+        the loop has other work, call ``await asyncio.to_thread(sync.update_weights_async)`` for the future.
 
         Returns:
-            A future with the report, or with the error that `update_weights` would raise.
+            A future with the report, or with the error that `update_weights` would raise: call ``result()``,
+            or await it.
         """
         held: Future[None] = Future()
         report = self._begin_update(version, checkpoint, components, held)

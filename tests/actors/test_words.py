@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator
@@ -84,6 +85,34 @@ def test_the_drivers_log_level_reaches_all_actors(actors: Actors, monkeypatch: p
         assert until(lambda: all(level_of(actor) == "ERROR" for actor in reached), patient(30))
     assert logger.level == logging.ERROR
     logger.setLevel(logging.NOTSET)
+
+
+def test_a_loop_connects_and_awaits_updates_and_is_free_with_threads(sync: WeightSync) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        sync.connect()
+        assert (await sync.update_weights_async()).version == 1
+        with pytest.raises(ConfigError, match="version: 'x'"):
+            await sync.update_weights_async("x")  # type: ignore[arg-type]
+        sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="commit", seconds=1.0),)))
+        ticking = asyncio.create_task(tick())
+        update = await asyncio.to_thread(sync.update_weights_async, 2)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(update, 0.01)
+        assert (await update).version == sync.version == 2
+        assert ticks > 5
+        ticking.cancel()
+        await asyncio.to_thread(sync.connect)
+        assert sync.update_weights().version == 3
+
+    asyncio.run(work())
 
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
