@@ -21,6 +21,7 @@ from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.own_actor import check_own_actor
+from weightsync.actors.progress import wait_with_bar
 from weightsync.actors.ray.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
@@ -188,7 +189,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         check_own_actor(self._members.trainers, self._members.engines)
-        self._loop.submit(self._connect).result()
+        wait_with_bar(self._loop.submit(self._connect), "connect", self._controller.connected_share)
         self._models.connect()
 
     @property
@@ -330,7 +331,11 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """
         # Not after a wait for `held`: this thread would wake, and take the interpreter's lock, just before
         # the loop tells engines to serve.
-        return self._begin_update(version, checkpoint, components, Future()).result()
+        update = self._begin_update(version, checkpoint, components, Future())
+        if not checkpoint:
+            return update.result()
+        share = partial(self._members.checkpoints.read_share, checkpoint)
+        return wait_with_bar(update, f"read {checkpoint}", share)
 
     def update_weights_async(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()

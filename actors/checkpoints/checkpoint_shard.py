@@ -60,6 +60,10 @@ class CheckpointShard:
             ray.wait([*after], num_returns=len(after))
         return self._checked.read()
 
+    def read_share(self) -> float:
+        """Return how much of the share has been read, from 0 to 1."""
+        return self._checked.read_share()
+
     def layout(self, rank: int, num_ranks: int) -> LayoutTable:
         """Return the layout that rank `rank` of `num_ranks` on this host sends."""
         return LayoutTable.of(self._checked.layout(rank, num_ranks))

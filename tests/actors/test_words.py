@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import ray
 
 from tests.actors.fleet import Engine, Trainer, forget, spawn, until
 from tests.patience import patient
+from tests.terminal import Terminal
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.errors import StateError
@@ -113,6 +116,21 @@ def test_a_loop_connects_and_awaits_updates_and_is_free_with_threads(sync: Weigh
         assert sync.update_weights().version == 3
 
     asyncio.run(work())
+
+
+def test_a_long_connect_shows_a_bar_on_a_terminal_alone(
+    sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync.connect()
+    sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="connect", seconds=2.0),)))
+    for shown in (Terminal(), io.StringIO()):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", shown)
+            sync.connect()
+        is_terminal = shown.isatty()
+        assert ("connect ━" in re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", shown.getvalue())) is is_terminal
+        assert bool(shown.getvalue()) is is_terminal
+        assert sync.update_weights().verified
 
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
