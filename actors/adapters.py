@@ -28,7 +28,7 @@ from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSync
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.report import Covered, SyncReport
 
-logger = logging.getLogger("weightsync.adapters")
+logger = logging.getLogger("weightsync.actors")
 
 _END_S = 90.0
 """Longer than engines wait for requests."""

@@ -27,7 +27,6 @@ class EngineActor(EngineCalls):
             holder with the trainer of the same slot. On GPUs, ranks on the same GPU share a holder.
     """
 
-    _name = ""
     _engine: Generates
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,8 @@ from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, Digests, FeedTicket, LoadReport
 from weightsync.protocol.peers import EnginePeer
 
+logger = logging.getLogger("weightsync.actors")
+
 
 class EngineCalls(Claimable):
     """Base of engine actors.
@@ -46,6 +49,7 @@ class EngineCalls(Claimable):
     """
 
     _engine: Engine
+    _name = ""
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
@@ -170,6 +174,7 @@ class EngineCalls(Claimable):
     def _sync_resume(self, version: int) -> None:
         inject("commit", version=version)
         self._engine.resume(version)
+        logger.info("[%s · v%d] serves", f"engine {self._name}".rstrip(), version)
 
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""
@@ -195,6 +200,7 @@ class EngineCalls(Claimable):
         async with self._asking:
             part = EngineCalls()
             part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
+            part._name = f"{self._name} adapter {spec.name}".lstrip()
             part._slot = f"pid-{os.getpid()}"
             self._parts = {**self._parts, spec.name: (spec, part)}
         layouts = await part._ask_layouts()

@@ -53,7 +53,7 @@ from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
 
-logger = logging.getLogger("weightsync.membership")
+logger = logging.getLogger("weightsync.actors")
 
 
 class Membership:

@@ -21,6 +21,7 @@ from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.own_actor import check_own_actor
+from weightsync.actors.progress import wait_with_bar
 from weightsync.actors.ray.adoption import Adoption, Where
 from weightsync.actors.ray.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.ray.loop import LoopThread, Submitted
@@ -39,6 +40,7 @@ from weightsync.driver.updating.takeover import newest, note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
+from weightsync.protocol.log_level import log_level, use_log_level
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.text import count_text
 
@@ -69,7 +71,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         cluster: bandwidths of the links. Metrics then compare an update with the time that the links allow.
 
     Raises:
-        ConfigError: `config` is not a SyncConfig, or `name` is not valid.
+        ConfigError: `config` is not a SyncConfig, `name` is not valid, or the environment variable
+            ``WEIGHTSYNC_LOG_LEVEL`` is not a level.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
         if name is not None:
             run_prefix(name)
+        use_log_level(log_level())
         self.name = name
         self.config = config or SyncConfig()
         self._fleet = Fleet([], {}, [], share=share)
@@ -201,7 +205,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         check_own_actor(self._members.trainers, self._members.engines)
-        self._loop.submit(self._connect).result()
+        wait_with_bar(self._loop.submit(self._connect), "connect", self._controller.connected_share)
         self._models.connect()
 
     @property
@@ -343,17 +347,24 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """
         # Not after a wait for `held`: this thread would wake, and take the interpreter's lock, just before
         # the loop tells engines to serve.
-        return self._begin_update(version, checkpoint, components, Future()).result()
+        update = self._begin_update(version, checkpoint, components, Future())
+        if not checkpoint:
+            return update.result()
+        share = partial(self._members.checkpoints.read_share, checkpoint)
+        return wait_with_bar(update, f"read {checkpoint}", share)
 
     def update_weights_async(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
-    ) -> Future[SyncReport]:
+    ) -> Submitted[SyncReport]:
         """As `update_weights`, but return as soon as trainers may change their weights.
 
-        That is when the holders have every byte, or the update has ended.
+        That is when the holders have every byte, or the update has ended. In asyncio and notebooks, await the
+        future: ``report = await sync.update_weights_async()``. Until the call returns, it blocks the loop. If
+        the loop has other work, call ``await asyncio.to_thread(sync.update_weights_async)`` for the future.
 
         Returns:
-            A future with the report, or with the error that `update_weights` would raise.
+            A future with the report, or with the error that `update_weights` would raise: call ``result()``,
+            or await it.
         """
         held: Future[None] = Future()
         report = self._begin_update(version, checkpoint, components, held)

@@ -69,7 +69,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(_complain(error, BAD_INPUT)) from None
 
 
-app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False)
 
 
 _Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]

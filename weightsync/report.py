@@ -225,15 +225,38 @@ class SyncReport:
         components = {name: report.to_dict() for name, report in self.components.items()}
         return _plain(self) | {"spans": spans, "components": components, "gb_per_s": self.gb_per_s}
 
+    def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
+        """Return numbers for a tracker, such as ``weightsync/sync_s``: ``wandb.log(report.metrics())``.
+
+        If the update had several components, the names of a component's numbers start with the prefix and the
+        component, such as ``weightsync/reward/sync_s`` and ``weightsync/adapter_math/sync_s``.
+        """
+        numbers = {f"{prefix}{phase}_s": seconds for phase, seconds in self.phases.items()}
+        numbers |= {
+            f"{prefix}sync_s": self.seconds,
+            f"{prefix}move_bytes_per_s": self.gb_per_s * 1e9,
+            f"{prefix}nbytes": self.nbytes,
+            f"{prefix}version": self.version,
+            f"{prefix}num_serving": self._num_serving,
+            f"{prefix}num_failures": len(self.failures),
+            f"{prefix}num_nonfinite": sum(self.nonfinite.values()),
+        }
+        for name, report in self.components.items():
+            numbers |= report.metrics(f"{prefix}{name.replace(' ', '_')}/")
+        return numbers
+
+    @property
+    def _num_serving(self) -> int:
+        return sum(version == self.version for version in self.engines.values())
+
     def __str__(self) -> str:
-        serving = sum(version == self.version for version in self.engines.values())
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         named = f"version {self.version}" + (f" ({self.checkpoint})" if self.checkpoint else "")
         engines = count_text(len(self.engines), "engine")
         moved = f" (moved at {rate_text(self.gb_per_s)})" if self.gb_per_s else ""
         return (
-            f"{named}: {size_text(self.nbytes)} to {serving} of {engines}"
+            f"{named}: {size_text(self.nbytes)} to {self._num_serving} of {engines}"
             f" in {self.seconds:.3g} s{moved}, {proof}{self._left_out()}{failed}"
         )
 

@@ -17,6 +17,7 @@ from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.plan import Plan, TensorMeta
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
+from weightsync.protocol.log_level import log_level, use_log_level
 from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.checkpoint.checkpoint_store import CheckpointStore, Reading
@@ -35,7 +36,10 @@ class CheckpointShard:
         exclude: Collection[str],
         stored: bool,
         draft: Sequence[str],
+        level: str = "",
     ) -> None:
+        """`level`: from which it logs, see `use_log_level`."""
+        use_log_level(level)
         # Not in a runtime environment, for which Ray starts the process through another one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._given = files, share, num_shares, exclude, stored, draft
@@ -55,6 +59,10 @@ class CheckpointShard:
         if after:
             ray.wait([*after], num_returns=len(after))
         return self._checked.read()
+
+    def read_share(self) -> float:
+        """Return how much of the share has been read, from 0 to 1."""
+        return self._checked.read_share()
 
     def layout(self, rank: int, num_ranks: int) -> LayoutTable:
         """Return the layout that rank `rank` of `num_ranks` on this host sends."""
@@ -111,5 +119,5 @@ def spawn_shard(
     The actor reserves no resources and ends with the driver.
     """
     options = threaded(node, _NUM_THREADS)
-    given = files, share, num_shares, exclude, stored, draft
+    given = files, share, num_shares, exclude, stored, draft, log_level()
     return actor_class(CheckpointShard).options(**options).remote(*given)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from weightsync.actors.checkpoints.checkpoint_shard import spawn_shard
 from weightsync.actors.ray.placement import Placement
@@ -34,6 +35,9 @@ from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, Digests, PublishReport, PublishTask
 from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint.checkpoint_store import Reading
+
+_ANSWER_S = 1.0
+"""How long hosts may take to say how far they have read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,18 @@ class Checkpoints:
         self._in_memory.add(name)
         mapped, seconds = sum(each.mapped_nbytes for each in done), max(each.seconds for each in done)
         return Reading(sum(each.nbytes for each in done), mapped, seconds)
+
+    def read_share(self, name: str) -> float:
+        """Return how much of a checkpoint its hosts have read, from 0 to 1; 0 if a host does not answer.
+
+        Blocks, so it is not for the event loop.
+        """
+        if name in self._in_memory or name not in self._held:
+            return 1.0
+        asked = [shard.read_share.remote() for shard in self._held[name].shards.values()]
+        with suppress(RayError):
+            return float(np.mean(ray.get(asked, timeout=_ANSWER_S)))
+        return 0.0
 
     async def unregister(self, name: str) -> None:
         """Free the checkpoint's memory. Afterwards no process has it mapped."""

@@ -22,7 +22,7 @@ from weightsync.config import Ports
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError
 
-logger = logging.getLogger("weightsync.holders")
+logger = logging.getLogger("weightsync.actors")
 
 _CLOSE_S = 15.0
 """Time for a holder to end running work and free memory."""

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from weightsync.errors import StateError
 
-logger = logging.getLogger("weightsync.loop")
+logger = logging.getLogger("weightsync.actors")
 
 T = TypeVar("T")
 
 
 class Submitted(Future[T]):
-    """Work of a LoopThread.
+    """Work of a LoopThread. A coroutine may await it: if the wait is cancelled, the work continues.
 
     Attributes:
         caller: the thread whose call waits for it; None once a user has the future.
     """
 
     caller: int | None = None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait on the running event loop for the result, or raise the error."""
+        return asyncio.wrap_future(self).__await__()
 
 
 class LoopThread:

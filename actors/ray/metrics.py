@@ -33,7 +33,7 @@ class Metrics:
         self._seconds = Histogram("weightsync_update_seconds", "Whole updates", _SECONDS)
         self._phases = Histogram("weightsync_phase_seconds", "Phases of an update", _SECONDS, phase)
         self._moved = Counter("weightsync_update_bytes_total", "Payload of the model, once an update")
-        self._speed = Gauge("weightsync_move_gigabytes_per_second", "Payload over the seconds of moving")
+        self._speed = Gauge("weightsync_move_bytes_per_second", "Payload over the seconds of moving")
         self._share = Gauge("weightsync_floor_share_ratio", "Floor of a broadcast over the seconds of moving")
         self._failures = Counter("weightsync_engine_failures_total", "Engines that failed", engine + phase)
         self._heals = Counter("weightsync_heals_total", "Engines that came back", engine)
@@ -54,7 +54,7 @@ class Metrics:
             self._phases.observe(seconds, {"phase": phase})
         if report.nbytes:
             self._moved.inc(report.nbytes)
-        self._speed.set(report.gb_per_s)
+        self._speed.set(report.gb_per_s * 1e9)
         if floor := self._floor_seconds(report, plan):
             self._share.set(floor / report.phases["move"])
         for engine in report.failures:

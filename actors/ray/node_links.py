@@ -14,7 +14,7 @@ from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
 
-logger = logging.getLogger("weightsync.node")
+logger = logging.getLogger("weightsync.actors")
 
 
 class Served(Protocol):

@@ -15,7 +15,7 @@ from weightsync.actors.ray.versions import REMEDY, by_version, own_versions
 from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.tensors import device_id
 
-logger = logging.getLogger("weightsync.placement")
+logger = logging.getLogger("weightsync.actors")
 
 
 @dataclass(frozen=True, slots=True)

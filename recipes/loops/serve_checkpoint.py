@@ -105,7 +105,7 @@ def _connect(
     _say_read(first, reading, screen)
     for name, reading in others:  # do not wait for these
         reading.add_done_callback(partial(_say_read_later, name, screen))
-    with screen.stage("connect"):
+    with screen.stage("connect", has_bar=True):
         sync.connect()
 
 

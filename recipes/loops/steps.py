@@ -50,7 +50,7 @@ def start(
         trainers = take_trainers(left, recipe) or launcher.trainers()
         calls = {name: engine.info.remote() for name, engine in engines.items()}
         infos = collect(calls, "start", recipe.sync.connect_timeout_s)
-    with screen.stage("connect"):
+    with screen.stage("connect", has_bar=True):
         policy.connect(trainers, engines, respawn)
     return trainers, infos
 

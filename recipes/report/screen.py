@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.table import Table
@@ -32,10 +32,10 @@ class Screen:
         self._console, self._tell_every_s = console, tell_every_s
 
     @contextmanager
-    def stage(self, what: str) -> Iterator[None]:
-        """Print the name of a stage, then the seconds of the stage."""
+    def stage(self, what: str, *, has_bar: bool = False) -> Iterator[None]:
+        """Print the name of a stage, then the seconds. If it `has_bar` of its own, show no spinner."""
         start = time.monotonic()
-        with self.waiting(what):
+        with nullcontext() if has_bar and self._console.is_terminal else self.waiting(what):
             yield
         self.line(f"{what}: {time.monotonic() - start:.1f} s")
 

@@ -42,7 +42,7 @@ def main() -> None:
     assert value("ray_weightsync_updates_total") >= 1
     assert value("ray_weightsync_update_bytes_total") >= nbytes
     assert value("ray_weightsync_phase_seconds_count", 'phase="move"') >= 1
-    assert value("ray_weightsync_move_gigabytes_per_second") > 0
+    assert value("ray_weightsync_move_bytes_per_second") > 0
 
 
 def exported(what: str, deadline: float) -> str:

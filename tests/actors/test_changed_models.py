@@ -73,7 +73,7 @@ def test_weights_read_in_place_that_moved_are_connected_again_in_the_same_update
     sync.update_weights(sync.version + 1)
     version, epoch = sync.version + 1, sync.plan.epoch + 1
     ray.get([trainer.move.remote() for trainer in sync.trainers()])
-    with caplog.at_level(logging.INFO, "weightsync.driver.updating.controller"):
+    with caplog.at_level(logging.INFO, "weightsync.driver"):
         report = sync.update_weights(version)
     assert (report.version, report.epoch, report.engines) == (version, epoch, {"e0": version})
     assert holds(sync)

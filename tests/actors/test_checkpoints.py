@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -27,6 +28,7 @@ from tests.actors.local_cluster import forking_python
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
+from tests.terminal import Terminal
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.holders.detached import NAMESPACE, actor_name
@@ -122,11 +124,13 @@ def test_two_checkpoints_are_registered_and_switched(
     assert sync.engine_versions() == {"e0": 1, "e1": 1}
     sync.unregister_checkpoint("a")
     again = sync.register_checkpoint("a", [str(tmp_path / "a")])
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", shown := Terminal())
         update = thread.submit(sync.update_weights, checkpoint="a")
         assert not wait([later, again, update], 1.5).done  # a is read after b
         (tmp_path / "b" / "go").touch()
         assert update.result(patient(30)).version == 2
+    assert "read a" in shown.getvalue()
     assert all_hold(sync, a)
     for version, (name, wanted) in enumerate([("b", b), ("a", a), ("b", b)], start=3):
         report = sync.update_weights(checkpoint=name)

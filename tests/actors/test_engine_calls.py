@@ -13,9 +13,10 @@ import pytest
 from tests.patience import patient
 from weightsync.actors import engine_calls
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.errors import PlanError
+from weightsync.errors import PlanError, StateError
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
@@ -34,8 +35,8 @@ class Adapter:
 
 
 class Calls(EngineCalls):
-    def __init__(self, adapter: Adapter) -> None:
-        self._engine = adapter  # type: ignore[assignment]
+    def __init__(self, adapter: Adapter, name: str = "") -> None:
+        self._engine, self._name = adapter, name  # type: ignore[assignment]
 
 
 def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
@@ -51,6 +52,42 @@ def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
 
     asyncio.run(ask())
     assert adapter.num_asked == 1
+
+
+class Committing(Adapter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: list[int] = []
+
+    def layout(self) -> list[object]:
+        return [LAYOUT]
+
+    def resume(self, version: int) -> None:
+        if version > 8:
+            raise StateError("load weights first")
+        self.served.append(version)
+
+    def open_adapter(self, spec: AdapterSpec) -> Committing:
+        return self
+
+    def close_adapter(self, name: str) -> None: ...
+
+
+def test_a_commit_is_logged_with_the_version_that_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = Committing()
+    calls, spec = Calls(adapter, "e0"), AdapterSpec.of("math", ())
+
+    async def commit() -> None:
+        await calls.sync_resume(7)
+        await calls.sync_open_adapter(spec)
+        await calls.sync_adapter(spec, "sync_resume", 3)
+        with pytest.raises(StateError):
+            await calls.sync_resume(9)
+
+    with caplog.at_level("INFO", "weightsync"):
+        asyncio.run(commit())
+    assert caplog.messages == ["[engine e0 · v7] serves", "[engine e0 adapter math · v3] serves"]
+    assert adapter.served == [7, 3]
 
 
 class Declaring(Adapter):

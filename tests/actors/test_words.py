@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import logging
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,12 +14,14 @@ import numpy as np
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, forget, spawn
+from tests.actors.fleet import Engine, Trainer, forget, spawn, until
 from tests.patience import patient
+from tests.terminal import Terminal
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.protocol.log_level import used_log_level
 
 WIDTH = 16
 
@@ -60,6 +66,71 @@ def test_versions_are_whole_numbers_and_the_next_one_where_none_is_given(sync: W
         with pytest.raises(ConfigError, match=rf"version: {re.escape(repr(bad))} .* such as 6, or nothing"):
             refused.result(0)
     assert sync.update_weights().version == 6
+
+
+def level_of(actor: Any) -> str:
+    level: str = ray.get(actor.__ray_call__.remote(lambda _: used_log_level()), timeout=patient(60))
+    return level
+
+
+def test_the_drivers_log_level_reaches_all_actors(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("weightsync")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setenv("WEIGHTSYNC_LOG_LEVEL", "verbose")
+    with pytest.raises(ConfigError, match=r"WEIGHTSYNC_LOG_LEVEL: 'verbose' .* valid: CRITICAL, DEBUG"):
+        WeightSync()
+    monkeypatch.setenv("WEIGHTSYNC_LOG_LEVEL", "error")
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=patient(60))) as made:
+        made.register_trainers([actors.trainer])
+        made.register_engines({"e0": actors.e0})
+        made.connect()
+        reached = [actors.trainer, actors.e0, *made.holders().values()]
+        assert until(lambda: all(level_of(actor) == "ERROR" for actor in reached), patient(30))
+    assert logger.level == logging.ERROR
+    logger.setLevel(logging.NOTSET)
+
+
+def test_a_loop_connects_and_awaits_updates_and_is_free_with_threads(sync: WeightSync) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        sync.connect()
+        assert (await sync.update_weights_async()).version == 1
+        with pytest.raises(ConfigError, match="version: 'x'"):
+            await sync.update_weights_async("x")  # type: ignore[arg-type]
+        sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="commit", seconds=1.0),)))
+        ticking = asyncio.create_task(tick())
+        update = await asyncio.to_thread(sync.update_weights_async, 2)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(update, 0.01)
+        assert (await update).version == sync.version == 2
+        assert ticks > 5
+        ticking.cancel()
+        await asyncio.to_thread(sync.connect)
+        assert sync.update_weights().version == 3
+
+    asyncio.run(work())
+
+
+def test_a_long_connect_shows_a_bar_on_a_terminal_alone(
+    sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync.connect()
+    sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="connect", seconds=2.0),)))
+    for shown in (Terminal(), io.StringIO()):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", shown)
+            sync.connect()
+        is_terminal = shown.isatty()
+        assert ("connect ━" in re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", shown.getvalue())) is is_terminal
+        assert bool(shown.getvalue()) is is_terminal
+        assert sync.update_weights().verified
 
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:

@@ -98,9 +98,7 @@ class Fleet:
             sync.holders()[f"holder {number}"].__ray_call__.remote(lambda it: it.staging.writes)
             for number in dict(sync.plan.members.engines)["e0"]
         ]
-        assert sum(ray.get(writing)) == self.num_ranks, (
-            "the engine copies, see the log of weightsync.engines.loading.live_writer"
-        )
+        assert sum(ray.get(writing)) == self.num_ranks, "the engine copies, see the log of weightsync.engines"
 
     def load(self, path: str) -> None:
         ray.get([trainer.load.remote(path) for trainer in self.trainers])

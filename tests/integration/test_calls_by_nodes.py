@@ -638,7 +638,7 @@ def test_garbage_after_the_right_secret_ends_that_connection_alone(
         other.dial()
         assert await other.call("add", 3) == 13, "its place is free"
 
-    with caplog.at_level(logging.WARNING, "weightsync.listener"):
+    with caplog.at_level(logging.WARNING, "weightsync.protocol"):
         run(test)
     assert caplog.text.count("a process is disconnected") == 1
 

@@ -108,7 +108,7 @@ def test_what_did_not_reach_a_gpu_is_taken_from_the_host(
         await loop.controller.connect()
         with monkeypatch.context() as patch:
             patch.setattr(SecondCopy, "fill", broken)
-            with caplog.at_level(logging.WARNING, "weightsync.driver.snapshots.stager"):
+            with caplog.at_level(logging.WARNING, "weightsync.driver"):
                 assert await updated(loop, 1) == ["e0", "e1"]
         assert "holder 1 copies from its host while its engine is paused: no stream" in caplog.text
         assert all(loop.from_slots())

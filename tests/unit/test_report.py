@@ -68,6 +68,29 @@ def test_to_dict_is_json_and_complete() -> None:
     )
 
 
+def test_metrics_are_flat_numbers_in_seconds_and_bytes() -> None:
+    numbers = replace(REPORT, nonfinite={"w": 2, "b": 1}).metrics()
+    assert numbers == {
+        "weightsync/publish_s": 0.1,
+        "weightsync/move_s": 0.2,
+        "weightsync/sync_s": 0.5,
+        "weightsync/move_bytes_per_s": pytest.approx(82e9),
+        "weightsync/nbytes": 16_400_000_000,
+        "weightsync/version": 7,
+        "weightsync/num_serving": 2,
+        "weightsync/num_failures": 1,
+        "weightsync/num_nonfinite": 3,
+    }
+
+
+def test_metrics_of_components_have_the_component_in_their_names() -> None:
+    both = {"model": REPORT, "adapter math": replace(REPORT, seconds=0.1)}
+    numbers = replace(REPORT, components=both).metrics()
+    assert len(numbers) == 3 * len(REPORT.metrics())
+    assert numbers["weightsync/sync_s"] == numbers["weightsync/model/sync_s"] == 0.5
+    assert numbers["weightsync/adapter_math/sync_s"] == 0.1
+
+
 def test_a_row_of_coverage_is_one_line() -> None:
     row = Covered(
         engine="e0",

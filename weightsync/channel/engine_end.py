@@ -62,7 +62,7 @@ from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket, HolderDigests
 from weightsync.protocol.timing import PhaseClock, Span
 
-logger = logging.getLogger("weightsync.channel.engine_end")
+logger = logging.getLogger("weightsync.channel")
 
 _POLL_MS = 50
 _LATE_MS = 1000

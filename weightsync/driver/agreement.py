@@ -15,7 +15,7 @@ from weightsync.plan import Plan
 from weightsync.plan.layout.replicas import Replicas
 from weightsync.protocol.messages import Digests, PublishReport, combine
 
-logger = logging.getLogger("weightsync.driver.verifying.trainers")
+logger = logging.getLogger("weightsync.driver")
 
 
 class Agreement:

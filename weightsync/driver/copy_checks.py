@@ -13,7 +13,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Digests, Fingerprint, SnapshotHeader, combine
 
-logger = logging.getLogger("weightsync.driver.copy_checks")
+logger = logging.getLogger("weightsync.driver")
 
 Copy: TypeAlias = tuple[str, int]
 """A holder's name, and the number of the part that it copied."""

@@ -30,7 +30,7 @@ from weightsync.errors import (
 from weightsync.protocol.messages import LoadReport
 from weightsync.protocol.peers import EnginePeer
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 T = TypeVar("T")
 Rewritten = Mapping[str, frozenset[str]]

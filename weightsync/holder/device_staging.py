@@ -37,7 +37,7 @@ from weightsync.quantising.quantizing_tables import NoKernelError, QuantizingTab
 from weightsync.quantising.stored_places import StoredPlaces
 from weightsync.transports import Pending
 
-logger = logging.getLogger("weightsync.holder.device_staging")
+logger = logging.getLogger("weightsync.holder")
 
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""

@@ -24,7 +24,7 @@ from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader, Sna
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
 
-logger = logging.getLogger("weightsync.holder.refill")
+logger = logging.getLogger("weightsync.holder")
 
 _PATIENCE = 0.3
 """Fraction of an engine rank's wait for a bucket that one peer may take: others can then be tried."""

@@ -105,7 +105,7 @@ class FlatSnapshot:
                 yield self._address(name) + low - start, held.data_ptr() + low - first, high - low
 
 
-logger = logging.getLogger("weightsync.holder.snapshots")
+logger = logging.getLogger("weightsync.holder")
 
 HEADER_NBYTES = 4096
 """Size of the snapshot header in front of a part. It is all zero while the part changes."""

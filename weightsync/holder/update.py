@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Direct: TypeAlias = DirectCopy | QuantizingCopy
     """Copies that digest the engine rank's resulting tensors."""
 
-logger = logging.getLogger("weightsync.holder.update")
+logger = logging.getLogger("weightsync.holder")
 
 
 def patience(timeout_s: float) -> tuple[float, float]:

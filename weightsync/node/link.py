@@ -35,6 +35,7 @@ from weightsync.node.messages import (
 )
 from weightsync.protocol.deadlines import left_s
 from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
 
 __all__ = ["Link", "Links"]
@@ -228,7 +229,7 @@ class Links:
         """Return how the node of `link` dials."""
         secret = secrets.token_hex(SECRET_NBYTES // 2)
         self._by_secret[secret.encode()] = link
-        return NodeOffer(self._listener.endpoint, secret)
+        return NodeOffer(self._listener.endpoint, secret, log_level())
 
     async def close(self) -> None:
         """Hang up. Nodes end."""

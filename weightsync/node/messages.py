@@ -34,10 +34,13 @@ class NodeOffer(msgspec.Struct, frozen=True):
     """How a node reaches its driver. Carries a secret: do not log it.
 
     Each node has a secret of its own, by which the driver knows the node.
+
+    `log_level`: the level from which the node's process logs, see `use_log_level`.
     """
 
     endpoint: str
     secret: str
+    log_level: str = ""
 
     def __repr__(self) -> str:
         return f"NodeOffer(endpoint={self.endpoint!r})"

@@ -39,6 +39,7 @@ from weightsync.node.messages import (
     to_node,
 )
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.log_level import use_log_level
 from weightsync.protocol.stream import Stream
 
 __all__ = ["Node", "serve"]
@@ -82,6 +83,7 @@ class Node:
             protocol: such as `weightsync.protocol.peers.HolderPeer`.
             loop: where coroutines run, by default on a thread of the node.
         """
+        use_log_level(offer.log_level)
         self._offer, self._peer, self._methods, self._loop = offer, peer, methods_of(protocol), loop
         self._process = secrets.token_hex(8)
         self._counting, self._sending, self._poll = threading.Lock(), threading.Lock(), select.epoll()

@@ -15,7 +15,7 @@ from weightsync.errors import WireError
 from weightsync.protocol.descriptors import shortage
 from weightsync.protocol.stream import Splitter, endpoint_of, framed, keep_alive
 
-logger = logging.getLogger("weightsync.listener")
+logger = logging.getLogger("weightsync.protocol")
 
 SECRET_NBYTES = 64
 _PAUSE_S = 1.0

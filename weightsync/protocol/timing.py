@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-logger = logging.getLogger("weightsync.protocol.timing")
+logger = logging.getLogger("weightsync.protocol")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _LOST = (
 )
 _USER = "peer"
 
-_log = logging.getLogger("weightsync.handshake")
+_log = logging.getLogger("weightsync.protocol")
 _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 

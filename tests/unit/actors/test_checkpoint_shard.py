@@ -21,7 +21,9 @@ def test_a_rank_that_attaches_after_a_publish_does_not_lose_its_digests(tmp_path
     shard = CheckpointShard([str(tmp_path)], 0, 1, (), stored=False, draft=())
     try:
         shard.check()
+        assert shard.read_share() == 0
         shard.read([])
+        assert shard.read_share() == 1
         source = join_tables([shard.layout(rank, 2) for rank in range(2)])
         target = join_tables([shard.layout(0, 1)])
         members = Members(3, (0, 1), (("e", (2,)),))

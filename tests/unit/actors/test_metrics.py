@@ -56,7 +56,7 @@ def test_an_update_tells_its_phases_bytes_and_versions(told: Told, plan: Plan) -
     assert told["weightsync_phase_seconds", "publish"] == [0.1]
     assert told["weightsync_phase_seconds", "move"] == [0.2]
     assert told["weightsync_update_bytes_total",] == [16_400_000_000]
-    assert told["weightsync_move_gigabytes_per_second",] == [pytest.approx(82.0)]
+    assert told["weightsync_move_bytes_per_second",] == [pytest.approx(82e9)]
     assert [told["weightsync_engine_version", engine] for engine in ("e0", "e2")] == [[7], [6]]
     assert ("weightsync_floor_share_ratio",) not in told
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, cast
 
 import pytest
+import torch
 
+from weightsync.engines.rank.rank import Host, Rank
 from weightsync.engines.serving.engine_ranks import EngineRanks
 from weightsync.errors import ConfigError
-from weightsync.plan import RankLayout
+from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout.draft import Draft
 from weightsync.plan.layout.layout_table import LayoutTable
 
@@ -20,8 +23,10 @@ class Sleeping(EngineRanks):
         super().__init__("e0")
         self.layouts = [LayoutTable.of(RankLayout((), (), draft=each)) for each in (None, draft)]
         self.released: list[int] = []
+        self.asked: list[tuple[object, ...]] = []
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
+        self.asked.append((method, *args))
         return self.layouts if method == "layout" else [None, None]
 
     def pause(self, mode: str, timeout_s: float) -> None: ...
@@ -33,6 +38,20 @@ class Sleeping(EngineRanks):
         self.released.append(level)
 
     def _allocate(self, part: str) -> None: ...
+
+
+def test_ranks_log_from_the_level_of_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, logger = Sleeping(None), logging.getLogger("weightsync")
+    for level, told in ((logging.DEBUG, ["use_log_level", "attach"]), (logging.NOTSET, ["attach"])):
+        monkeypatch.setattr(logger, "level", level)
+        engine.asked.clear()
+        engine.attach(cast("Plan", None), (), 1)
+        assert [method for method, *_ in engine.asked] == told
+    rank = Rank("torch", 0, torch.device("cpu"), cast("Host", None))
+    monkeypatch.setattr(logger, "handlers", [])
+    assert rank.answer("use_log_level", ["ERROR"]) is None
+    assert logger.level == logging.ERROR
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("draft", [None, Draft("eagle", "a/draft", 1, 4, 0, "kind", "digest")])

@@ -289,6 +289,19 @@ def test_the_version_is_printed() -> None:
     assert (result.exit_code, result.stdout) == (0, f"weightsync {weightsync.__version__}\n")
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    def completed(words: str) -> list[str]:
+        asks = {
+            "_WEIGHTSYNC_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        return RUNNER.invoke(cli.app, [], prog_name="weightsync", env=asks).stdout.split()
+
+    assert completed("weightsync sch") == ["schema"]
+    assert completed("weightsync plan --mo") == ["--model"]
+
+
 def test_bad_input_needs_neither_ray_nor_torch() -> None:
     code = "import sys; from weightsync.recipes.cli import app\ntry: app(['run', 'none'])\n"
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"

@@ -86,6 +86,14 @@ def test_a_stage_says_how_long_it_took(screen: Screen, shown: io.StringIO) -> No
     assert re.fullmatch(r"connect: \d+\.\d s", shown.getvalue().strip())
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_stage_with_a_bar_of_its_own_has_no_spinner(is_terminal: bool) -> None:
+    shown = io.StringIO()
+    with Screen(Console(file=shown, force_terminal=is_terminal)).stage("connect", has_bar=True):
+        assert shown.getvalue() == ""
+    assert re.fullmatch(r"connect: \d+\.\d s", shown.getvalue().strip())
+
+
 def test_a_long_wait_says_what_is_awaited_and_for_how_long() -> None:
     told = threading.Event()
 

@@ -31,6 +31,8 @@ from weightsync.protocol.messages import Attached, FeedTicket, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
 
+CONNECT_PHASES = ("layouts", "trial", "plan", "prepare", "join", "attach", "warm_up")
+
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
@@ -76,12 +78,17 @@ class Connection:
 
 
 async def connect(
-    fleet: Fleet, config: SyncConfig, epoch: int, demoted: Mapping[str, str] | None = None
+    fleet: Fleet,
+    config: SyncConfig,
+    epoch: int,
+    demoted: Mapping[str, str] | None = None,
+    clock: PhaseClock | None = None,
 ) -> Connection:
     """Connect a fleet: layouts, plan, memory, communicators, comparison of plan digests, warm-up.
 
     A trial shows first which engines can read directly. If all can, the plan has no buckets and no
-    communicators for broadcasts. Engines in `demoted` cannot read directly, see `Router`.
+    communicators for broadcasts. Engines in `demoted` cannot read directly, see `Router`. `clock` gets the
+    `CONNECT_PHASES`.
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, a member computed another plan, or a draft model is
@@ -91,7 +98,7 @@ async def connect(
         TransportError: a mapping failed; or an engine could read directly in the trial but not now, and the
             plan has no buckets.
     """
-    clock = PhaseClock()
+    clock = clock or PhaseClock()
     with clock.phase("layouts"):
         layouts = await ask_layouts(fleet, config)
         fleet.drafts.check(layouts.engines, config)

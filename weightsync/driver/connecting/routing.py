@@ -38,7 +38,7 @@ from weightsync.protocol.messages import LoadReport, UpdateTask
 from weightsync.protocol.peers import SharedAlike
 from weightsync.report import DIRECT, is_direct
 
-logger = logging.getLogger("weightsync.driver.connecting.routing")
+logger = logging.getLogger("weightsync.driver")
 
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 

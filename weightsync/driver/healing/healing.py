@@ -20,7 +20,7 @@ from weightsync.protocol.timing import PhaseClock
 from weightsync.report import HealReport, SyncReport
 from weightsync.text import count_text
 
-logger = logging.getLogger("weightsync.driver.healing.healing")
+logger = logging.getLogger("weightsync.driver")
 
 _WHOLE = (EngineState.SERVING, EngineState.READY)
 """States of an engine that holds a verified version."""

@@ -14,7 +14,7 @@ from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import SnapshotHeader, SnapshotPart
 from weightsync.protocol.peers import HolderPeer
 
-logger = logging.getLogger("weightsync.driver.snapshots.host_copies")
+logger = logging.getLogger("weightsync.driver")
 
 Wanted = Sequence[tuple[SnapshotPart, Sequence[Offer]]]
 """Parts to copy, and for each part the offers of more holders."""

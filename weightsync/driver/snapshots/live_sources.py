@@ -17,7 +17,7 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import SnapshotHeader
 
-logger = logging.getLogger("weightsync.driver.snapshots.live_sources")
+logger = logging.getLogger("weightsync.driver")
 
 _OFFER_S = 10.0
 """How long a refill waits for offers. A holder that is late is left out."""

@@ -29,7 +29,7 @@ from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 
-logger = logging.getLogger("weightsync.driver.snapshots.snapshot_index")
+logger = logging.getLogger("weightsync.driver")
 
 _LATER_S = 0.002
 """How long after a commit copying starts, so that the update returns before Ray is asked to call holders."""

@@ -15,7 +15,7 @@ from weightsync.errors import DeadlineError, PeerLostError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.peers import HolderPeer
 
-logger = logging.getLogger("weightsync.driver.snapshots.snapshot_memory")
+logger = logging.getLogger("weightsync.driver")
 
 
 class SnapshotMemory:

@@ -27,7 +27,7 @@ from weightsync.protocol.messages import (
     combine,
 )
 
-logger = logging.getLogger("weightsync.driver.snapshots.stager")
+logger = logging.getLogger("weightsync.driver")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from weightsync.config import SyncConfig
-from weightsync.driver.connecting.connect import Connection, connect
+from weightsync.driver.connecting.connect import CONNECT_PHASES, Connection, connect
 from weightsync.driver.connecting.traffic import links
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
@@ -34,7 +34,7 @@ from weightsync.protocol.messages import Refilled
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import Link, SyncReport
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 
 class Controller:
@@ -74,6 +74,7 @@ class Controller:
         self._frozen: FrozenTensors | None = None
         self._stager: Stager | None = None
         self._connection: Connection | None = None
+        self._connecting: PhaseClock | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -92,7 +93,12 @@ class Controller:
         demoted = self._connection.router.demoted if self._connection else {}
         config = settled(self._config, self._fleet)
         self._stager = Stager(config, self._fleet, self.events) if config.stage != "none" else None
-        self._connection = made = await connect(self._fleet, config, self._epoch, demoted)
+        self._connecting = PhaseClock()
+        try:
+            made = await connect(self._fleet, config, self._epoch, demoted, self._connecting)
+        finally:
+            self._connecting = None
+        self._connection = made
         self._trainers.begin_plan(made.plan)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen = FrozenTensors(self._comparison, made.plan) if made.plan.frozen else None
@@ -103,6 +109,11 @@ class Controller:
         self.connected = True
         serves = f" · v{self.version}" if self.version else ""  # an earlier driver's is not known yet
         logger.info("[driver%s] connected: buckets %d, %s", serves, made.plan.num_buckets, made.seconds)
+
+    def connected_share(self) -> float:
+        """Return the share of the phases of `connect` that have ended, 0 unless it runs. For any thread."""
+        clock = self._connecting
+        return len(clock.seconds) / len(CONNECT_PHASES) if clock else 0.0
 
     async def restore(self) -> list[str]:
         """Take over from a previous driver, see `take_over`. Must hold the exclusive lock.

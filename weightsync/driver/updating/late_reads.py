@@ -15,7 +15,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import ConfigError, StateError
 
-logger = logging.getLogger("weightsync.driver.updating.late_reads")
+logger = logging.getLogger("weightsync.driver")
 
 
 class LateReads:

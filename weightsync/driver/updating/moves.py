@@ -13,7 +13,7 @@ from weightsync.errors import DeadlineError, WeightSyncError
 from weightsync.protocol.messages import Moved, UpdateTask
 from weightsync.protocol.peers import MoveRelayPeer
 
-logger = logging.getLogger("weightsync.driver.updating.moves")
+logger = logging.getLogger("weightsync.driver")
 
 _SILENT_S = GRACE_S / 2
 """A relay is silent after that time, well before the holders behind it are."""

@@ -13,7 +13,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.errors import ConfigError
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 
 async def take_over(

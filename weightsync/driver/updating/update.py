@@ -32,7 +32,7 @@ from weightsync.errors import StateError, VerifyError, WeightSyncError
 from weightsync.protocol.messages import Fingerprint, LoadReport, UpdateTask
 from weightsync.protocol.timing import PhaseClock, Span
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 
 @dataclass(frozen=True, slots=True)

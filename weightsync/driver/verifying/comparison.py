@@ -17,7 +17,7 @@ from weightsync.plan import Plan
 from weightsync.protocol.messages import Digests, Fingerprint, LoadReport, combine
 from weightsync.text import count_text
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 UNNAMED = "an unknown tensor"
 """Stands for a name where the process that knows the digests does not answer."""

@@ -14,7 +14,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.protocol.messages import Digests, Fingerprint, combine
 
-logger = logging.getLogger("weightsync.driver.updating.controller")
+logger = logging.getLogger("weightsync.driver")
 
 
 async def rewritten(

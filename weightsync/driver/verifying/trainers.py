@@ -20,7 +20,7 @@ from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, Pu
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
 
-logger = logging.getLogger("weightsync.driver.verifying.trainers")
+logger = logging.getLogger("weightsync.driver")
 
 _EARLY_S = 0.005
 """Time for trainers to answer by sockets. Calls through Ray take about two milliseconds."""

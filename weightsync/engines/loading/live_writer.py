@@ -24,7 +24,7 @@ from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.messages import Digests, HolderDigests
 from weightsync.text import count_text
 
-logger = logging.getLogger("weightsync.engines.loading.live_writer")
+logger = logging.getLogger("weightsync.engines")
 
 
 class LiveWriter:

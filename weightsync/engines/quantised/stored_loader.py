@@ -17,7 +17,7 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
 
-logger = logging.getLogger("weightsync.engines.quantised.stored_loader")
+logger = logging.getLogger("weightsync.engines")
 
 
 def find_places(

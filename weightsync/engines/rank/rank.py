@@ -34,6 +34,7 @@ from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.log_level import use_log_level
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 from weightsync.text import count_text
 
@@ -109,6 +110,10 @@ class Rank:
         """Set this rank's part of `faults`, which has a list per rank."""
         if faults[self._rank] or not any(faults):
             set_faults(process, faults[self._rank], seed)
+
+    def use_log_level(self, level: str) -> None:
+        """Log from `level` on, see `weightsync.protocol.log_level.use_log_level`."""
+        use_log_level(level)
 
     def treat(self, treatment: Treatment | None) -> None:
         """Apply `treatment` to the draft from the next `layout` on.

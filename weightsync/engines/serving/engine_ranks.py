@@ -14,6 +14,7 @@ from weightsync.faults import Fault, set_faults, split_by_rank
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.log_level import used_log_level
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
 logger = logging.getLogger("weightsync.engines")
@@ -73,7 +74,9 @@ class EngineRanks(ABC):
         return self.on_ranks("export", WEIGHTS in self._asleep)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect all ranks to their holders."""
+        """Connect all ranks to their holders. Ranks log from this process's level on."""
+        if (level := used_log_level()) and (self._apart or self._num_ranks > 1):
+            self.on_ranks("use_log_level", level)
         return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:

@@ -72,6 +72,7 @@ class CheckpointStore:
         self._shapes = {meta.name: meta for meta in found.tensors}
         self._mine = partition(found.stretches, num_shares)[share]
         self._held: list[Stretch] = []
+        self._num_read = self._num_chunks = 0
         self._mapped: Mapping[int, StoredFile] = {
             number: file
             for number, file in enumerate(found.files)
@@ -98,6 +99,7 @@ class CheckpointStore:
                 for from_file, held in zip(self._mine, packed, strict=True)
                 for chunk in _chunks(held)
             ]
+            self._num_chunks = len(chunks)
             shares = threads.map(lambda it: self._read(*it), chunks)
             self._add_up([chunk for _, chunk, _ in chunks], shares)
         self._held = packed
@@ -105,6 +107,10 @@ class CheckpointStore:
             each: sum(s.nbytes for s in self._mine if (s.buffer in mapped) is each) for each in (True, False)
         }
         return Reading(nbytes[False], nbytes[True], time.perf_counter() - begun)
+
+    def read_share(self) -> float:
+        """Return how much of the share is read, from 0 to 1. Threads may miss one another's counts."""
+        return 1.0 if self._held else self._num_read / max(self._num_chunks, 1)
 
     def layout(self, rank: int, num_ranks: int) -> RankLayout:
         """Return the layout of rank `rank` of `num_ranks` on this host. May be called before `read`."""
@@ -173,6 +179,7 @@ class CheckpointStore:
         share = self._digest(chunk, self._shapes[chunk.tensor].dtype)
         if mapped:
             mapped.require_unchanged(self._memory[stored.buffer].fileno())
+        self._num_read += 1
         return share
 
     def _require_as_read(self, chunks: Sequence[Stretch], threads: ThreadPoolExecutor) -> None:
