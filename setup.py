@@ -53,6 +53,7 @@ setup(
         "cuda12": ["cupy-cuda12x>=14"],
         "cuda13": ["cupy-cuda13x>=14"],
         "vllm": ["vllm>=0.24,<0.34"],
+        "trl": ["trl[vllm]>=1.16,<1.17"],
         "sglang": ["sglang>=0.5.17,<0.5.24"],
         "mooncake": ["mooncake-transfer-engine>=0.3.13"],
         "deepspeed": ["deepspeed>=0.19"],

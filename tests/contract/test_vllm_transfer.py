@@ -78,6 +78,30 @@ def test_a_worker_with_a_draft_refuses_to_join() -> None:
 
 
 @with_vllm
+def test_a_worker_beyond_the_world_refuses_to_join() -> None:
+    from weightsync.plugins.vllm import WeightSyncInitInfo, WeightSyncTransferEngine
+
+    parallel = SimpleNamespace(data_parallel_index=1, world_size=2, rank=0)
+    config = SimpleNamespace(speculative_config=None, parallel_config=parallel, model_config=None)
+    engine = WeightSyncTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"world_size: 3 is not valid; .*workers plus 1: this is rank 3"):
+        engine.init_transfer_engine(WeightSyncInitInfo("", 3))
+
+
+@with_vllm
+def test_a_trainer_hears_at_once_that_vllm_refuses() -> None:
+    from weightsync.plugins.vllm_trainer import WeightSyncTrainerEngine, WeightSyncTrainerInitInfo
+
+    def refuse(init_info: dict[str, object]) -> None:
+        raise ConfigError("model", "x", "leave it out")
+
+    info = WeightSyncTrainerInitInfo("127.0.0.1", 2, "gloo", timeout_s=patient(600), rank=0)
+    client = SimpleNamespace(init_weight_transfer_engine=refuse)
+    with pytest.raises(ConfigError, match="leave it out"):
+        WeightSyncTrainerEngine.trainer_init(info, client=client, source=_Source33())
+
+
+@with_vllm
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 
@@ -50,8 +51,9 @@ class Sender:
         """Argument of vLLM's ``init_weight_transfer_engine``, for every worker."""
 
     def open(self) -> None:
-        """Open the communicator. Returns when all workers have joined."""
-        self._transport.open(self._rendezvous, 0, self._world_size, self._timeout_s)
+        """Open the communicator, from any thread. Returns when all workers have joined."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._transport.open(self._rendezvous, 0, self._world_size, self._timeout_s)
         self._stream = TensorStream(self._transport, 0, self._world_size, self._device, self._bucket_nbytes)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:

@@ -22,7 +22,7 @@ from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.engines.serving.checks import check_version
 from weightsync.engines.vllm.api import require_no_draft, require_updatable
 from weightsync.engines.vllm.reload import LoadAccount, Reload
-from weightsync.errors import StateError
+from weightsync.errors import ConfigError, StateError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plugins.sender import Sender, device_of
 from weightsync.transports import Transport, transport_class
@@ -74,6 +74,9 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._model_device = next(self.model.parameters()).device
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
+        if rank >= init_info.world_size:
+            remedy = f"give the number of all workers plus {init_info.rank_offset}: this is rank {rank}"
+            raise ConfigError("world_size", init_info.world_size, remedy)
         self._transport = transport_class(init_info.transport)()
         self._transport.open(init_info.rendezvous, rank, init_info.world_size, init_info.timeout_s)
         device = device_of(init_info.transport)

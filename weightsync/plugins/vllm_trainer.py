@@ -1,4 +1,4 @@
-"""The trainer's side of vLLM's weight transfer backend ``weightsync``, from vLLM 0.32 on.
+"""The trainer's side of vLLM's weight transfer backend ``weightsync``, from vLLM 0.28 on.
 
 trainer = WeightSyncTrainerEngine.trainer_init(
     WeightSyncTrainerInitInfo(host="10.0.0.1", world_size=1 + num_workers, rank=0),
@@ -8,11 +8,14 @@ trainer.send_weights()
 
 from __future__ import annotations
 
+from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from weightsync.errors import TransportError
 from weightsync.plugins.sender import Sender
 from weightsync.protocol.daemon import on_daemon
 
@@ -44,6 +47,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     init_info_cls = WeightSyncTrainerInitInfo
 
     _sender: Sender | None = None
+    _timeout_s = 0.0
     _version = 0
 
     @classmethod
@@ -71,9 +75,14 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 init_info.ports,
             )
             joining = on_daemon(lambda: client.init_weight_transfer_engine(sender.init_info))
-            sender.open()
-            joining.result()
-            engine._sender = sender
+            try:
+                # vLLM may refuse: then no worker comes, and opening ends only at the deadline.
+                for done in wait([on_daemon(sender.open), joining], return_when=FIRST_EXCEPTION).done:
+                    done.result()
+            except BaseException:
+                sender.close()
+                raise
+            engine._sender, engine._timeout_s = sender, init_info.timeout_s
         return engine
 
     def send_weights(self) -> None:
@@ -94,7 +103,13 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
         updating.add_done_callback(abort)
         sender.send(tensors_of(self.source), self._version)
-        updating.result()
+        try:
+            updating.result(self._timeout_s)
+        except Late as error:
+            sender.abort("vLLM is late")
+            raise TransportError(
+                f"vLLM has verified version {self._version} and did not load it within {self._timeout_s:g} s"
+            ) from error
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
