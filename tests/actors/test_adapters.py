@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.actor import ActorHandle
 
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
 from tests.models import build_tiny_qwen3
 from tests.pages import run_block
 from tests.patience import patient
@@ -41,7 +41,7 @@ class Rig:
     """Trainer ranks, a reference trainer with the same weights, and engines that serve a base model."""
 
     def __init__(self, sync: WeightSync, folder: Path, options: Mapping[str, Any], world: int = 1) -> None:
-        from tests.actors.lora_trainer import LoraTrainer, NamedEngine
+        from tests.fleets.lora_trainer import LoraTrainer, NamedEngine
 
         self.sync, self.path = sync, str(folder / "base")
         build_tiny_qwen3(folder / "base")
@@ -221,7 +221,7 @@ def test_two_fsdp2_ranks_train_what_two_tensor_parallel_ranks_serve(rig: Rig) ->
 def test_what_does_not_fit_an_engine_is_refused_by_name(
     kind: str, options: Mapping[str, Any], rank: int, targets: list[str], says: str, tmp_path: Path
 ) -> None:
-    from tests.actors.lora_trainer import LoraTrainer
+    from tests.fleets.lora_trainer import LoraTrainer
 
     path = str(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "base")
@@ -245,7 +245,7 @@ def test_what_does_not_fit_an_engine_is_refused_by_name(
 
 @pytest.mark.faults
 def test_the_pages_loop_prints_each_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.actors.lora_trainer import LoraTrainer
+    from tests.fleets.lora_trainer import LoraTrainer
 
     path = str(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "base")

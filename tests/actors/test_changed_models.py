@@ -10,8 +10,8 @@ import pytest
 import ray
 import torch
 
-from tests.actors.changed import OTHER, WIDTH, Moving, another, another_parameter, there_and_back
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.changed import OTHER, WIDTH, Moving, another, another_parameter, there_and_back
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError

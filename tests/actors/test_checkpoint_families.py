@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
 from tests.families import build_family
+from tests.fleets.actors import spawn
 from tests.models import greedy
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync

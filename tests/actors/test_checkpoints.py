@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, forget, spawn
-from tests.actors.local_cluster import forking_python
 from tests.actors.test_quickstart import weightsync
+from tests.fleets.actors import Engine, HeldShard, Trainer, build, counts, forget, spawn
+from tests.fleets.faulty import pid
+from tests.fleets.local_cluster import forking_python
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync

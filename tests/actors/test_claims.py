@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, forget, until
+from tests.fleets.actors import Engine, Trainer, forget, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError
@@ -102,7 +102,7 @@ def test_one_whose_driver_lives_keeps_its_actors_and_one_whose_driver_died_loses
     address = ray.get_runtime_context().gcs_address
     forget([actors["e0"]])
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.claimer", address, NAMESPACE],
+        [sys.executable, "-m", "tests.fleets.claimer", address, NAMESPACE],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

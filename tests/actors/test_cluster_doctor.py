@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.actors.local_cluster import forking_python
+from tests.fleets.local_cluster import forking_python
 from tests.patience import patient
 from weightsync.recipes import cli
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(240)
 def test_every_node_and_pair_is_shown_and_a_stopped_node_is_named() -> None:
     done = subprocess.run(
-        [forking_python(), "-m", "tests.actors.examined"],
+        [forking_python(), "-m", "tests.fleets.examined"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
-from tests.actors.staged import Given, Staged, TwoLayers
+from tests.fleets.actors import spawn
+from tests.fleets.staged import Given, Staged, TwoLayers
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ConfigError, PlanError, WeightSyncError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import Trainer, spawn, until
-from tests.actors.noting_engine import Noting
+from tests.fleets.actors import Trainer, spawn, until
+from tests.fleets.noting_engine import Noting
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, VerifyError, WeightSync
 from weightsync.testing import Fault, FaultPlan

@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Trainer, spawn
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ReplicasDifferError

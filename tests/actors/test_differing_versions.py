@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.far_engine import Far
-from tests.actors.fleet import Engine, Trainer
+from tests.fleets.actors import Engine, Trainer
+from tests.fleets.far_engine import Far
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import PlanError

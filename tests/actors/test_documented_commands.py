@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.actors.fresh_machine import on_a_fresh_machine, why_not
+from tests.fleets.fresh_machine import on_a_fresh_machine, why_not
 from weightsync.recipes import cli
 
 ROOT = Path(__file__).parents[2]

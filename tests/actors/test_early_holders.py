@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn, until
-from tests.actors.waiting_engine import WaitingEngine
+from tests.fleets.actors import Engine, Trainer, spawn, until
+from tests.fleets.waiting_engine import WaitingEngine
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
@@ -139,7 +139,7 @@ def test_a_driver_that_is_killed_before_it_connects_leaves_no_process() -> None:
         for name, cls, args in (("trainer", Trainer, ["early0"]), ("e0", Engine, ["e0", "early1"]))
     ]
     before = holders()
-    command = [sys.executable, "-m", "tests.actors.claimer", ray.get_runtime_context().gcs_address]
+    command = [sys.executable, "-m", "tests.fleets.claimer", ray.get_runtime_context().gcs_address]
     with subprocess.Popen(
         [*command, NAMESPACE, "registered"],
         cwd=Path(__file__).parents[2],

@@ -55,7 +55,7 @@ def our_files() -> set[str]:
 def test_nothing_is_left(ending: str, how: str) -> None:
     mark, before = uuid.uuid4().hex, our_files()
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.driver", how],
+        [sys.executable, "-m", "tests.fleets.driver", how],
         env=os.environ | {MARK: mark},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.actors.local_cluster import TOO_LATE
+from tests.fleets.local_cluster import TOO_LATE
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.actors.faulty import Faulty, end, healthy, process_state
-from tests.actors.fleet import until
+from tests.fleets.actors import until
+from tests.fleets.faulty import Faulty, end, healthy, process_state
 from tests.patience import patient
 from weightsync.faults import Fault
 from weightsync.report import SyncReport

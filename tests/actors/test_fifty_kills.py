@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from tests.actors.faulty import Faulty, end, healthy
-from tests.actors.fleet import Counts, counts, socket_folders, until
+from tests.fleets.actors import Counts, counts, socket_folders, until
+from tests.fleets.faulty import Faulty, end, healthy
 from tests.patience import patient
 
 NUM_KILLS = 50

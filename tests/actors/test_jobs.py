@@ -28,7 +28,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["RAY_JOB_STOP_WAIT_TIME_S"] = str(int(patient(20)))  # a busy machine closes a fleet slowly
     with subprocess.Popen(
-        [sys.executable, ROOT / "tests/actors/lasting_cluster.py", "dashboard"],
+        [sys.executable, ROOT / "tests/fleets/lasting_cluster.py", "dashboard"],
         cwd=folder,
         env=environment,
         stdin=subprocess.PIPE,

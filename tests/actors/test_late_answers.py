@@ -6,8 +6,8 @@ from pathlib import Path
 
 import ray
 
-from tests.actors.fleet import Engine, spawn
-from tests.actors.gated_trainer import AnswersLate
+from tests.fleets.actors import Engine, spawn
+from tests.fleets.gated_trainer import AnswersLate
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.faulty import pid
-from tests.actors.fleet import spawn, until
-from tests.actors.turns import GREEDY, PROMPTS, Teacher
+from tests.fleets.actors import spawn, until
+from tests.fleets.faulty import pid
+from tests.fleets.turns import GREEDY, PROMPTS, Teacher
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from tests.actors.fleet import Counting, Counts, Engine, counts, socket_folders, spawn, until
+from tests.fleets.actors import Counting, Counts, Engine, counts, socket_folders, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
-from tests.actors.megatron_trainer import MegatronTrainer
 from tests.contract.megatron_ranks import Case
+from tests.fleets.actors import spawn
+from tests.fleets.megatron_trainer import MegatronTrainer
 from tests.models import build_tiny_qwen3, greedy
 from weightsync import EngineActor, SyncConfig, WeightSync
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
+from tests.fleets.actors import spawn
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, WeightSync
@@ -32,7 +32,7 @@ GREEDY = {"max_tokens": 8, "temperature": 0.0}
     ],
 )
 def test_each_version_answers_as_peft_does(world: int, saves: list[str], tmp_path: Path) -> None:
-    from tests.actors.lora_trainer import TARGETS, LoraTrainer
+    from tests.fleets.lora_trainer import TARGETS, LoraTrainer
 
     path = str(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "base", tied=not saves)

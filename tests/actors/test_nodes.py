@@ -16,7 +16,7 @@ from tests.patience import patient
 @pytest.mark.parametrize("when", ["idle", "phases", "checkpoint", "deaf"])
 def test_lost_hosts_are_survived_and_several_read_a_checkpoint(when: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.actors.nodes", when],
+        [sys.executable, "-m", "tests.fleets.nodes", when],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

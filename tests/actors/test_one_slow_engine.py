@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Slowing, Trainer, spawn
+from tests.fleets.actors import Engine, Slowing, Trainer, spawn
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState

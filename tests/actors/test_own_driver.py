@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn
-from tests.actors.own_driver import DrivingEngine, DrivingTrainer
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.own_driver import DrivingEngine, DrivingTrainer
 from tests.patience import patient
 from weightsync.actors.ray.actor_class import actor_class
 

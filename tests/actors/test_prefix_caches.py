@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from tests.actors.caching_engine import Caching, CannotSalt
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.caching_engine import Caching, CannotSalt
 from weightsync import ConfigError, SyncConfig, WeightSync
 
 WIDTH = 64

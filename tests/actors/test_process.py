@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.faulty import process_state
-from tests.actors.fleet import until
+from tests.fleets.actors import until
+from tests.fleets.faulty import process_state
 from tests.patience import patient
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.process import end_process

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.actors.local_cluster import ROOT
+from tests.fleets.local_cluster import ROOT
 from tests.patience import patient
 
 
@@ -15,7 +15,7 @@ from tests.patience import patient
 def test_an_update_is_found_on_the_nodes_prometheus_endpoint() -> None:
     """On a cluster of its own: that of the other tests collects no metrics."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.actors.exporting"],
+        [sys.executable, "-m", "tests.fleets.exporting"],
         cwd=ROOT,
         capture_output=True,
         text=True,

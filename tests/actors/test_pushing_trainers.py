@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Pushing, forget, spawn
+from tests.fleets.actors import Engine, Pushing, forget, spawn
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.errors import DeadlineError, WeightSyncError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.local_cluster import forking_python
+from tests.fleets.local_cluster import forking_python
 
 ROOT = Path(__file__).parents[2]
 

@@ -137,6 +137,6 @@ def test_trainers_and_engines_take_turns(tmp_path: Path, kind: str) -> None:
 
 
 def test_trainers_and_engine_ranks_are_put_on_the_gpus_that_they_share() -> None:
-    command = [sys.executable, "-m", "tests.actors.seating"]
+    command = [sys.executable, "-m", "tests.fleets.seating"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

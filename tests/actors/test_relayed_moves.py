@@ -12,9 +12,9 @@ import pytest
 import ray
 import torch
 
-from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, Trainer, forget, spawn
-from tests.actors.intercept import names_called
+from tests.fleets.actors import Engine, Trainer, forget, spawn
+from tests.fleets.faulty import pid
+from tests.fleets.intercept import names_called
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.ray.node_links import NodeLinks

@@ -15,12 +15,12 @@ import pytest
 import ray
 import torch
 
-from tests.actors.digesting import PLAN
-from tests.actors.digesting import Trainer as Digests
-from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, forget, spawn, until
-from tests.actors.gated_trainer import Gated
-from tests.actors.intercept import names_called
+from tests.fleets.actors import Engine, forget, spawn, until
+from tests.fleets.digesting import PLAN
+from tests.fleets.digesting import Trainer as Digests
+from tests.fleets.faulty import pid
+from tests.fleets.gated_trainer import Gated
+from tests.fleets.intercept import names_called
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.actors.holders.weight_holder import spawn_holder

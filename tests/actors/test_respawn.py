@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.fleets.actors import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
@@ -24,7 +24,7 @@ WIDTH = 64
 @pytest.mark.faults  # it starts a driver of its own
 def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_process_end() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.stuck", ray.get_runtime_context().gcs_address],
+        [sys.executable, "-m", "tests.fleets.stuck", ray.get_runtime_context().gcs_address],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,8 +12,8 @@ import pytest
 import ray
 import torch
 
-from tests.actors.faulty import pid
-from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.fleets.actors import Engine, Trainer, spawn, until
+from tests.fleets.faulty import pid
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState

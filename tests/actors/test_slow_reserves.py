@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.fleets.actors import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import DeadlineError, SyncConfig, WeightSync
 from weightsync.testing import Fault, FaultPlan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Trainer, spawn
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import PeerError, PeerLostError, TransportError, WeightSyncError

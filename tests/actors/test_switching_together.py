@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import Trainer, spawn
-from tests.actors.noting_engine import Noting
+from tests.fleets.actors import Trainer, spawn
+from tests.fleets.noting_engine import Noting
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync, WeightSyncError
 from weightsync.testing import Fault, FaultPlan

@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Restless, Uncounted, spawn
+from tests.fleets.actors import Engine, Restless, Uncounted, spawn
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import SourceChangedError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.digesting import PLAN, Trainer
+from tests.fleets.digesting import PLAN, Trainer
 from tests.patience import patient
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteTrainer, remote_trainer

@@ -17,8 +17,8 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Modelless, Trainer, forget, spawn, until
-from tests.actors.intercept import Call, intercept
+from tests.fleets.actors import Engine, Modelless, Trainer, forget, spawn, until
+from tests.fleets.intercept import Call, intercept
 from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, forget, spawn
+from tests.fleets.actors import Engine, Trainer, forget, spawn
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor

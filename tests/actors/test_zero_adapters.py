@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
+from tests.fleets.actors import spawn
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, SyncReport, WeightSync
@@ -32,7 +32,7 @@ GREEDY = {"max_tokens": 8, "temperature": 0.0}
 
 def start(folder: Path, merge: str = "") -> tuple[str, list[Any]]:
     """Return the base's path, and two ranks that train an adapter of it."""
-    from tests.actors.zero_lora_trainer import ZeroLoraTrainer
+    from tests.fleets.zero_lora_trainer import ZeroLoraTrainer
 
     path = str(folder / "base")
     build_tiny_qwen3(folder / "base")

@@ -1,6 +1,6 @@
 """A driver that connects actors of an existing cluster, and keeps them until its input ends.
 
-python -m tests.actors.claimer ADDRESS NAMESPACE [registered]
+python -m tests.fleets.claimer ADDRESS NAMESPACE [registered]
 """
 
 from __future__ import annotations

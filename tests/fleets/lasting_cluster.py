@@ -1,6 +1,6 @@
 """A cluster that outlives its drivers: says its address, and ends with its standard input.
 
-python -m tests.actors.lasting_cluster [dashboard]        # with one, its address is what is said
+python -m tests.fleets.lasting_cluster [dashboard]        # with one, its address is what is said
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.actors.draft_trainer import module_of
+from tests.fleets.draft_trainer import module_of
 from tests.mtp_models import draw_target, mtp_weights
 from weightsync import TrainerShard
 

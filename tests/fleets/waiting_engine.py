@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.actors.fleet import Engine
+from tests.fleets.actors import Engine
 from tests.patience import patient
 
 

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, examined: python -m tests.actors.examined."""
+"""Two Ray nodes on this machine, examined: python -m tests.fleets.examined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 from ray.cluster_utils import Cluster
 from typer.testing import CliRunner
 
-from tests.actors.local_cluster import starting_workers
+from tests.fleets.local_cluster import starting_workers
 from tests.patience import patient
 from weightsync.recipes import cli
 

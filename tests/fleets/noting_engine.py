@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tests.actors.fleet import Engine
+from tests.fleets.actors import Engine
 from weightsync.protocol.messages import LoadReport
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import ray
 
-from tests.actors import zygote, zygote_client
+from tests.fleets import zygote, zygote_client
 from tests.patience import patient
 
 TOO_LATE = "timed out during startup"

@@ -8,7 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from tests.actors.lora_trainer import LoraTrainer
+from tests.fleets.lora_trainer import LoraTrainer
 
 _LEARNING_RATE = 0.1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.actors.fleet import Engine
+from tests.fleets.actors import Engine
 from weightsync.config import PrefixCache
 from weightsync.engines.serving.checks import refuse_salt
 from weightsync.testing import DictEngine

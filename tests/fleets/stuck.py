@@ -1,6 +1,6 @@
 """A driver whose `respawn` never returns for one engine: says what came of its engines, and ends.
 
-python -m tests.actors.stuck ADDRESS
+python -m tests.fleets.stuck ADDRESS
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.fleets.actors import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState

@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from tests.actors.fleet import Counting, Engine, spawn, until
+from tests.fleets.actors import Counting, Engine, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.channel.engine_end import HolderFeed

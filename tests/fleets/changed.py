@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.actors.fleet import Trainer, build
+from tests.fleets.actors import Trainer, build
 from weightsync.errors import MovedError
 from weightsync.protocol.messages import PublishTask
 

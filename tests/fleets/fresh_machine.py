@@ -1,6 +1,6 @@
 """Runs a shell script as on a machine of its own: nobody else's processes, ports, clusters or home folder.
 
-python -m tests.actors.fresh_machine SCRIPT        # within `IN_A_NAMESPACE`: it mounts over /tmp and /dev/shm
+python -m tests.fleets.fresh_machine SCRIPT        # within `IN_A_NAMESPACE`: it mounts over /tmp and /dev/shm
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def why_not() -> str:
 def on_a_fresh_machine(script: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """What `script` did, from an empty folder and with an empty home; all of its processes have ended."""
     return subprocess.run(
-        [*IN_A_NAMESPACE, sys.executable, "-m", "tests.actors.fresh_machine", script],
+        [*IN_A_NAMESPACE, sys.executable, "-m", "tests.fleets.fresh_machine", script],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.actors.fleet import Engine
+from tests.fleets.actors import Engine
 from weightsync.actors.ray.placement import Placement
 
 

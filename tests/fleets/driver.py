@@ -1,6 +1,6 @@
 """A driver of its own cluster, for tests that end it in the midst of an update or of a connect.
 
-python -m tests.actors.driver normal|forever|connecting
+python -m tests.fleets.driver normal|forever|connecting
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import ray
 
-from tests.actors.fleet import Deaf, Engine, Trainer, spawn
-from tests.actors.local_cluster import start_ray
+from tests.fleets.actors import Deaf, Engine, Trainer, spawn
+from tests.fleets.local_cluster import start_ray
 from weightsync import SyncConfig, WeightSync
 
 

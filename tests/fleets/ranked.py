@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from transformers import AutoModelForCausalLM
 
-from tests.actors.faulty import Heard, process_state
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
+from tests.fleets.faulty import Heard, process_state
 from tests.models import build_tiny_qwen3, greedy, redraw
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from tests.actors.component_actors import ComponentTrainer
-from tests.actors.fleet import Engine
+from tests.fleets.actors import Engine
+from tests.fleets.component_actors import ComponentTrainer
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.testing import DictEngine
 

@@ -1,4 +1,4 @@
-"""Reads the metrics of an update where Ray starts all of a node: python -m tests.actors.exporting."""
+"""Reads the metrics of an update where Ray starts all of a node: python -m tests.fleets.exporting."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import urllib.request
 
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn
-from tests.actors.local_cluster import ROOT
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.local_cluster import ROOT
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 

@@ -1,4 +1,4 @@
-"""Several hosts, on one: python -m tests.actors.nodes WHEN. Fails if what it tests does."""
+"""Several hosts, on one: python -m tests.fleets.nodes WHEN. Fails if what it tests does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
-from tests.actors.fleet import Engine, Trainer, until
-from tests.actors.intercept import CALLS, intercept
+from tests.fleets.actors import Engine, Trainer, until
+from tests.fleets.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import WeightSyncError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.actors.fleet import Trainer
+from tests.fleets.actors import Trainer
 from tests.patience import patient
 from weightsync.protocol.messages import PublishReport, PublishTask
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from tests.actors.fleet import Engine, Trainer
+from tests.fleets.actors import Engine, Trainer
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 

@@ -20,7 +20,7 @@ import torch
 from ray import ObjectRef
 from torch import nn
 
-from tests.actors import zygote
+from tests.fleets import zygote
 from tests.patience import patient
 from weightsync.actors.checkpoints.checkpoint_shard import CheckpointShard
 from weightsync.actors.engine import EngineActor

@@ -1,7 +1,7 @@
 """Drivers of one run, one after another, on a cluster that outlives them.
 
-python -m tests.actors.lasting first|second|third|last ADDRESS
-python -m tests.actors.lasting PHASE ADDRESS            dies by its own hand in that phase of the next update
+python -m tests.fleets.lasting first|second|third|last ADDRESS
+python -m tests.fleets.lasting PHASE ADDRESS            dies by its own hand in that phase of the next update
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer, build
-from tests.actors.intercept import CALLS, intercept
+from tests.fleets.actors import Engine, Trainer, build
+from tests.fleets.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.holders.detached import actor_name, detached, end_all, find, names, run_prefix

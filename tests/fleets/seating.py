@@ -1,6 +1,6 @@
 """Where a recipe's actors are put on a cluster with four GPUs; they are only counted, so none is needed.
 
-python -m tests.actors.seating
+python -m tests.fleets.seating
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Ray is imported in a fork of the zygote, which forks the workers of one job: Ray
 its environment on import, and a worker with another number ends at once. Workers that are to have a vLLM
 say so in their environment, and have another fork, which has imported it, too.
 
-python -m tests.actors.zygote SOCKET        # serves until its standard input ends
+python -m tests.fleets.zygote SOCKET        # serves until its standard input ends
 
 `zygote_client.py` is what the script runs.
 """
@@ -27,7 +27,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from tests.actors import zygote_client
+from tests.fleets import zygote_client
 from weightsync.protocol.collector import collector_paused
 
 Order = tuple[Sequence[str], Mapping[str, str], str]
@@ -182,7 +182,7 @@ def _import_ray() -> None:
     """Import Ray, and what of weightsync imports it. Ray reads its variables from the environment now."""
     import ray  # noqa: F401
 
-    from tests.actors import fleet  # noqa: F401
+    from tests.fleets import actors  # noqa: F401
     from tests.warm import keep_from_collection
     from weightsync.actors import engine, trainer_shard  # noqa: F401
     from weightsync.actors.checkpoints import checkpoint_shard  # noqa: F401
