@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.actors.draft_trainer import module_of
+from tests.fleets.draft_trainer import module_of
 from tests.models import redraw
 from tests.mtp_models import build_tiny_mtp, mtp_weights
 from tests.patience import patient

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tests.actors.local_cluster import forking_workers, start_ray
+from tests.fleets.local_cluster import forking_workers, start_ray
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
 from tests.contract.vllm_speculation import check_live, check_live_mtp
 from tests.draft_pairs import (
     NUM_SPECULATIVE_TOKENS,
@@ -27,6 +26,7 @@ from tests.draft_pairs import (
     save_mtp,
     speculative_config,
 )
+from tests.fleets.actors import spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.mtp_models import FAMILIES
 from tests.patience import patient
@@ -53,7 +53,7 @@ CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120), compo
 def test_a_pair_is_accepted_while_both_are_of_one_version(
     method: str, trainer_class: type[PairTrainer], tmp_path: Path
 ) -> None:
-    from tests.actors.draft_engine import DraftEngine
+    from tests.fleets.draft_engine import DraftEngine
 
     path = str(tmp_path / "model")
     if issubclass(trainer_class, MtpTrainer):

@@ -1,4 +1,4 @@
-"""LoRA adapters that PEFT trains, on real vLLMs: their tokens are those of PEFT's own forward pass."""
+"""LoRA adapters that PEFT and ZeRO-3 train, in slots and merged: tokens equal PEFT's own forward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,22 @@ import pytest
 import ray
 from ray.actor import ActorHandle
 
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
 from tests.models import build_tiny_qwen3
 from tests.pages import run_block
 from tests.patience import patient
-from weightsync import ConfigError, EngineActor, PlanError, SyncConfig, WeightSync
+from weightsync import ConfigError, EngineActor, PlanError, SyncConfig, SyncReport, WeightSync
 from weightsync.engines import Rollout
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
 
 pytestmark = [
-    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed"),
     pytest.mark.timeout(300),
 ]
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed"
+)
 
 CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120), heartbeat_s=patient(1))
 OPTIONS: Mapping[str, Any] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "max_model_len": 64}
@@ -41,7 +44,7 @@ class Rig:
     """Trainer ranks, a reference trainer with the same weights, and engines that serve a base model."""
 
     def __init__(self, sync: WeightSync, folder: Path, options: Mapping[str, Any], world: int = 1) -> None:
-        from tests.actors.lora_trainer import LoraTrainer, NamedEngine
+        from tests.fleets.lora_trainer import LoraTrainer, NamedEngine
 
         self.sync, self.path = sync, str(folder / "base")
         build_tiny_qwen3(folder / "base")
@@ -147,6 +150,7 @@ def check_versions(rig: Rig, versions: Sequence[int]) -> None:
     assert [row.num_tensors for row in adapters] == [20, 20], "A and B of five modules in two layers"
 
 
+@needs_vllm
 @pytest.mark.slow
 def test_each_version_of_each_adapter_answers_as_peft_does(rig: Rig) -> None:
     check_versions(rig, range(1, 4))
@@ -178,6 +182,7 @@ def test_each_version_of_each_adapter_answers_as_peft_does(rig: Rig) -> None:
     assert rig.answers_as_peft("third", "default", 7)
 
 
+@needs_vllm
 @pytest.mark.faults
 @pytest.mark.parametrize("options", [{**OPTIONS, "block_size": 32}])
 def test_a_version_that_is_counted_anew_does_not_find_the_caches_of_the_old_one(rig: Rig) -> None:
@@ -194,6 +199,7 @@ def test_a_version_that_is_counted_anew_does_not_find_the_caches_of_the_old_one(
         rig.sync.unregister_adapter("math")
 
 
+@needs_vllm
 @pytest.mark.faults
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("options", [{**OPTIONS, "tensor_parallel_size": 2}])
@@ -201,6 +207,7 @@ def test_two_fsdp2_ranks_train_what_two_tensor_parallel_ranks_serve(rig: Rig) ->
     check_versions(rig, range(1, 11))
 
 
+@needs_vllm
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("kind", "options", "rank", "targets", "says"),
@@ -221,7 +228,7 @@ def test_two_fsdp2_ranks_train_what_two_tensor_parallel_ranks_serve(rig: Rig) ->
 def test_what_does_not_fit_an_engine_is_refused_by_name(
     kind: str, options: Mapping[str, Any], rank: int, targets: list[str], says: str, tmp_path: Path
 ) -> None:
-    from tests.actors.lora_trainer import LoraTrainer
+    from tests.fleets.lora_trainer import LoraTrainer
 
     path = str(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "base")
@@ -243,9 +250,10 @@ def test_what_does_not_fit_an_engine_is_refused_by_name(
         ray.kill(actor)
 
 
+@needs_vllm
 @pytest.mark.faults
 def test_the_pages_loop_prints_each_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.actors.lora_trainer import LoraTrainer
+    from tests.fleets.lora_trainer import LoraTrainer
 
     path = str(tmp_path / "base")
     build_tiny_qwen3(tmp_path / "base")
@@ -261,6 +269,7 @@ def test_the_pages_loop_prints_each_version(tmp_path: Path, capsys: pytest.Captu
         ray.kill(actor)
 
 
+@needs_vllm
 @pytest.mark.faults
 def test_requests_end_with_the_version_with_which_they_began(rig: Rig) -> None:
     """Long requests run throughout twenty updates, several of them at any time."""
@@ -290,6 +299,7 @@ def test_requests_end_with_the_version_with_which_they_began(rig: Rig) -> None:
         assert tuple(rollout.tokens[0]) == expected[rollout.adapter_version]
 
 
+@needs_vllm
 @pytest.mark.faults
 def test_a_killed_engine_gets_its_adapters_again(rig: Rig) -> None:
     rig.train("default", 1)
@@ -311,6 +321,7 @@ def test_a_killed_engine_gets_its_adapters_again(rig: Rig) -> None:
     assert rig.answers_as_peft("math", "default", 5)
 
 
+@needs_vllm
 @pytest.mark.faults
 def test_an_engine_that_joins_gets_the_version_that_the_others_serve(rig: Rig) -> None:
     rig.train("default", 1)
@@ -334,6 +345,7 @@ def test_an_engine_that_joins_gets_the_version_that_the_others_serve(rig: Rig) -
     assert rig.sync.update_adapter("math").engines == {"e1": 5}
 
 
+@needs_vllm
 @pytest.mark.faults
 def test_a_trainer_that_dies_leaves_the_version_that_is_served(rig: Rig) -> None:
     rig.train("default", 1)
@@ -347,3 +359,108 @@ def test_a_trainer_that_dies_leaves_the_version_that_is_served(rig: Rig) -> None
     assert time.monotonic() - begun < patient(20)
     assert rig.ask("math") == before
     assert rig.sync.adapter_versions() == {"math": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "saves"),
+    [
+        pytest.param(1, [], marks=pytest.mark.faults),
+        pytest.param(2, [], marks=pytest.mark.faults),
+        (2, ["lm_head", "model.norm"]),
+    ],
+)
+def test_each_version_answers_as_peft_does(world: int, saves: list[str], tmp_path: Path) -> None:
+    from tests.fleets.lora_trainer import TARGETS, LoraTrainer
+
+    path = str(tmp_path / "base")
+    build_tiny_qwen3(tmp_path / "base", tied=not saves)
+    ranks = range(world)
+    settings = {"default": 4}, TARGETS, "default", saves
+    adapters, *others = settings
+    trainers = [spawn(LoraTrainer, path, adapters, rank, world, *others) for rank in ranks]
+    reference = spawn(LoraTrainer, path, adapters, 0, 1, *others)
+    engine = spawn(EngineActor, "torch", path, "e0")
+    started = [trainer.start.remote(str(tmp_path / "meeting")) for trainer in trainers]
+    ray.get([*started, reference.start.remote()], timeout=patient(60))
+    config = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(60))
+    with WeightSync(config) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        seen, moved = set(), []
+        for version in range(1, 4):
+            ray.get([each.train.remote("default", version) for each in (*trainers, reference)])
+            ray.get([each.answers.remote("default", PROMPT, 1) for each in trainers])  # FSDP gathers them
+            report = sync.update_weights(version)
+            assert report.verified
+            rollout = ray.get(engine.generate.remote([PROMPT], GREEDY), timeout=patient(60))
+            assert rollout.tokens == [ray.get(reference.answers.remote("default", PROMPT, 8))]
+            seen.add(tuple(rollout.tokens[0]))
+            moved.append(report.nbytes)
+        assert len(seen) == 3, "other weights, other answers"
+        assert moved[0] > moved[1] == moved[2], "what nobody trains travels once"
+    for actor in (*trainers, reference, engine):
+        ray.kill(actor)
+
+
+def partitioned(folder: Path, merge: str = "") -> tuple[str, list[Any]]:
+    """Return the base's path, and two ranks that train an adapter of it."""
+    from tests.fleets.zero_lora_trainer import ZeroLoraTrainer
+
+    path = str(folder / "base")
+    build_tiny_qwen3(folder / "base")
+    trainers = [spawn(ZeroLoraTrainer, path, rank, 2, merge) for rank in range(2)]
+    ray.get([each.start.remote(str(folder / "meeting")) for each in trainers], timeout=patient(60))
+    return path, trainers
+
+
+def check_partitioned_versions(
+    trainers: Sequence[Any], engine: Any, update: Callable[[], SyncReport], adapter: str
+) -> None:
+    """Train and update three times, and compare what is answered."""
+    seen = set()
+    for version in range(1, 4):
+        ray.get([each.step.remote() for each in trainers], timeout=patient(60))
+        report = update()
+        assert report.verified
+        assert report.version == version
+        sampling = {**GREEDY, "adapter": adapter} if adapter else GREEDY
+        rollout = ray.get(engine.generate.remote([PROMPT], sampling), timeout=patient(60))
+        # Parameters stay gathered after a forward pass: the next update reads their partitions.
+        answers = ray.get([each.answers.remote("default", PROMPT, 8) for each in trainers])
+        assert [rollout.tokens[0]] * 2 == answers
+        seen.add(tuple(rollout.tokens[0]))
+    assert len(seen) == 3, "other weights, other answers"
+
+
+@pytest.mark.faults
+@needs_deepspeed
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+def test_each_version_in_slots_answers_as_peft_does(tmp_path: Path) -> None:
+    path, trainers = partitioned(tmp_path)
+    engine = spawn(EngineActor, "vllm", path, "e0", OPTIONS)
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine})
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        sync.register_adapter("math", trainers)
+        check_partitioned_versions(trainers, engine, lambda: sync.update_adapter("math"), "math")
+    ray.wait([engine.close.remote()], timeout=patient(30))
+    for actor in (engine, *trainers):
+        ray.kill(actor)
+
+
+@pytest.mark.faults
+@needs_deepspeed
+def test_each_version_that_is_merged_answers_as_peft_does(tmp_path: Path) -> None:
+    path, trainers = partitioned(tmp_path, "default")
+    engine = spawn(EngineActor, "torch", path, "e0")
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        check_partitioned_versions(trainers, engine, sync.update_weights, "")
+    for actor in (engine, *trainers):
+        ray.kill(actor)

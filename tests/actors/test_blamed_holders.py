@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import ray
 
-from tests.actors.faulty import Heard, pid, starve
-from tests.actors.fleet import Harming, Trainer, spawn, until
+from tests.fleets.actors import Harming, Trainer, spawn, until
+from tests.fleets.faulty import Heard, pid, starve
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.connecting.connect import Connection, connect

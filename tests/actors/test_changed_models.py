@@ -1,4 +1,4 @@
-"""What a trainer's self.model holds is what an update serves, or the update is refused; over Ray actors."""
+"""Trainers whose models change, are written during `publish`, or differ: no engine serves a mix."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import ray
 import torch
 
-from tests.actors.changed import OTHER, WIDTH, Moving, another, another_parameter, there_and_back
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Restless, Trainer, Uncounted, spawn
+from tests.fleets.changed import OTHER, WIDTH, Moving, another, another_parameter, there_and_back
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import StateError
+from weightsync.errors import ReplicasDifferError, SourceChangedError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +86,79 @@ def test_what_connecting_again_does_not_help_is_said_first(sync: WeightSync) -> 
     change(sync, OTHER[1][0], 1)
     with pytest.raises(StateError, match=r"^trainer 1: 2\.weight is new"):
         sync.update_weights(sync.version + 1)
+
+
+WIDE = 2048
+
+
+def update_often(sync: WeightSync) -> None:
+    for version in range(1, 50):
+        sync.update_weights(version)
+
+
+@pytest.mark.faults  # test_rewritten holds it without Ray
+def test_a_trainer_that_writes_while_it_publishes_is_named_and_engines_come_back() -> None:
+    trainer = spawn(Restless, WIDE, "t0")
+    engines = {name: spawn(Engine, WIDE, name, name) for name in ("e0",)}
+    with WeightSync(SyncConfig(timeout_s=patient(30))) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines(engines)
+        sync.connect()
+        ray.get(trainer.begin.remote())
+        with pytest.raises(SourceChangedError, match=r"trainer 0 wrote 0\.weight while it was read"):
+            update_often(sync)
+        ray.get(trainer.end.remote())
+        sync.settle(patient(60))
+        report = sync.update_weights(50)
+        assert report.engines == {"e0": 50}
+        wanted = ray.get(trainer.weights.remote())
+        for engine in engines.values():
+            found = ray.get(engine.weights.remote())
+            assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    for actor in (trainer, *engines.values()):
+        ray.kill(actor)
+
+
+@pytest.mark.faults  # test_tensors_written holds it without Ray
+def test_a_version_that_commits_has_no_tensor_of_another_step() -> None:
+    trainer, engine = spawn(Uncounted, WIDE, "t0"), spawn(Engine, WIDE, "e0", "e0")
+    with WeightSync(SyncConfig(timeout_s=patient(30))) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        ray.get(trainer.begin.remote())
+        refused = 0
+        for version in range(1, 21):
+            try:
+                sync.update_weights(version)
+            except SourceChangedError:
+                refused += 1
+                continue
+            found = ray.get(engine.weights.remote())
+            assert len({each.unique().numel() for each in found.values()}) == 1, "a tensor has two values"
+            assert len({each.flatten()[0].item() for each in found.values()}) == 1, "tensors are of two steps"
+        assert refused
+        ray.get(trainer.end.remote())
+        assert sync.update_weights(21).engines == {"e0": 21}
+    for actor in (trainer, engine):
+        ray.kill(actor)
+
+
+def test_two_plain_trainers_with_other_seeds_are_named_and_no_engine_serves_a_mix() -> None:
+    trainers = [spawn(Trainer, WIDTH, f"differing-{rank}") for rank in range(2)]
+    engine = spawn(Engine, WIDTH, "e0", "differing-e0")
+    with WeightSync(SyncConfig(timeout_s=patient(30))) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        ray.get([trainer.train.remote(seed) for seed, trainer in enumerate(trainers)])
+        with pytest.raises(ReplicasDifferError, match=r"trainer 0, trainer 1 in .*0\.weight") as caught:
+            sync.update_weights(1)
+        assert all(len(tensors) == 4 for _, tensors in caught.value.differing)
+        assert not sync.serving()
+        ray.get([trainer.train.remote(7) for trainer in trainers])
+        assert sync.update_weights(2).engines == {"e0": 2}
+        wanted, found = ray.get([trainers[1].weights.remote(), engine.weights.remote()])
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for actor in (*trainers, engine):
+        ray.kill(actor)

@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.actor import ActorHandle
 
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
 from tests.models import build_tiny_qwen3, greedy
 from tests.pages import run_block
 from tests.patience import patient
@@ -47,7 +47,7 @@ class Fleet:
         self.engines: dict[str, Any] = {}
 
     def spawn(self, name: str) -> ActorHandle[Any]:
-        from tests.actors.draft_engine import DraftEngine
+        from tests.fleets.draft_engine import DraftEngine
 
         speculative = {
             "method": "draft_model",
@@ -199,7 +199,7 @@ def test_a_draft_that_changed_fails_its_engine_which_is_respawned(fleet: Fleet) 
 
 @pytest.mark.faults
 def test_an_engine_that_its_user_made_follows_the_same_rules(tmp_path: Path) -> None:
-    from tests.actors.draft_engine import OwnEngine
+    from tests.fleets.draft_engine import OwnEngine
 
     models = {
         name: build_tiny_qwen3(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1))

@@ -15,8 +15,8 @@ import ray
 from ray.actor import ActorHandle
 from transformers import AutoModelForCausalLM
 
-from tests.actors.fleet import spawn, until
 from tests.contract.vllm_speculation import check_live
+from tests.fleets.actors import spawn, until
 from tests.models import build_tiny_eagle, build_tiny_qwen3, greedy
 from tests.pages import run_block
 from tests.patience import patient
@@ -44,7 +44,7 @@ class Fleet:
     """A trainer of a model, one of a draft that equals it, and engines that have read neither."""
 
     def __init__(self, folder: Path, method: str = "draft_model", num_ranks: int = 1) -> None:
-        from tests.actors.draft_trainer import DraftTrainer
+        from tests.fleets.draft_trainer import DraftTrainer
 
         self.folder, self.method, self.num_ranks = folder, method, num_ranks
         build_tiny_qwen3(folder / "model", seed=0)
@@ -59,7 +59,7 @@ class Fleet:
         self.engines: dict[str, ActorHandle[Any]] = {}
 
     def spawn(self, name: str) -> ActorHandle[Any]:
-        from tests.actors.draft_engine import DraftEngine
+        from tests.fleets.draft_engine import DraftEngine
 
         speculative = {
             "method": self.method,
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_both_comes_before_trainers(fleet: Fleet) -> None:
 
 @pytest.mark.faults
 def test_an_engine_that_its_user_made_follows_the_same_rules(fleet: Fleet) -> None:
-    from tests.actors.draft_engine import OwnEngine
+    from tests.fleets.draft_engine import OwnEngine
 
     model, draft = (str(fleet.folder / name) for name in ("model", "draft"))
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}

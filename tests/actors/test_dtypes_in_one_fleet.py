@@ -16,7 +16,7 @@ import torch
 from ray.actor import ActorHandle
 from transformers import AutoModelForCausalLM
 
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
 from tests.models import build_tiny_qwen3, build_tiny_router
 from tests.pages import run_block
 from tests.patience import patient
@@ -35,7 +35,7 @@ class Fleet:
     """A trainer in float32, and engines that are given as (kind, dtype) by name."""
 
     def __init__(self, path: Path, engines: Mapping[str, tuple[str, str]], frozen: tuple[str, ...]) -> None:
-        from tests.actors.dtype_actors import DtypeTrainer
+        from tests.fleets.dtype_actors import DtypeTrainer
 
         self.path, self.kinds = str(path), engines
         self.trainer = spawn(DtypeTrainer, self.path, "float32", frozen)
@@ -45,7 +45,7 @@ class Fleet:
         self.sync.register_engines({name: self.spawn(name) for name in engines}, respawn=self.spawn)
 
     def spawn(self, name: str) -> ActorHandle[Any]:
-        from tests.actors.dtype_actors import DtypeEngine
+        from tests.fleets.dtype_actors import DtypeEngine
 
         kind, dtype = self.kinds[name]
         options = {"dtype": dtype} | ({"max_model_len": 64} if kind == "vllm" else {})

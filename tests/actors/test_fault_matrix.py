@@ -1,20 +1,24 @@
-"""What fails, at every place and in every way: no wrong byte is served, and the next version comes."""
+"""What fails, at every place and in every way, whole hosts too: the next version comes with right bytes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.actors.faulty import Faulty, end, healthy, process_state
-from tests.actors.fleet import until
+from tests.fleets.actors import until
+from tests.fleets.faulty import Faulty, end, healthy, process_state
 from tests.patience import patient
 from weightsync.faults import Fault
 from weightsync.report import SyncReport
 
 pytestmark = pytest.mark.timeout(120)
+
 THIRDS = ("first", "middle", "last")
 SLOW_S = 0.5
 
@@ -199,3 +203,18 @@ def _assert_it_struck(fleet: Faulty, case: Case, victim: int) -> None:
         "drop": "no answer within",
     }
     assert wanted.get(case.action, "") in fleet.log.text()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("when", ["idle", "phases", "checkpoint", "deaf"])
+def test_lost_hosts_are_survived_and_several_read_a_checkpoint(when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fleets.nodes", when],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=patient(380),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

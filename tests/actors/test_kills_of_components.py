@@ -11,8 +11,8 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from tests.actors.faulty import Faulty, end, healthy, process_state
-from tests.actors.fleet import spawn, until
+from tests.fleets.actors import spawn, until
+from tests.fleets.faulty import Faulty, end, healthy, process_state
 from tests.patience import patient
 from weightsync import SyncReport
 from weightsync.faults import Fault
@@ -51,13 +51,13 @@ class Components(Faulty):
         return self._start("draft" if trains_draft else "model", self.slot(rank))
 
     def _start(self, part: str, slot: str) -> Any:
-        from tests.actors.component_actors import ComponentTrainer
+        from tests.fleets.component_actors import ComponentTrainer
 
         frozen = [TOWER] if part == "model" and self.parts.tower == "frozen" else []
         return spawn(ComponentTrainer, slot, part, frozen)
 
     def start_engine(self, name: str) -> Any:
-        from tests.actors.component_actors import ServingActor
+        from tests.fleets.component_actors import ServingActor
 
         return spawn(ServingActor, name, self.slot(name))
 

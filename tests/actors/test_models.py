@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer, forget, spawn, until
+from tests.fleets.actors import Engine, Trainer, forget, spawn, until
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import ConfigError, StateError, SyncConfig, VerifyError, WeightSync, WeightSyncError

@@ -13,8 +13,8 @@ import pytest
 import ray
 from ray.actor import ActorHandle
 
-from tests.actors.fleet import spawn, until
 from tests.contract.vllm_speculation import check_live_mtp
+from tests.fleets.actors import spawn, until
 from tests.mtp_models import FAMILIES, build_tiny_mtp, mtp_weights
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -41,7 +41,7 @@ class Fleet:
     """A trainer of a model and its MTP layer, and engines that have read files of another layer."""
 
     def __init__(self, folder: Path, family: str, apart: bool, num_ranks: int) -> None:
-        from tests.actors.mtp_trainer import MtpTrainer
+        from tests.fleets.mtp_trainer import MtpTrainer
 
         self.path, self.family, self.num_ranks = str(folder / "model"), family, num_ranks
         build_tiny_mtp(folder / "model", family, seed=0, mtp_seed=5)
@@ -49,7 +49,7 @@ class Fleet:
         self.engines: dict[str, ActorHandle[Any]] = {}
 
     def spawn(self, name: str) -> ActorHandle[Any]:
-        from tests.actors.draft_engine import DraftEngine
+        from tests.fleets.draft_engine import DraftEngine
 
         speculative = {"method": "mtp", "num_speculative_tokens": 1}
         options: dict[str, Any] = {"speculative_config": speculative, "max_model_len": 64}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 
-from tests.actors.fleet import spawn
+from tests.fleets.actors import spawn
 from tests.models import build_tiny_qwen3, greedy
 from tests.pages import run_block
 from tests.patience import patient
@@ -100,7 +100,7 @@ def test_engines_that_start_from_checkpoints(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_engine_and_a_source_of_ones_own_are_updated_and_verified(tmp_path: Path) -> None:
-    from tests.actors.registered import Elsewhere, array_trainer
+    from tests.fleets.registered import Elsewhere, array_trainer
 
     trainer = spawn(array_trainer())
     names = {"ray": ray, "EngineActor": Elsewhere, "path": str(tmp_path)}

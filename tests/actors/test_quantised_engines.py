@@ -13,11 +13,11 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from tests.actors.bf16_trainer import Bf16Trainer
-from tests.actors.faulty import pid
-from tests.actors.fleet import spawn, until
-from tests.actors.flipped_engine import FlippedEngine
 from tests.contract.test_vllm_quantized import Served, needs_kernel
+from tests.fleets.actors import spawn, until
+from tests.fleets.bf16_trainer import Bf16Trainer
+from tests.fleets.faulty import pid
+from tests.fleets.flipped_engine import FlippedEngine
 from tests.models import build_tiny_qwen3
 from tests.pages import run_block
 from tests.patience import patient

@@ -13,7 +13,7 @@ import torch
 from ray.actor import ActorHandle
 from safetensors.torch import load_file, save_file
 
-from tests.actors.fleet import spawn
+from tests.fleets.actors import spawn
 from tests.models import save_tokenizer
 from tests.pages import run_block
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Trainer, spawn, until
+from tests.fleets.actors import Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import NonfiniteError, WeightSyncError
@@ -36,7 +36,7 @@ class Rig:
     """A trainer of a base model, one of adapters, and two engines that serve them."""
 
     def __init__(self, sync: WeightSync) -> None:
-        from tests.actors.slots import AdapterTrainer
+        from tests.fleets.slots import AdapterTrainer
 
         self.sync, self.versions, self.published = sync, dict[str, int](), dict[str, Any]()
         self.base, self.trainer = (
@@ -50,7 +50,7 @@ class Rig:
         sync.update_weights()
 
     def respawn(self, name: str) -> Any:
-        from tests.actors.slots import SlotActor
+        from tests.fleets.slots import SlotActor
 
         self.spawned.append(spawn(SlotActor, WIDTH, name, f"shared-{name}"))
         return self.spawned[-1]

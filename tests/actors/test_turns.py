@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn
-from tests.actors.turns import GREEDY, PROMPTS, Sleeper, Teacher
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.turns import GREEDY, PROMPTS, Sleeper, Teacher
 from tests.models import build_tiny_qwen3
 from tests.pages import run_block
 from tests.patience import patient

@@ -1,4 +1,4 @@
-"""The public door, over real Ray actors."""
+"""The public door, over real Ray actors, and what Prometheus would find."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,8 +18,9 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Modelless, Trainer, forget, spawn, until
-from tests.actors.intercept import Call, intercept
+from tests.fleets.actors import Engine, Modelless, Trainer, forget, spawn, until
+from tests.fleets.intercept import Call, intercept
+from tests.fleets.local_cluster import ROOT
 from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
@@ -547,3 +549,17 @@ def test_a_holder_that_is_noticed_to_be_gone_twice_is_replaced(make: Make) -> No
         undo()
     sync.update_weights(1)
     assert holds(sync, "e0")
+
+
+@pytest.mark.faults  # Ray exports what it was told after some ten seconds
+def test_an_update_is_found_on_the_nodes_prometheus_endpoint() -> None:
+    """On a cluster of its own: that of the other tests collects no metrics."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fleets.exporting"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(150),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import ray
 
-from tests.actors.fleet import Engine, Trainer, forget, spawn, until
+from tests.fleets.actors import Engine, Trainer, forget, spawn, until
+from tests.fleets.far_engine import Far
+from tests.fleets.own_driver import DrivingEngine, DrivingTrainer
 from tests.patience import patient
 from tests.terminal import Terminal
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
-from weightsync.errors import StateError
+from weightsync.actors.ray.actor_class import actor_class
+from weightsync.errors import PlanError, StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.protocol.log_level import used_log_level
 
@@ -232,3 +235,54 @@ def test_prompts_are_token_ids_where_there_is_no_tokenizer(sync: WeightSync, act
             ray.get(actors.e0.generate.remote(given, {}))
     for right in ([[1, 2]], [(1, 2)], [np.array([1, 2])], []):
         assert ray.get(actors.e0.generate.remote(right, {})).version == (1 if right else 0)
+
+
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(10), connect_timeout_s=patient(30))
+SAYS = r"^engine far on host 192\.0\.2\.9: it has weightsync 9\.0\.1, and .* has .*: install one version"
+
+
+def start(cls: type, *args: object) -> Any:
+    return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(8, *args)
+
+
+def test_two_versions_are_named_before_holders_start() -> None:
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([start(Trainer, "t")])
+        sync.register_engines({"far": start(Far, "far", "b")})
+        with pytest.raises(PlanError, match=SAYS):
+            sync.connect()
+        assert not sync.holders()
+
+
+def test_a_late_engine_of_another_version_is_refused_and_the_others_go_on() -> None:
+    with WeightSync(CONFIG) as sync:
+        trainer, near = start(Trainer, "t"), start(Engine, "near", "a")
+        sync.register_trainers([trainer])
+        sync.register_engines({"near": near})
+        sync.connect()
+        with pytest.raises(PlanError, match=SAYS):
+            sync.add_engine("far", start(Far, "far", "b"))
+        assert [*sync.engines()] == ["near"]
+        ray.get(trainer.train.remote(1))
+        assert sync.update_weights(1).engines == {"near": 1}
+
+
+def test_a_trainer_that_would_wait_for_itself_is_refused_at_once() -> None:
+    trainer, engine = spawn(DrivingTrainer, WIDTH, "t"), spawn(Engine, WIDTH, "e0", "e")
+    said, seconds = ray.get(trainer.drive.remote(engine))
+    assert said.startswith("trainers[0]: ")
+    assert "it is the actor that makes this call" in said
+    assert seconds < patient(5)
+
+
+def test_an_engine_that_would_wait_for_itself_is_refused_and_in_another_thread_it_works() -> None:
+    trainer, engine = spawn(Trainer, WIDTH, "t"), spawn(DrivingEngine, WIDTH, "e0", "e")
+    said, _ = ray.get(engine.drive.remote(trainer))
+    assert said.startswith("engines['e0']: ")
+    assert ray.get(engine.drive_in_a_thread.remote(trainer))[0] == "{'e0': 1}"
+
+
+def test_a_trainer_of_several_threads_can_be_the_driver() -> None:
+    trainer = actor_class(DrivingTrainer).options(num_cpus=0, max_concurrency=8).remote(WIDTH, "t")
+    engine = spawn(Engine, WIDTH, "e0", "e")
+    assert ray.get(trainer.drive.remote(engine))[0] == "{'e0': 1}"

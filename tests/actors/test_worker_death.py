@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.ranked import VICTIM, Ranked
+from tests.fleets.ranked import VICTIM, Ranked
 from tests.patience import patient
 from weightsync.errors import RankLostError
 from weightsync.faults import Fault

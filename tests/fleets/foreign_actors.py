@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.actors.fleet import build
+from tests.fleets.actors import build
 from weightsync.testing import DictEngine
 
 WIDTH = 16

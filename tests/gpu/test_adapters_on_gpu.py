@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from tests.actors.fleet import until
+from tests.fleets.actors import until
 from tests.gpu.adapter_actors import AdapterTrainer, SglangAdapters, VllmAdapters, ZeroAdapterTrainer
 from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3

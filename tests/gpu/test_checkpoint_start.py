@@ -12,7 +12,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from tests.actors.fleet import until
+from tests.fleets.actors import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient

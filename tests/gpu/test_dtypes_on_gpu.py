@@ -10,7 +10,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from tests.actors.dtype_actors import DtypeEngine
+from tests.fleets.dtype_actors import DtypeEngine
 from tests.gpu.fleet import Trainer, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient

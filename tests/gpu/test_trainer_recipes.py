@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actors.test_quickstart import weightsync
+from tests.fleets.command import weightsync
 from tests.unit.recipes.test_recipes_learner import MODEL, compare_one_step
 from weightsync.recipes.config.recipe import ModelSpec, MoeSpec
 from weightsync.recipes.training.model import build_checkpoint

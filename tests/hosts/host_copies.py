@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from tests.actors.fleet import Engine, Trainer, until
+from tests.fleets.actors import Engine, Trainer, until
 from tests.hosts.lost_links import checksum
 from tests.hosts.outside import ask, put, say
 from tests.patience import patient

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer, until
+from tests.fleets.actors import Engine, Trainer, until
 from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync

@@ -17,7 +17,7 @@ import psutil
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Trainer
+from tests.fleets.actors import Engine, Trainer
 from tests.hosts import direct, host_copies, live_sources, lost_links, quickstart_loop
 from tests.hosts.lost_links import FOREVER_S
 from tests.hosts.network import KERNELS_PORTS, SUBNET, second_address

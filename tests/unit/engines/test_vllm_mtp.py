@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.actors.draft_trainer import module_of
+from tests.fleets.draft_trainer import module_of
 from weightsync.engines.vllm.mtp import held_in_float32, prefixes, tensors_of
 from weightsync.plan import TensorMeta
 

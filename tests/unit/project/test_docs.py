@@ -14,10 +14,10 @@ from tests.pages import ROOT, blocks, pages
 
 BY_HAND = "needs a GPU, or a machine of its own"
 RUN_BY = {
-    "README.md": ["tests/actors/test_quickstart.py"],
+    "README.md": ["tests/actors/test_commands.py"],
     "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"],
     "docs/clusters.md": ["tests/unit/project/test_kubernetes.py"] * 5,
-    "docs/faults.md": ["tests/actors/test_chaos.py"],
+    "docs/faults.md": ["tests/actors/test_commands.py"],
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],

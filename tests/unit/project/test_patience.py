@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from tests.actors import local_cluster
+from tests.fleets import local_cluster
 from tests.patience import FACTOR, VARIABLE, patient
 
 ROOT = Path(__file__).parents[3]
