@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +28,10 @@ from weightsync.errors import StateError
 Where: TypeAlias = str | Callable[[Any], Any]
 """A path of attributes of the actor, such as ``actor.model``, or a function of the actor."""
 
+_KINDS = {
+    "trainer": "weightsync.actors.adopted:AdoptedTrainer",
+    "engine": "weightsync.actors.adopted:AdoptedEngine",
+}
 _SOON_S, _LATER_S = 0.002, 0.25
 _running: dict[str, Future[Any]] = {}
 _parts: dict[int, dict[str, Any]] = {}
@@ -103,11 +108,9 @@ def _drop(_: object, ticket: str) -> None:
 
 
 def _part(actor: object, adoption: Adoption | None, method: str) -> object:
-    from weightsync.actors.adopted import AdoptedEngine, AdoptedTrainer
-
     parts = _parts.setdefault(id(actor), {})
     if adoption and adoption.kind not in parts:
-        made = AdoptedTrainer if adoption.kind == "trainer" else AdoptedEngine
+        made = resolve_name(_KINDS[adoption.kind])  # imported here, since the driver needs no torch
         parts[adoption.kind] = made(actor, adoption.where, adoption.options)
     wanted = (
         [parts[adoption.kind]] if adoption else [each for each in parts.values() if hasattr(each, method)]

@@ -13,6 +13,7 @@ import ray
 import torch
 
 from tests.fleets.foreign_actors import AsyncEngine, AsyncTrainer, PlainEngine, PlainTrainer
+from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ConfigError, WeightSyncError
@@ -70,6 +71,18 @@ def test_each_version_arrives_and_a_killed_engine_is_filled(fleet: Fleet) -> Non
         time.sleep(0.1)
     fleet.check(trained, 3)
     fleet.update(4)
+
+
+def test_the_example_of_the_guide_runs() -> None:
+    policies = [ray.remote(num_cpus=0)(PlainTrainer).remote()]
+    rollout = ray.remote(num_cpus=0)(AsyncEngine).remote()
+    names = {"policies": policies, "rollout": rollout, "WeightSync": lambda: WeightSync(CONFIG)}
+    replaced = {', options={"exclude": ["value_head.*"]}': ""}
+    with run_block("docs/guide.md", 7, names, replaced)["sync"] as sync:
+        trained = ray.get(policies[0].train.remote(1))
+        assert sync.update_weights(1).verified
+        weights = ray.get(rollout.weights.remote())
+        assert all(torch.equal(weights[name], each) for name, each in trained.items())
 
 
 def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
