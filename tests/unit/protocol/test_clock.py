@@ -11,7 +11,7 @@ from weightsync.protocol.timing import PhaseClock
 
 
 def test_a_phase_that_runs_again_counts_twice(monkeypatch, caplog) -> None:
-    caplog.set_level("DEBUG", "weightsync.protocol.timing")
+    caplog.set_level("DEBUG", "weightsync.protocol")
     now = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 25.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
     clock = PhaseClock()
