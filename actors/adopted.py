@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +18,7 @@ _ENGINE = ("layout", "attach", "pause", "load", "resume", "serving")
 class AdoptedTrainer(TrainerShard):
     """A trainer rank whose model belongs to another actor."""
 
-    def __init__(self, actor: object, where: Where, options: Mapping[str, Any]) -> None:
+    def __init__(self, actor: object, where: Where, **options: Any) -> None:  # noqa: ANN401
         """`options`: arguments of `TrainerShard`."""
         super().__init__(**options)
         self._actor, self._where = actor, where
@@ -32,9 +31,8 @@ class AdoptedTrainer(TrainerShard):
 class AdoptedEngine(EngineCalls):
     """An engine that belongs to another actor: an ``AsyncLLM``, or an `Engine`."""
 
-    def __init__(self, actor: object, where: Where, options: Mapping[str, Any]) -> None:
-        """`options`: ``slot`` as of `EngineActor`."""
-        self._actor, self._where, self._slot = actor, where, options.get("slot")
+    def __init__(self, actor: object, where: Where) -> None:
+        self._actor, self._where = actor, where
 
     @cached_property
     def _engine(self) -> Engine:  # type: ignore[override]  # made on first use

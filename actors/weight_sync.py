@@ -144,6 +144,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         Raises:
             ConfigError: the list is empty, or an entry is something else or is given twice.
         """
+        if options and model is None:
+            raise ConfigError("options", options, "give them with model=, or to TrainerShard")
         check_trainers(handles, "" if model is None else "model")
         self._members.models = Adoption("trainer", model, options or {}) if model is not None else None
         self._members.trainers = list(handles)

@@ -359,7 +359,7 @@ class HostHolders:
     """A holder's calls of the host's holders."""
 
     def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
-        return {index: Moved(_span("move")) for _, its in tasks for index in its}, {}, ()
+        return {index: Moved(_span("move")) for _, of_holders in tasks for index in of_holders}, {}, ()
 
 
 def make_fleet(

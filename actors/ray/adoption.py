@@ -8,6 +8,7 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import threading
 import uuid
@@ -16,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import ray
@@ -34,8 +34,8 @@ _KINDS = {
 }
 _SOON_S, _LATER_S = 0.002, 0.25
 _running: dict[str, Future[Any]] = {}
-_parts: dict[int, dict[str, Any]] = {}
-"""Our trainers and engines in this process, by the id of their actor and by kind."""
+_parts: dict[bytes, Any] = {}
+"""Our trainers and engines of this process's actor, by `Adoption.key`: an actor may have several models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,18 @@ class Adoption:
 
     Attributes:
         kind: ``trainer`` or ``engine``.
-        options: arguments of `AdoptedTrainer` or `AdoptedEngine`.
+        options: arguments of `AdoptedTrainer`.
+        key: equal for equal adoptions, also of a later driver.
     """
 
     kind: Literal["trainer", "engine"]
     where: Where
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    key: bytes = field(init=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Adoption, (self.kind, self.where, dict(self.options))
+    def __post_init__(self) -> None:
+        pickled: bytes = ray.cloudpickle.dumps((self.kind, self.where, dict(self.options)))
+        object.__setattr__(self, "key", hashlib.sha256(pickled).digest())
 
 
 def method_of(
@@ -60,8 +63,8 @@ def method_of(
 ) -> Callable[..., Awaitable[Any]]:
     """Return a function that calls `method` of an actor, or of our part in another class's actor.
 
-    The part is made by the first call with an `adoption`. Raises AttributeError if the actor's class has no
-    such method and there is no `adoption`; a part that another caller made is found, too.
+    The first call with an `adoption` makes the part. Without an `adoption`, the call goes to the actor's only
+    part, and raises StateError if there is none, or several.
     """
     if hasattr(handle, method):
         remote: Callable[..., Awaitable[Any]] = getattr(handle, method).remote
@@ -108,16 +111,16 @@ def _drop(_: object, ticket: str) -> None:
 
 
 def _part(actor: object, adoption: Adoption | None, method: str) -> object:
-    parts = _parts.setdefault(id(actor), {})
-    if adoption and adoption.kind not in parts:
-        made = resolve_name(_KINDS[adoption.kind])  # imported here, since the driver needs no torch
-        parts[adoption.kind] = made(actor, adoption.where, adoption.options)
-    wanted = (
-        [parts[adoption.kind]] if adoption else [each for each in parts.values() if hasattr(each, method)]
-    )
-    if not wanted:
-        raise StateError(f"{type(actor).__name__} was not registered with model= or llm=: register it first")
-    return wanted[0]
+    if adoption:
+        if adoption.key not in _parts:
+            made = resolve_name(_KINDS[adoption.kind])  # imported here, since the driver needs no torch
+            _parts[adoption.key] = made(actor, adoption.where, **adoption.options)
+        return _parts[adoption.key]
+    found = [each for each in _parts.values() if hasattr(each, method)]
+    if len(found) != 1:
+        how_many = "several models or engines" if found else "no model or engine"
+        raise StateError(f"{type(actor).__name__} was registered with {how_many}: register it with one")
+    return found[0]
 
 
 def actor_loop() -> asyncio.AbstractEventLoop | None:
@@ -125,7 +128,7 @@ def actor_loop() -> asyncio.AbstractEventLoop | None:
     worker = ray._private.worker.global_worker.core_worker
     if not worker.current_actor_is_asyncio():
         return None
-    # Ray has no public name for it.
+    # Ray has no public names for these.
     loop: asyncio.AbstractEventLoop = worker.get_event_loop(PythonFunctionDescriptor("", "", "", ""), "")[0]
     return loop
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from transformers import Qwen3Config
 
-from tests.fleets.foreign_actors import AsyncEngine, AsyncTrainer, PlainEngine, PlainTrainer
+from tests.fleets.actors import until
+from tests.fleets.foreign_actors import (
+    AsyncEngine,
+    AsyncTrainer,
+    PlainEngine,
+    PlainTrainer,
+    TransformersTrainer,
+    VllmRollout,
+)
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -71,6 +83,46 @@ def test_each_version_arrives_and_a_killed_engine_is_filled(fleet: Fleet) -> Non
         time.sleep(0.1)
     fleet.check(trained, 3)
     fleet.update(4)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 64}
+    Qwen3Config(**sizes, **heads, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    trainer = ray.remote(num_cpus=0)(TransformersTrainer).remote(str(tmp_path))
+    prompt = [1, 2, 3], 8
+
+    def spawn(_: str) -> Any:
+        return ray.remote(num_cpus=0)(VllmRollout).remote(str(tmp_path))
+
+    first = spawn("e0")
+    with WeightSync(replace(CONFIG, connect_timeout_s=patient(120), respawn_timeout_s=patient(120))) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": first}, respawn=spawn, llm="llm")
+        sync.connect()
+        for version in (1, 2, 3):
+            wanted = ray.get(trainer.complete.remote(*prompt, version))
+            assert sync.update_weights(version).verified
+            assert ray.get(first.complete.remote(*prompt)) == wanted
+        os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
+        assert until(lambda: first not in sync.serving().values() and sync.serving() != {}, patient(120))
+        assert sync.engine_versions() == {"e0": 3}
+        assert ray.get(sync.engines()["e0"].complete.remote(*prompt)) == wanted
+
+
+def test_another_path_finds_another_model() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": (engine := ray.remote(num_cpus=0)(PlainEngine).remote())}, llm="llm")
+        for version, path in enumerate(("actor.model", "critic"), 1):
+            sync.register_trainers([trainer], model=path)
+            sync.connect()
+            assert sync.update_weights(version).verified
+            wanted = ray.get(trainer.weights.remote(path))
+            held = ray.get(engine.weights.remote())
+            assert all(torch.equal(held[name], each) for name, each in wanted.items())
 
 
 def test_the_example_of_the_guide_runs() -> None:

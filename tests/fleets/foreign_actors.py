@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +20,10 @@ class PlainTrainer:
 
     def __init__(self) -> None:
         self.actor = SimpleNamespace(model=build(WIDTH))
+        self.critic = build(WIDTH)
+
+    def weights(self, path: str) -> dict[str, torch.Tensor]:
+        return dict(attrgetter(path)(self).state_dict())
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -58,3 +63,52 @@ class AsyncEngine:
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class VllmRollout:
+    """An actor around vLLM, as a framework has it."""
+
+    def __init__(self, path: str) -> None:
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+        self.llm = AsyncLLMEngine.from_engine_args(
+            AsyncEngineArgs(
+                path,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=64,
+                max_num_seqs=2,
+                kv_cache_memory_bytes=1 << 26,
+                worker_extension_cls="weightsync.WeightSyncWorker",
+            )
+        )
+
+    async def complete(self, prompt: list[int], num_tokens: int) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        async for output in self.llm.generate({"prompt_token_ids": prompt}, sampling, os.urandom(8).hex()):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class TransformersTrainer:
+    def __init__(self, path: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.actor = SimpleNamespace(model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
+
+    @torch.no_grad()
+    def complete(self, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+        """Draw other weights, then complete greedily."""
+        torch.manual_seed(seed)
+        model = self.actor.model.eval()
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+        return list(made[0, len(prompt) :].tolist())
