@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from weightsync.actors.engine_calls import EngineCalls
@@ -31,12 +30,20 @@ class AdoptedTrainer(TrainerShard):
 class AdoptedEngine(EngineCalls):
     """An engine that belongs to another actor: an ``AsyncLLM``, or an `Engine`."""
 
+    _llm: Any = None
+
     def __init__(self, actor: object, where: Where) -> None:
         self._actor, self._where = actor, where
 
-    @cached_property
-    def _engine(self) -> Engine:  # type: ignore[override]  # made on first use
-        llm: Any = found(self._actor, "llm", self._where)
+    @property
+    def _engine(self) -> Engine:  # type: ignore[override]
+        """The engine that the actor has now. Updates fail if it is another one than at `connect`."""
+        llm = found(self._actor, "llm", self._where)
+        if llm is not self._llm:
+            self._made, self._llm, self._layouts = self._adopted(llm), llm, None
+        return self._made
+
+    def _adopted(self, llm: Any) -> Engine:  # noqa: ANN401 - what the actor has
         if all(hasattr(llm, method) for method in _ENGINE):
             engine: Engine = llm
             return engine

@@ -112,6 +112,20 @@ def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path
         assert ray.get(sync.engines()["e0"].complete.remote(*prompt)) == wanted
 
 
+def test_an_engine_that_the_actor_replaced_is_not_called_verified() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    engine = ray.remote(num_cpus=0)(PlainEngine).remote()
+    with WeightSync(replace(CONFIG, timeout_s=patient(2))) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": engine}, llm="llm")
+        sync.connect()
+        assert sync.update_weights(1).verified
+        ray.get(engine.start_another.remote())
+        with pytest.raises(WeightSyncError):
+            sync.update_weights(2)
+        assert sync.serving() == {}
+
+
 def test_another_path_finds_another_model() -> None:
     trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
     with WeightSync(CONFIG) as sync:

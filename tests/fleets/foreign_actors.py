@@ -47,6 +47,9 @@ class PlainEngine:
     def __init__(self) -> None:
         self.llm = engine_of_zeros()
 
+    def start_another(self) -> None:
+        self.llm = engine_of_zeros()
+
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.llm.tensors)
 
