@@ -18,6 +18,7 @@ from weightsync.actors.membership import Membership
 from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.handles import check_version
 from weightsync.actors.ray.remote import answer, share
+from weightsync.actors.servers.handle import Server
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
@@ -182,6 +183,9 @@ class Adapters:
         """Connect an adapter, see `WeightSync.register_adapter`."""
         if not self._engines():
             raise StateError("connect() comes before register_adapter()")
+        for engine, handle in self._engines().items():
+            if isinstance(handle, Server):
+                raise ConfigError("name", name, f"engine {engine} is a server, which takes no adapters yet")
         if name in self._held:
             raise ConfigError("name", name, "unregister_adapter() comes first: there is one of this name")
         calls = {

@@ -184,7 +184,7 @@ class EngineCalls(Claimable):
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
         if self._node:  # of a driver that died, or of a link that has ended
             self._node.stop()
-        self._node = serve(offer, _Methods(self), EnginePeer, asyncio.get_running_loop())
+        self._node = serve(offer, Methods(self), EnginePeer, asyncio.get_running_loop())
         await asyncio.wrap_future(self._node.welcomed)
 
     async def sync_open_adapter(self, spec: AdapterSpec) -> str:
@@ -264,7 +264,7 @@ class EngineCalls(Claimable):
         return dataclasses.replace(placement, device=device) if device else placement
 
 
-class _Methods:
+class Methods:
     """The methods of an engine's actor, under the names that the driver calls.
 
     Calls while engines do not serve go past the actor's loop, which requests may keep busy.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,9 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.relays.relays import Relays, move_relays, publish_relays
-from weightsync.config import SyncConfig
+from weightsync.actors.servers.door import Door
+from weightsync.actors.servers.handle import ProcessHandle, Server
+from weightsync.config import Ports, SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineBack
@@ -89,10 +91,11 @@ class Membership:
         self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._placements: dict[str, list[Placement]] = {}
-        self._holders = Holders(config, run, shared)
+        self._door = Door(config, self._server_joined)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._links = NodeLinks(config.ports)
+        self._links = NodeLinks(config.ports, self._door)
+        self._holders = Holders(config, run, self._start_beside_server, shared)
         self._relays = Relays(self._links, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
@@ -105,6 +108,32 @@ class Membership:
         named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
         return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
 
+    def _expect_servers(self, engines: Mapping[str, ActorHandle[Any] | Server]) -> None:
+        for name, handle in engines.items():
+            if isinstance(handle, Server):
+                self._links.expect(name, handle)
+
+    def _start_beside_server(
+        self, name: str, placement: Placement, transport: str, ports: Ports | None
+    ) -> ProcessHandle | None:
+        if server := self._door.starter(placement):
+            return server.start_holder(name, placement, transport, ports, self._links.offer)
+        return None
+
+    def _server_joined(self, server: Server) -> None:
+        """Have a server that was lost before take part again, once it answers."""
+        for name, handle in self.engines.items():
+            if handle is server and name in self._silent:
+                back = asyncio.ensure_future(self._take_back(name, server))
+                self._checking.add(back)
+                back.add_done_callback(self._checking.discard)
+
+    async def _take_back(self, name: str, server: Server) -> None:
+        await server.link.dialled()
+        while self._silent.get(name) is server and not server.link.has_ended:
+            self._controller.events.publish(EngineBack(name))
+            await asyncio.sleep(self._config.heartbeat_s)
+
     async def follow(self) -> None:
         """Start processes of holders where the registered actors run, in the background. Raises nothing."""
 
@@ -112,10 +141,11 @@ class Membership:
             placement = await trainer.placement_so_far()
             return [placement] if placement else []
 
-        engines = (self._engine(name, handle) for name, handle in self.engines.items())
+        self._expect_servers(self.engines)
+        engines = [self._engine(name, handle) for name, handle in self.engines.items()]
         self._holders.follow(
             {trainer.handle: partial(ask, trainer) for trainer in self._trainers().values()},
-            {engine.handle: engine.placements for engine in engines},
+            {each.handle: each.placements for each in engines if not isinstance(each.handle, Server)},
         )
 
     async def reconnect(self) -> None:
@@ -175,7 +205,8 @@ class Membership:
         return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
 
     def can_respawn(self, name: str) -> bool:
-        return self.respawner is not None and name in self.engines
+        handle = self.engines.get(name)
+        return self.respawner is not None and handle is not None and not isinstance(handle, Server)
 
     async def respawn(self, name: str) -> bool:
         """End an engine's process, which may hang or be gone, and start a replacement.
@@ -232,6 +263,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
+        self._expect_servers({name: handle})
         engine, process = self._engine(name, handle), f"engine {name}"
         asked = {process: self._placements_of(engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
@@ -352,6 +384,7 @@ class Membership:
         """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
+        self._expect_servers(self.engines)
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = self._trainers()
@@ -469,7 +502,7 @@ class Membership:
         The engine's holder stays until the next connect.
         """
         async with self._controller.shared(name):
-            del self.engines[name]
+            self._door.forget(self.engines.pop(name))
             self._placements.pop(name, None)
             member = self._fleet.engines.pop(name, None)  # None before `connect`
             at = member.holders if member else ()
@@ -481,8 +514,12 @@ class Membership:
 
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """Return the holders' actors, by the names that errors use."""
-        named = self._fleet.named_holders()
-        return {name: holder.handle for name, holder in named.items() if isinstance(holder, Remote)}
+        handles = {
+            name: holder.handle
+            for name, holder in self._fleet.named_holders().items()
+            if isinstance(holder, Remote)
+        }
+        return {name: handle for name, handle in handles.items() if isinstance(handle, ActorHandle)}
 
     def processes(self) -> list[str]:
         """Return the names of all processes as errors and fault plans use them."""

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray.actor import ActorHandle
 
@@ -27,6 +27,8 @@ from weightsync.actors.ray.handles import check_deployments, check_engines, chec
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
 from weightsync.actors.ray.remote import share
+from weightsync.actors.servers.door import check_door, parse_url
+from weightsync.actors.servers.handle import Server
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
@@ -43,6 +45,8 @@ from weightsync.plan import Cluster, Plan
 from weightsync.protocol.log_level import log_level, use_log_level
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.text import count_text
+
+EngineHandle: TypeAlias = ActorHandle[Any] | Server
 
 _POLL_S = 0.02
 
@@ -153,7 +157,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def register_engines(
         self,
-        handles: Mapping[str, ActorHandle[Any]],
+        handles: Mapping[str, ActorHandle[Any] | str],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
         deployments: Mapping[str, Sequence[str]] | None = None,
         llm: Where | None = None,
@@ -162,7 +166,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         Args:
             handles: by the name that reports use, handles of `EngineActor` or of actors derived from
-                `VllmActor`, or with `llm` of any class.
+                `VllmActor`, or with `llm` of any class; or URLs such as ``http://10.0.0.7:8000`` of servers
+                that Ray did not start and that dial in, see docs/servers.md.
             respawn: called with an engine's name when the engine's process is gone. It starts another actor,
                 with dummy weights and on the same resources, and returns the actor's handle. It runs on a
                 thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and an
@@ -179,11 +184,12 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             ConfigError: the mapping is empty, an entry is something else or is given twice, `respawn`
                 cannot be called, or a deployment names an engine that is not registered, or is in another.
         """
-        check_engines(handles, "" if llm is None else "llm")
-        check_deployments(deployments or {}, handles)
+        known = self._servers(handles)
+        check_engines(known, "" if llm is None else "llm")
+        check_deployments(deployments or {}, known)
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
-        self._members.engines, self._members.respawner = dict(handles), respawn
+        self._members.engines, self._members.respawner = dict(known), respawn
         self._members.llms = Adoption("engine", llm) if llm is not None else None
         self._fleet.deployments = {name: tuple(members) for name, members in (deployments or {}).items()}
         self._registered()
@@ -242,26 +248,29 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """Return the state of each engine."""
         return {name: member.record.state for name, member in self._fleet.engines.items()}
 
-    def serving(self, *, any_version: bool = False) -> dict[str, ActorHandle[Any]]:
+    def serving(self, *, any_version: bool = False) -> dict[str, Any]:
         """Return the engines that can take requests: those that serve the newest version that any serves.
+
+        They are given as they were registered, as actors' handles or URLs.
 
         Engines of a deployment are among them if all of it serves that version.
 
         `any_version`: also those that serve an earlier one, as after they did not pause in time.
         """
         registered = self._members.engines
-        return {name: registered[name] for name in self._fleet.serving(any_version) if name in registered}
+        names = [name for name in self._fleet.serving(any_version) if name in registered]
+        return {name: _as_registered(registered[name]) for name in names}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
         """The actors of the registered trainer ranks, in rank order."""
         return tuple(self._members.trainers)
 
-    def engines(self) -> dict[str, ActorHandle[Any]]:
-        """The actor of each registered engine in any state; send requests only to engines of `serving`.
+    def engines(self) -> dict[str, Any]:
+        """The actor or URL of each registered engine in any state; send requests only to those of `serving`.
 
         After a respawn this is the new actor.
         """
-        return dict(self._members.engines)
+        return {name: _as_registered(handle) for name, handle in self._members.engines.items()}
 
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
@@ -391,12 +400,12 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             refused.set_exception(error)
             return refused
 
-    def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+    def add_engine(self, name: str, handle: ActorHandle[Any] | str) -> SyncReport | None:
         """Add an engine, or replace a dead one of the same name.
 
         Args:
             name: the name that reports use.
-            handle: an `EngineActor`, or an actor derived from `VllmActor`.
+            handle: as of `register_engines`.
 
         Returns:
             The report of the engine's refill from the holders. None if holders have no version for the
@@ -408,9 +417,10 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
-        check_engines({**others, name: handle}, "llm" if self._members.llms else "")
-        check_own_actor((), {name: handle})
-        return self._loop.submit(lambda: self._join(name, handle)).result()
+        known = self._servers({name: handle})
+        check_engines({**others, **known}, "llm" if self._members.llms else "")
+        check_own_actor((), known)
+        return self._loop.submit(lambda: self._join(name, known[name])).result()
 
     def remove_engine(self, name: str) -> None:
         """Remove an engine. The engine's actor keeps running.
@@ -508,7 +518,17 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._metrics.heal(event.report)
         self._adapters.follow()
 
-    async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+    def _servers(self, handles: Mapping[str, ActorHandle[Any] | str]) -> Mapping[str, EngineHandle]:
+        """Return `handles` with the servers at URLs. Raises ConfigError if servers cannot join."""
+        if not isinstance(handles, Mapping) or not any(isinstance(each, str) for each in handles.values()):
+            return handles  # `check_engines` checks them
+        check_door(self.config)
+        return {
+            name: parse_url(f"engines[{name!r}]", each) if isinstance(each, str) else each
+            for name, each in handles.items()
+        }
+
+    async def _join(self, name: str, handle: EngineHandle) -> SyncReport | None:
         await self._members.check_free(name)
         self._healer.forget(name)
         report = await self._members.join(name, handle)
@@ -528,3 +548,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     def _known(self, name: str) -> None:
         if name not in self._members.engines:
             raise ConfigError("engine", name, nearest(name, self._members.engines))
+
+
+def _as_registered(handle: EngineHandle) -> ActorHandle[Any] | str:
+    return handle.url if isinstance(handle, Server) else handle

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync.actors.engine import EngineActor
+    from weightsync.actors.servers.vllm import JoinDriver
     from weightsync.actors.trainer_shard import TrainerShard
     from weightsync.actors.vllm_actor import VllmActor
     from weightsync.actors.weight_sync import WeightSync
@@ -51,6 +52,7 @@ __all__ = [
     "DeadlineError",
     "EngineActor",
     "EngineError",
+    "JoinDriver",
     "Layout",
     "LinkRates",
     "Part",
@@ -84,6 +86,7 @@ _HOMES = {
     "DeadlineError": "weightsync.errors",
     "EngineActor": "weightsync.actors.engine",
     "EngineError": "weightsync.errors",
+    "JoinDriver": "weightsync.actors.servers.vllm",
     "Layout": "weightsync.plan",
     "LinkRates": "weightsync.plan.figures.estimate",
     "Part": "weightsync.sources.selection",

@@ -67,6 +67,7 @@ Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 Seconds = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give seconds, more than 0 and finite")]
 Delay = Annotated[float, Limit(lambda value: 0 <= value < math.inf, "give seconds, 0 or more and finite")]
+Port = Annotated[int, Limit(range(1024, 65536).__contains__, "give a port, 1024 to 65535")]
 BucketSize = Annotated[Size, Limit((4096).__le__, "give at least 4KiB")]
 StagingSize = Annotated[Size, Limit((1).__le__, "give at least one byte")]
 OneOrTwo = Annotated[int, Limit((1, 2).__contains__, "give 1 or 2")]
@@ -357,6 +358,7 @@ class SyncConfig:
         components: further models that engines serve, by kind. ``{"draft": "frozen"}``: engines speculate
             with a draft model, and updates compare the draft but never write it. ``{"draft": "trained"}``:
             trainers publish the draft, and every update writes model and draft. See docs/drafts.md.
+        join_port: the port on which servers that Ray did not start dial in, see docs/servers.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             By default holders listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 
@@ -385,6 +387,7 @@ class SyncConfig:
     nonfinite: Literal["auto", "warn", "refuse", "ignore"] = "auto"
     rdma_device: str = ""
     components: Components = field(default_factory=dict, hash=False)
+    join_port: Port | None = None
     ports: Ports | None = None
 
     def __post_init__(self) -> None:

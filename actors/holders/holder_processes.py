@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import ray
 from ray import ObjectRef
@@ -16,8 +17,9 @@ from weightsync.actors.holders.detached import actor_name, end
 from weightsync.actors.holders.holder_parts import spawn_parts
 from weightsync.actors.holders.weight_holder import holder_settings, spawn_holder
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.ray.process import ask_pid
+from weightsync.actors.ray.process import ask_pid, kill
 from weightsync.actors.ray.remote import RemoteHolder, answer, remote_holder, remote_part
+from weightsync.actors.servers.handle import ProcessHandle
 from weightsync.config import Ports
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError
@@ -26,6 +28,10 @@ logger = logging.getLogger("weightsync.actors")
 
 _CLOSE_S = 15.0
 """Time for a holder to end running work and free memory."""
+
+
+Starts: TypeAlias = Callable[[str, Placement, str, Ports | None], ProcessHandle | None]
+"""Starts a holder beside a server, as `HolderProcesses.start`. Returns None where Ray starts it."""
 
 
 class HolderProcesses(Protocol):
@@ -49,7 +55,7 @@ class HolderProcesses(Protocol):
     def pid(self, holder: RemoteHolder) -> ObjectRef[int] | None:
         """Return the holder's process id, as of `ask_pid`, or None.
 
-        It is None if the process was ended for another holder.
+        It is None if the process was ended for another holder, or if Ray did not start it.
         """
 
     async def ended(self) -> None:
@@ -59,15 +65,17 @@ class HolderProcesses(Protocol):
 class OwnProcesses:
     """Processes with one holder per process."""
 
-    def __init__(self, run: str | None) -> None:
+    def __init__(self, run: str | None, starts: Starts) -> None:
         """`run`: the name under which holders outlive their driver."""
-        self._run = run
+        self._run, self._starts = run, starts
         self._pids: dict[RemoteHolder, ObjectRef[int]] = {}
 
     def runs(self, placement: Placement, transport: str) -> bool:
         return False
 
     def start(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> RemoteHolder:
+        if served := self._starts(name, placement, transport, ports):
+            return remote_holder(name, served)
         outlives_as = actor_name(self._run, *placement.key) if self._run else ""
         handle = spawn_holder(name, placement, transport, ports, outlives_as)
         return self.keep(remote_holder(name, handle), ask_pid(handle))
@@ -79,7 +87,7 @@ class OwnProcesses:
 
     def end(self, holder: RemoteHolder, placement: tuple[str, str]) -> None:
         self._pids.pop(holder, None)
-        ray.kill(holder.handle)
+        kill(holder.handle)
         if self._run:
             end(actor_name(self._run, *placement))  # the next holder there may need the name
 
@@ -88,8 +96,8 @@ class OwnProcesses:
     def move(self, holder: RemoteHolder, placement: Placement) -> None:
         """Do nothing: the process is found by the holder."""
 
-    def pid(self, holder: RemoteHolder) -> ObjectRef[int]:
-        return self._pids[holder]
+    def pid(self, holder: RemoteHolder) -> ObjectRef[int] | None:
+        return self._pids.get(holder)
 
     async def ended(self) -> None:
         """Do nothing: memory goes with the process."""

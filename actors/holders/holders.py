@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from weightsync.actors.holders.detached import end, find, names, run_prefix
-from weightsync.actors.holders.holder_processes import HolderProcesses, OwnProcesses, SharedProcesses
+from weightsync.actors.holders.holder_processes import HolderProcesses, OwnProcesses, SharedProcesses, Starts
 from weightsync.actors.holders.standbys import AsksPlacements, Standbys
 from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.placement import Placement, choose_transport
@@ -30,7 +30,9 @@ _DEVICES = ("slot:", "cuda:")
 class Holders:
     """The holders that run, at most one for each placement."""
 
-    def __init__(self, config: SyncConfig, run: str | None, shared: SharedProcesses | None = None) -> None:
+    def __init__(
+        self, config: SyncConfig, run: str | None, starts: Starts, shared: SharedProcesses | None = None
+    ) -> None:
         """
         Args:
             run: the name under which holders outlive the driver. Without a name they end with the driver.
@@ -38,7 +40,7 @@ class Holders:
         """
         self._config, self._run, self._shared = config, run, shared
         self._on: dict[tuple[str, str], RemoteHolder] = {}
-        self._own = OwnProcesses(run)
+        self._own = OwnProcesses(run, starts)
         self._transport, self._apart, self._broadcasts = "", False, False
         self._standbys = Standbys(self._on.keys())
         self._beginning, self._begun = asyncio.Lock(), set[tuple[str, str]]()

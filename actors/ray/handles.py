@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ray.actor import ActorClass, ActorHandle
 
+from weightsync.actors.servers.handle import Server
 from weightsync.errors import ConfigError, nearest
 
 _KINDS = {
@@ -73,9 +74,15 @@ def check_version(version: int | None, newest: int) -> int:
 
 def _check(handles: Iterable[tuple[str, object]], method: str, adopted: str) -> None:
     seen: dict[ActorHandle[object], str] = {}
+    urls: dict[str, str] = {}
     for field, handle in handles:
         if isinstance(handle, (type, ActorClass)):
             raise ConfigError(field, handle, "it is a class: start an actor of it, and give its handle")
+        if isinstance(handle, Server):
+            if handle.url in urls:
+                raise ConfigError(field, handle.url, f"{urls[handle.url]} is the same server")
+            urls[handle.url] = field
+            continue
         if not isinstance(handle, ActorHandle):
             remedy = f"give the handle of an actor derived from {_KINDS[method]}"
             raise ConfigError(field, handle, remedy)

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import ray
 
+from weightsync.actors.servers.door import Door
+from weightsync.actors.servers.handle import ProcessHandle, Server
 from weightsync.config import Ports
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
@@ -32,10 +34,15 @@ class Served(Protocol):
 class NodeLinks:
     """One link for each actor, by the actor's key. Used on one event loop."""
 
-    def __init__(self, ports: Ports | None) -> None:
-        """`ports`: the range of the port to listen on; by default any free port."""
-        self._ports = ports
+    def __init__(self, ports: Ports | None, door: Door | None = None) -> None:
+        """
+        Args:
+            ports: the range of the port to listen on; by default any free port.
+            door: where servers that Ray did not start join, if any may.
+        """
+        self._ports, self._door = ports, door
         self._listening: Links | None = None
+        self._joining: Links | None = None
         self._links: dict[Hashable, Link] = {}
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -44,14 +51,29 @@ class NodeLinks:
 
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
+        if isinstance(handle := getattr(peer, "handle", None), ProcessHandle):
+            peer.node = handle.link
+            return
         if peer.key not in self._links:
-            if self._listening is None:
-                self._listening = Links(ray.util.get_node_ip_address(), self._ports)
             link = self._links[peer.key] = Link(peer.name, peer.protocol)
-            starting = asyncio.ensure_future(self._start(peer, link, self._listening.offer(link)))
+            starting = asyncio.ensure_future(self._start(peer, link, self.offer(link)))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
         peer.node = self._links[peer.key]
+
+    def offer(self, link: Link) -> NodeOffer:
+        """Return how the node of `link` dials. Raises as `open`."""
+        if self._listening is None:
+            self._listening = Links(ray.util.get_node_ip_address(), self._ports)
+        return self._listening.offer(link)
+
+    def expect(self, name: str, server: Server) -> None:
+        """Let a server that Ray did not start join as engine `name`. Raises as `open`."""
+        assert self._door
+        host, port = ray.util.get_node_ip_address(), self._door.port
+        if self._joining is None and port:
+            self._joining = Links(host, (port, port), self._door)
+        self._door.expect(name, server, host)
 
     async def _start(self, peer: Served, link: Link, offer: NodeOffer) -> None:
         try:
@@ -73,6 +95,7 @@ class NodeLinks:
             starting.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         self._links.clear()
-        if self._listening:
-            await self._listening.close()
-            self._listening = None
+        for listening in (self._listening, self._joining):
+            if listening:
+                await listening.close()
+        self._listening = self._joining = None

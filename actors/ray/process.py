@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.ray.placement import Placement
+from weightsync.actors.servers.handle import ProcessHandle
 
 PATIENCE_S = 15.0
 """Seconds that ending one process may take."""
@@ -29,6 +30,14 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
     for node, pid in {(placement.node, placement.pid) for placement in placements}:
         end_pid(node, pid)
     ray.kill(handle)
+
+
+def kill(handle: ActorHandle[Any] | ProcessHandle) -> None:
+    """End a process that Ray or a server started."""
+    if isinstance(handle, ProcessHandle):
+        handle.kill()
+    else:
+        ray.kill(handle)
 
 
 def ask_pid(handle: ActorHandle[Any]) -> ObjectRef[int]:

@@ -16,7 +16,7 @@ def own_versions() -> dict[str, str]:
 
     NCCL's is the one that torch loads, as ``2.28.9``, and is empty for a torch without CUDA.
     """
-    return {"weightsync": weightsync.__version__, "torch": torch.__version__, "nccl": _nccl()}
+    return {"weightsync": weightsync.__version__, "torch": str(torch.__version__), "nccl": _nccl()}
 
 
 def _nccl() -> str:

@@ -8,6 +8,7 @@ from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer
 from weightsync.actors.relays.move_relay import MoveRelay
 from weightsync.actors.relays.publish_relay import PublishRelay
+from weightsync.actors.servers.handle import ProcessHandle
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import PeerError, WeightSyncError
 
@@ -67,8 +68,8 @@ def move_relays(links: NodeLinks, holders: Sequence[RemoteHolder], nodes: Sequen
     """
     return [
         MoveRelay(links, {index: holders[index] for index in indices})
-        for indices in relayed_ranks(nodes)
-        if len(indices) > 1
+        for group in relayed_ranks(nodes)
+        if len(indices := [i for i in group if not isinstance(holders[i].handle, ProcessHandle)]) > 1
     ]
 
 

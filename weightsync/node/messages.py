@@ -15,16 +15,18 @@ __all__ = [
     "Drop",
     "FromNode",
     "Hello",
+    "Join",
     "Late",
     "NodeOffer",
     "Notice",
+    "Place",
     "Raised",
     "Refused",
     "Tell",
     "ToNode",
     "Welcome",
 ]
-__all__ += ["from_node", "to_node"]
+__all__ += ["from_node", "joined", "joining", "to_node"]
 
 MAX_NBYTES = 1 << 30
 """The limit of a message, once the node has shown its secret: a plan of 70,000 tensors has tens of MB."""
@@ -44,6 +46,13 @@ class NodeOffer(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"NodeOffer(endpoint={self.endpoint!r})"
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """A server that Ray did not start -> driver, after the token: where users reach it, and its process."""
+
+    url: str
+    process: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -121,10 +130,19 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     ticket: int
 
 
+class Place(msgspec.Struct, frozen=True, tag="place"):
+    """Driver -> server: dial again, as a node."""
+
+    offer: NodeOffer
+
+
+Joined: TypeAlias = Place | Refused
 ToNode: TypeAlias = Welcome | Refused | Bye | Ask | Drop
 FromNode: TypeAlias = Hello | Answer | Raised | Late | Tell | Notice
 
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+_joined: msgspec.msgpack.Decoder[Joined] = msgspec.msgpack.Decoder(Joined)
+_join: msgspec.msgpack.Decoder[Join] = msgspec.msgpack.Decoder(Join)
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 
 
@@ -136,3 +154,13 @@ def to_node(data: bytes) -> ToNode:
 def from_node(data: bytes) -> FromNode:
     """Decode a node's message. Raises WireError for anything else."""
     return decoded(_from_node.decode, data)
+
+
+def joining(data: bytes) -> Join:
+    """Decode what a server says. Raises WireError for anything else."""
+    return decoded(_join.decode, data)
+
+
+def joined(data: bytes) -> Joined:
+    """Decode the driver's answer to a `Join`. Raises WireError for anything else."""
+    return decoded(_joined.decode, data)

@@ -20,6 +20,7 @@ RUN_BY = {
     "docs/faults.md": ["tests/actors/test_commands.py"],
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
+    "docs/servers.md": ["tests/contract/test_server.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],
 }
 """The tests of commands in ``sh`` blocks."""

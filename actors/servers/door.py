@@ -1,0 +1,109 @@
+"""Where servers that Ray did not start find their driver."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.servers.handle import Server
+from weightsync.config import SyncConfig
+from weightsync.errors import ConfigError, PeerLostError
+from weightsync.node.link import Link
+from weightsync.node.messages import Join
+
+logger = logging.getLogger("weightsync.actors")
+
+TOKEN, JOIN = "WEIGHTSYNC_TOKEN", "WEIGHTSYNC_JOIN"
+_LEAST_TOKEN = 16
+
+
+class Door:
+    """The servers that may join, and those that did. Used on one event loop.
+
+    Attributes:
+        port: where servers dial in, None if none may.
+        token: the secret that they show.
+    """
+
+    def __init__(self, config: SyncConfig, when_joined: Callable[[Server], None]) -> None:
+        """`when_joined` is called once a server has got its place, the first time and after a restart."""
+        self._config, self._when_joined = config, when_joined
+        self._servers: dict[Server, frozenset[str]] = {}
+        self._processes: dict[Server, str] = {}
+        self.port = config.join_port
+        self.token = os.environ.get(TOKEN, "")
+
+    def expect(self, name: str, server: Server, address: str) -> None:
+        """Let `server` join as engine `name`. `address`: this driver's, as other hosts reach it."""
+        server.expect(f"engine {name}", self._config.heartbeat_s)
+        if server not in self._servers:
+            self._servers[server] = _addresses(server.url, address)
+
+    def forget(self, server: object) -> None:
+        """Let `server` join no more, and hang up."""
+        if isinstance(server, Server) and server in self._servers:
+            del self._servers[server]
+            self._processes.pop(server, None)
+            server.kill()
+
+    def link(self, join: Join) -> Link | str:
+        """Return the link of the server that dials, or why it cannot join now."""
+        found = next((each for each, urls in self._servers.items() if join.url in urls), None)
+        if found is None:
+            known = ", ".join(each.url for each in self._servers) or "none"
+            return f"{join.url} is not registered; registered: {known}"
+        if self._processes.get(found, join.process) != join.process:
+            found.link.end(PeerLostError(found.link.name, "its server was started again"))
+        found.expect(found.link.name, self._config.heartbeat_s)
+        self._processes[found] = join.process
+        self._when_joined(found)
+        return found.link
+
+    def starter(self, placement: Placement) -> Server | None:
+        """Return the server that starts the holder of a placement; None if Ray does."""
+        return next((each for each in self._servers if each.starts(placement)), None)
+
+
+def parse_url(field: str, url: str) -> Server:
+    """Return the server at `url`. Raises ConfigError for another text than ``http://host:port``."""
+    where = urlsplit(url)
+    try:
+        is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
+    except ValueError:  # a port that does not exist
+        is_whole = False
+    if not is_whole or where.path.strip("/"):
+        raise ConfigError(field, url, "give the server's address, such as http://10.0.0.7:8000")
+    return Server(url)
+
+
+def check_door(config: SyncConfig) -> None:
+    """Raise ConfigError if no server could join."""
+    if config.join_port is None:
+        raise ConfigError("sync.join_port", None, "servers dial in there: give a free port, such as 29500")
+    if len(os.environ.get(TOKEN, "")) < _LEAST_TOKEN:
+        remedy = f"set one secret of at least {_LEAST_TOKEN} characters for the driver and the servers"
+        raise ConfigError(TOKEN, None, remedy)
+
+
+def _addresses(url: str, own: str) -> frozenset[str]:
+    """Return the ways in which a server at `url` may say where it is."""
+    where = urlsplit(url)
+    assert where.hostname
+    try:
+        found = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError("url", url, f"this host does not know its address: {error}") from error
+    hosts = {str(each[4][0]) for each in found}
+    if any(ipaddress.ip_address(each).is_loopback for each in hosts):
+        hosts.add(own)
+    return frozenset({url.rstrip("/"), *(server_url(host, where.port or 0) for host in hosts)})
+
+
+def server_url(host: str, port: int) -> str:
+    """Return the URL of a server at an address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

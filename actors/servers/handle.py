@@ -1,0 +1,129 @@
+"""Processes that Ray did not start, in place of the handles of Ray's actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.servers.peers import ServedEngine, ServedHolder
+from weightsync.config import Ports
+from weightsync.errors import PeerLostError, WeightSyncError
+from weightsync.node.calls import methods_of
+from weightsync.node.link import Link
+from weightsync.node.messages import NodeOffer
+from weightsync.protocol.host_id import host_id
+
+
+class ProcessHandle:
+    """A process behind a link, called as an actor's handle: ``handle.load.remote()``.
+
+    Attributes:
+        link: the calls to the process.
+    """
+
+    _protocol: type = ServedHolder
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        method = name.removeprefix("sync_")
+        if method not in methods_of(self._protocol):
+            raise AttributeError(name)
+        return SimpleNamespace(remote=partial(self._call, method))
+
+    async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
+        given = [await each if isinstance(each, ObjectRef) else each for each in args]
+        return await self.link.call(method, *given)
+
+    def kill(self) -> None:
+        """Have the process end."""
+        self.link.end(PeerLostError(self.link.name, "it was ended"))
+
+
+class Server(ProcessHandle):
+    """An engine in a server that somebody else started, at `url`."""
+
+    _protocol = ServedEngine
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._remote = frozenset[tuple[str, str]]()
+
+    def __repr__(self) -> str:
+        return self.url
+
+    def expect(self, name: str, again_s: float) -> None:
+        """Give a server that has no link, or whose process has ended, a new link."""
+        if "link" not in vars(self) or self.link.has_ended:
+            self.link = Link(name, self._protocol, again_s)
+
+    @property
+    def sync_claim(self) -> SimpleNamespace:
+        """Claim nothing: a server has one driver, the one that it has joined."""
+        return SimpleNamespace(remote=_nothing)
+
+    sync_release = sync_claim
+
+    @property
+    def sync_placements(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._placements)
+
+    async def _placements(self, there: object) -> list[Placement]:
+        """Return the ranks' placements. Ray starts the holders of a server on this driver's own host."""
+        here, node = host_id(), ray.get_runtime_context().get_node_id()
+        found: Sequence[Placement] = await self._call("placements", there)
+        self._remote = frozenset(each.key for each in found if each.node != here)
+        return [replace(each, node=node) if each.node == here else each for each in found]
+
+    def starts(self, placement: Placement) -> bool:
+        """Return True if this server starts the holder there, and not Ray."""
+        return placement.key in self._remote
+
+    def start_holder(
+        self,
+        name: str,
+        placement: Placement,
+        transport: str,
+        ports: Ports | None,
+        offer: Callable[[Link], NodeOffer],
+    ) -> ProcessHandle:
+        """Have the server start a holder's process. Calls to the holder wait until it has dialled."""
+        handle = _ServedHolder(Link(name, ServedHolder, again_s=self.link.again_s), self)
+        settings = name, placement, transport, ports, offer(handle.link)
+        starting = asyncio.ensure_future(self._call("start_holder", *settings))
+        starting.add_done_callback(partial(_note, handle.link))
+        return handle
+
+
+class _ServedHolder(ProcessHandle):
+    def __init__(self, link: Link, server: Server) -> None:
+        super().__init__(link)
+        self._server = server
+
+    def kill(self) -> None:
+        super().kill()
+        asyncio.ensure_future(self._server._call("end_holder", self.link.name)).add_done_callback(_no_log)
+
+
+async def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def _note(link: Link, starting: asyncio.Future[Any]) -> None:
+    if not starting.cancelled() and isinstance(error := starting.exception(), WeightSyncError):
+        link.end(PeerLostError(link.name, f"it does not start: {error}"))
+
+
+def _no_log(ended: asyncio.Future[Any]) -> None:
+    """Ask for the error, which asyncio would log: the server has ended, and its holders with it."""
+    if not ended.cancelled():
+        ended.exception()

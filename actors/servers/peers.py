@@ -1,0 +1,36 @@
+"""The methods of processes that Ray did not start, besides those that every node has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weightsync.actors.ray.placement import Placement
+from weightsync.config import Ports
+from weightsync.faults import Fault
+from weightsync.node.messages import NodeOffer
+from weightsync.protocol.peers import EnginePeer, HolderPeer
+
+
+class Process(Protocol):
+    """Any of these processes. `watch` waits until the process ends."""
+
+    async def watch(self) -> None: ...
+    async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
+
+
+class ServedHolder(HolderPeer, Process, Protocol):
+    """A holder's process beside a server."""
+
+    async def ready(self) -> tuple[str, str, Ports | None]: ...
+
+
+class ServedEngine(EnginePeer, Process, Protocol):
+    """An engine in a server, which starts and ends the processes of its holders."""
+
+    async def placements(self, there: object = None) -> list[Placement]: ...
+    async def ping(self) -> None: ...
+    async def start_holder(
+        self, name: str, placement: Placement, transport: str, ports: Ports | None, offer: NodeOffer
+    ) -> None: ...
+    async def end_holder(self, name: str) -> None: ...

@@ -1,0 +1,121 @@
+"""Servers that Ray did not start dial in, and are engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from tests.fleets.actors import Engine, Trainer, until
+from tests.fleets.served import ServedProcess, can_be_apart, digest
+from tests.pages import run_block
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+from weightsync.errors import ConfigError
+
+WIDTH, TOKEN = 32, "a secret of the fleet"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class Fleet:
+    """Two trainers, an actor as an engine, and a server as another, on a host of its own or on this one."""
+
+    def __init__(self, apart: bool) -> None:
+        self.port, self.apart = free_port(), apart
+        config = SyncConfig(
+            join_port=self.port, timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1)
+        )
+        self.sync = WeightSync(config)
+        self.trainer = ray.remote(num_cpus=0)(Trainer).remote(WIDTH, "t")
+        self.actor = ray.remote(num_cpus=0)(Engine).remote(WIDTH, "e0", "e0")
+        self.server = self.start()
+
+    def start(self, token: str = TOKEN, port: int = 8000) -> ServedProcess:
+        driver = f"{ray.util.get_node_ip_address()}:{self.port}"
+        env = os.environ | {"WEIGHTSYNC_JOIN": driver, "WEIGHTSYNC_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        return ServedProcess(port, WIDTH, env, self.apart)
+
+    def update(self, version: int) -> None:
+        ray.get(self.trainer.train.remote(version))
+        report = self.sync.update_weights(version)
+        assert report.verified
+        assert report.engines == {"e0": version, "served": version}
+        assert self.server.holds() == (version, digest(ray.get(self.trainer.weights.remote())))
+
+    def close(self) -> None:
+        self.sync.close()
+        self.server.kill()
+        ray.kill(self.trainer)
+        ray.kill(self.actor)
+
+
+@pytest.fixture(params=[False, True], ids=["on the driver's host", "on another host"])
+def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    if request.param and not can_be_apart():
+        pytest.skip("this user cannot make namespaces")
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    made = Fleet(request.param)
+    yield made
+    made.close()
+
+
+def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
+    fleet.sync.register_trainers([fleet.trainer])
+    url = f"http://{ray.util.get_node_ip_address()}:8000"
+    fleet.sync.register_engines({"e0": fleet.actor, "served": url})
+    fleet.sync.connect()
+    for version in (1, 2, 3):
+        fleet.update(version)
+    assert fleet.sync.serving()["served"] == url
+
+    fleet.server.kill()
+    assert until(lambda: "served" not in fleet.sync.serving(), patient(20))
+    fleet.server = fleet.start()
+    assert until(lambda: "served" in fleet.sync.serving(), patient(60)), fleet.sync.engine_states()
+    fleet.sync.settle(patient(30))
+    assert fleet.server.holds() == (3, digest(ray.get(fleet.trainer.weights.remote())))
+    fleet.update(4)
+
+
+def test_strangers_are_refused_while_the_pages_example_runs(fleet: Fleet) -> None:
+    """One with another token, and one that is not registered, take no place, and keep nobody from it."""
+    others = [fleet.start("a token of somebody else"), fleet.start(port=8001)]
+    names = {"trainers": [fleet.trainer], "WeightSync": WeightSync, "SyncConfig": SyncConfig}
+    replaced = {"29500": str(fleet.port), "10.0.0.7": "127.0.0.1"}
+    with run_block("docs/servers.md", 0, names, replaced)["sync"]:
+        assert fleet.server.holds() == (1, digest(ray.get(fleet.trainer.weights.remote())))
+        for other in others:
+            assert other.holds()[0] == 0
+            other.kill()
+
+
+@pytest.mark.parametrize(
+    ("config", "url", "named"),
+    [
+        (SyncConfig(), "http://10.0.0.7:8000", "sync.join_port"),
+        (SyncConfig(join_port=29500), "http://10.0.0.7", "such as http://10.0.0.7:8000"),
+        (SyncConfig(join_port=29500), "10.0.0.7:8000", "such as http://10.0.0.7:8000"),
+    ],
+)
+def test_bad_input_is_named(
+    config: SyncConfig, url: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    with WeightSync(config) as sync, pytest.raises(ConfigError, match=named):
+        sync.register_engines({"e0": url})
+
+
+def test_a_token_is_needed() -> None:
+    with (
+        WeightSync(SyncConfig(join_port=29500)) as sync,
+        pytest.raises(ConfigError, match="WEIGHTSYNC_TOKEN"),
+    ):
+        sync.register_engines({"e0": "http://10.0.0.7:8000"})

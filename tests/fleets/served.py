@@ -1,0 +1,85 @@
+"""A server that Ray did not start, without a model: python -m tests.fleets.served PORT WIDTH.
+
+Answers each line of stdin with the version that it serves and the digest of its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from tests.fleets.actors import build
+from weightsync.actors.servers.engine import JoinedEngine
+from weightsync.testing import DictEngine
+
+APART = "unshare", "-i", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"
+"""In namespaces of its own, a process shares no memory with others of this host."""
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def can_be_apart() -> bool:
+    return subprocess.run([*APART, "true"], capture_output=True, check=False).returncode == 0
+
+
+class ServedProcess:
+    """The process of such a server. `apart`: as on a host of its own, but for the network."""
+
+    def __init__(self, port: int, width: int, env: Mapping[str, str], apart: bool = True) -> None:
+        command = [sys.executable, "-m", "tests.fleets.served", str(port), str(width)]
+        if apart:
+            command = [*APART, *command]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def holds(self) -> tuple[int, str]:
+        """The version that it serves, and the digest of its weights."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        version, found = self._process.stdout.readline().split()
+        return int(version), found
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+async def main(port: int, width: int) -> None:
+    torch.manual_seed(1)
+    engine = DictEngine("", build(width).state_dict())
+    joined = JoinedEngine(engine, port, asyncio.get_running_loop())
+    joined.join()
+    try:
+        while await asyncio.to_thread(sys.stdin.readline):
+            sys.stdout.write(f"{engine.serving()} {digest(engine.tensors)}\n")
+            sys.stdout.flush()
+    finally:
+        joined.leave()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
