@@ -25,15 +25,15 @@ from benchmarks.updates import Round, WrongWeightsError
 from weightsync import SyncConfig, WeightSync
 from weightsync.plan import RankLayout
 
-__all__ = ["Layers", "Rig", "start"]
+__all__ = ["ENGINES_ENV", "ON_CPU", "Layers", "Rig", "on_gpus", "start"]
 
-_ENV = {
+ENGINES_ENV = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that GPUs have nvidia-smi's numbers
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # trainers start at the same time
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-_ON_CPU: dict[str, dict[str, Any]] = {
+ON_CPU: dict[str, dict[str, Any]] = {
     "torch": {"dtype": "bfloat16"},
     "vllm": {"max_model_len": 128, "max_num_seqs": 4},
     "sglang": {
@@ -172,18 +172,18 @@ def start(
             spawn(
                 *(LatencyTrainer, tensors, rank, num_ranks, meeting, "device", slot),
                 gpu=gpu,
-                env=_ENV,
+                env=ENGINES_ENV,
                 node=theirs,
             )
             for rank, (slot, gpu) in enumerate(zip(slots, gpus, strict=True))
         ]
-        options = _ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)
+        options = ON_CPU[kind] if cpu else on_gpus(kind, gpu_memory)
         options = {"tensor_parallel_size": num_ranks, **options}
         if quantization:
             options |= {"dtype": "bfloat16", **quantization}
         first = num_ranks if apart or nodes else 0
         visible = "" if cpu else ",".join(str(first + rank) for rank in range(num_ranks))
-        engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV, node=its)
+        engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=ENGINES_ENV, node=its)
         layouts = [table.rank_layout() for table in ray.get(engine.sync_layout.remote())]
         with WeightSync(config) as sync:
             rig = Rig(kind, tensors, trainers, engine, layouts, sync)
@@ -193,7 +193,7 @@ def start(
         kill([*trainers, engine])
 
 
-def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
+def on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
     """Options on GPUs.
 
     No CUDA graphs: updates do not touch them, and capturing is slow.
