@@ -21,7 +21,7 @@ quickest one counts. A host may have more GPUs than a case uses. [Benchmarks](RE
 | result | host | weightsync | others | commit | date |
 |---|---|---|---|---|---|
 """
-CASES = ("model", "placement", "trainer", "ranks")
+CASES = ("model", "engine", "placement", "trainer", "ranks")
 CLOCKS = ("pause", "total", "ours")
 """The columns with a median and a range, the most telling first."""
 Row = Mapping[str, Any]

@@ -30,7 +30,7 @@ pytestmark = [
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mixtral", "olmoe", "qwen2")
 LINEAR = ("qwen3_5", "qwen3_next")
 IN_VLLM = (*FAMILIES, *LINEAR, "nemotron_h", "qwen3_vl")
-IN_SGLANG = (*FAMILIES, "gemma2", "phi3", "qwen2_moe")
+IN_SGLANG = (*FAMILIES, "phi3", "qwen2_moe")
 
 
 def save(folder: Path, family: str) -> tuple[list[str], list[PreTrainedModel]]:

@@ -212,3 +212,22 @@ def test_its_owners_requests_cannot_be_salted(adopted) -> None:
     engine.use_prefix_cache("drop")
     with pytest.raises(ConfigError, match=r"sync\.prefix_cache.*engine e0: its requests are made by"):
         engine.use_prefix_cache("salt")
+
+
+@pytest.mark.parametrize("name", ["pause_generation_async", "pause_scheduler_async"])
+def test_vllms_nap_after_a_pause_is_left_out(adopted: tuple[FakeVllm, AdoptedVllm], name: str) -> None:
+    """vLLM has the cache of inputs on both sides, which forget together."""
+    llm, engine = adopted
+    called: list[object] = []
+
+    async def clear() -> None:
+        called.append("cleared")
+
+    async def pause(**settings: object) -> None:
+        called.append(settings)
+
+    llm.renderer = SimpleNamespace(clear_mm_cache_async=clear)
+    llm.engine_core = SimpleNamespace(**{name: pause})
+    engine.pause("keep", patient(5))
+    assert called == ["cleared", {"mode": "keep", "clear_cache": True}]
+    assert not llm.paused  # by `pause_generation`, which naps

@@ -75,13 +75,24 @@ class AdoptedVllm(VllmRanks):
         """Stop making tokens, and drop caches, so that frozen requests are recomputed."""
         serving, self._serving = self._serving, 0
         try:
-            self._wait(self._llm.pause_generation(mode=mode, clear_cache=True), timeout_s)
+            self._wait(self._pause(mode), timeout_s)
         except FutureTimeoutError as error:
             self._wait(self._llm.resume_generation(), _GO_ON_S)
             self._serving = serving
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
         self._wake(WEIGHTS)
         self.on_ranks("settle")
+
+    async def _pause(self, mode: str) -> None:
+        """Pause as ``pause_generation``, which then sleeps for 20 ms, so that last outputs are seen first."""
+        core, renderer = (getattr(self._llm, name, None) for name in ("engine_core", "renderer"))
+        names = ("pause_generation_async", "pause_scheduler_async")  # from 0.33 on, and before
+        pause = next((getattr(core, name) for name in names if hasattr(core, name)), None)
+        if pause and hasattr(renderer, "clear_mm_cache_async"):
+            await renderer.clear_mm_cache_async()
+            await pause(mode=mode, clear_cache=True)
+        else:
+            await self._llm.pause_generation(mode=mode, clear_cache=True)
 
     def resume(self, version: int) -> None:
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
