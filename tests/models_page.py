@@ -45,18 +45,23 @@ operators, since they do not load beside a CPU build of torch. Without torchvisi
 ## On a GPU
 
 `tests/gpu/test_families_on_gpu.py` compares the same in bfloat16, with CUDA graphs in SGLang and for
-DeepSeek-V3 in vLLM. These families passed on one H200 on 2026-11-28 and 29, with vLLM 0.33 all that are tested:
+DeepSeek-V3 in vLLM. These families passed on one H200 on 2026-11-28 and 29, with
+vLLM 0.33 all that are tested:
 
 | engine | families | commit |
 |---|---|---|
 | vLLM 0.33.0, torch 2.14.1 | GPT-OSS (loader), Qwen3-VL (loader) | b6395191 |
 | vLLM 0.33.0, torch 2.14.1 | DeepSeek-V3 with YaRN (loader), Mixtral (live weights) | c793cf1f |
 | vLLM 0.33.0, torch 2.14.1 | Llama, Gemma 3 | 6888e13d |
-| vLLM 0.33.0, torch 2.14.1 | GLM-4 mixture, Qwen2, Qwen3-Next, Qwen3.5, OLMoE (live weights), Nemotron-H (loader) | b2b54e58, 1d00d43d |
+| vLLM 0.33.0, torch 2.14.1 | OLMoE, Qwen2 (live weights) | b2b54e58 |
+| vLLM 0.33.0, torch 2.14.1 | GLM-4 mixture, Qwen3-Next, Qwen3.5 (live weights) | 1d00d43d |
+| vLLM 0.33.0, torch 2.14.1 | Nemotron-H (loader) | 1d00d43d |
 | vLLM 0.24.0 | DeepSeek-V3 with YaRN (loader), Qwen3-VL (loader), Mixtral (live weights) | ab555972 |
 | SGLang 0.5.23, torch 2.14.1 | DeepSeek-V3 (loader) | c793cf1f |
 | SGLang 0.5.23, torch 2.14.1 | Llama | 6888e13d |
-| SGLang 0.5.23, torch 2.14.1 | Mixtral, Gemma 3, Qwen2, GLM-4 mixture, OLMoE, Phi-3, Qwen2 mixture (live weights), GPT-OSS (loader) | b2b54e58, 1d00d43d |
+| SGLang 0.5.23, torch 2.14.1 | Gemma 3, Mixtral, Qwen2 (live weights) | b2b54e58 |
+| SGLang 0.5.23, torch 2.14.1 | GLM-4 mixture, OLMoE, Phi-3, Qwen2 mixture (live weights) | 1d00d43d |
+| SGLang 0.5.23, torch 2.14.1 | GPT-OSS (loader) | 1d00d43d |
 | SGLang 0.5.17 | DeepSeek-V3 (loader), Mixtral (live weights) | ab555972 |
 
 SGLang 0.5.23 cannot load Gemma 2 with transformers 5.17, also from files: its configuration has no
