@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from tests.fleets.actors import Engine, Trainer, until
-from tests.fleets.served import ServedProcess, can_be_apart, digest
+from tests.fleets.served import APART, ServedProcess, can_be_apart, digest
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -41,7 +41,7 @@ class Fleet:
     def start(self, token: str = TOKEN, port: int = 8000) -> ServedProcess:
         driver = f"{ray.util.get_node_ip_address()}:{self.port}"
         env = os.environ | {"WEIGHTSYNC_JOIN": driver, "WEIGHTSYNC_TOKEN": token, "OMP_NUM_THREADS": "1"}
-        return ServedProcess(port, WIDTH, env, self.apart)
+        return ServedProcess(port, WIDTH, env, APART if self.apart else ())
 
     def update(self, version: int) -> None:
         ray.get(self.trainer.train.remote(version))

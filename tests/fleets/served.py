@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from tests.fleets.actors import build
@@ -35,12 +36,10 @@ def can_be_apart() -> bool:
 
 
 class ServedProcess:
-    """The process of such a server. `apart`: as on a host of its own, but for the network."""
+    """The process of such a server. `prefix`: what the command begins with, such as `APART`."""
 
-    def __init__(self, port: int, width: int, env: Mapping[str, str], apart: bool = True) -> None:
-        command = [sys.executable, "-m", "tests.fleets.served", str(port), str(width)]
-        if apart:
-            command = [*APART, *command]
+    def __init__(self, port: int, width: int, env: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "tests.fleets.served", str(port), str(width)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -60,6 +59,8 @@ class ServedProcess:
         return int(version), found
 
     def kill(self) -> None:
+        for child in psutil.Process(self._process.pid).children(recursive=True):  # of the prefix
+            child.kill()
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

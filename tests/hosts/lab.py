@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fleets.served import ServedProcess
+from tests.hosts import servers
 from tests.hosts.network import DEFAULT, HASTY, PATIENT, Network
 from weightsync.faults import LINK_DOWN
 
@@ -27,6 +29,8 @@ DESK = "desk"
 """A host outside the cluster, from which jobs are submitted."""
 _SETTINGS = {"hasty_ray": HASTY, "quickstart_loop": DEFAULT}
 _FROM_DESK = ("quickstart_loop",)
+_WITHOUT_RAY = ("servers",)
+"""Scenarios of which only the first host has Ray."""
 _SCRIPT = Path(__file__).with_name("cut.sh")
 _POLL_S = 0.01
 
@@ -84,10 +88,10 @@ def main(scenario: str) -> int:
         env = {LINK_DOWN: f"sh {_SCRIPT} {folder}"}
         from_desk = scenario in _FROM_DESK
         network = Network((*NAMES, DESK) if from_desk else NAMES)
-        links = Links(network, folder)
+        links, served = Links(network, folder), dict[str, ServedProcess]()
         head, *others = [network.hosts[name] for name in NAMES]
         head.start_ray(settings=_SETTINGS.get(scenario, PATIENT), env=env, dashboard=from_desk)
-        for host in others:
+        for host in others if scenario not in _WITHOUT_RAY else ():
             host.start_ray(head.address, env=env)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | env}
         at = network.hosts[DESK] if from_desk else head
@@ -100,7 +104,7 @@ def main(scenario: str) -> int:
                 sys.stdout.write(line)
                 sys.stdout.flush()
                 continue
-            running.stdin.write(f"{_answer(network, links, env, *words[1:])}\n")
+            running.stdin.write(f"{_answer(network, links, served, env, *words[1:])}\n")
             running.stdin.flush()
         return running.wait()
 
@@ -116,7 +120,13 @@ def _folder() -> Iterator[Path]:
 
 
 def _answer(
-    network: Network, links: Links, env: dict[str, str], what: str, name: str = "", *values: str
+    network: Network,
+    links: Links,
+    served: dict[str, ServedProcess],
+    env: dict[str, str],
+    what: str,
+    name: str = "",
+    *values: str,
 ) -> int:
     if what == "cut":
         links.cut(name, float(values[0]))
@@ -140,6 +150,17 @@ def _answer(
         network.hosts[name].set_sending_rate(int(values[0]))
     elif what == "kill":
         network.hosts[name].kill(int(values[0]))
+    elif what == "serve":
+        driver = {"WEIGHTSYNC_JOIN": f"{network.hosts[NAMES[0]].address}:{servers.JOIN_PORT}"}
+        mine = os.environ | servers.ENV | driver
+        at = network.hosts[name].prefix
+        served[name] = ServedProcess(servers.SERVER_PORT, servers.WIDTH, mine, at)
+    elif what == "unserve":
+        served.pop(name).kill()
+    elif what == "version":
+        return served[name].holds()[0]
+    elif what == "digest":
+        return servers.number(served[name].holds()[1])
     elif what == "crash":
         network.crash(name)
     elif what == "boot":

@@ -70,10 +70,14 @@ class Host:
         """The first process of the host's own, as seen from outside."""
         return int(Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text())
 
+    @property
+    def prefix(self) -> list[str]:
+        """What a command begins with to run on the host, in the project's folder."""
+        return ["nsenter", f"--target={self.pid}", *_FLAGS, f"--wd={_ROOT}"]
+
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command on the host, in the project's folder."""
-        enter = ["nsenter", f"--target={self.pid}", *_FLAGS, f"--wd={_ROOT}"]
-        return subprocess.Popen([*enter, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen([*self.prefix, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
 
     def start_ray(
         self,

@@ -47,6 +47,7 @@ def why_not() -> str:
         "lost_links",
         "hasty_ray",
         "quickstart_loop",
+        "servers",
     ],
 )
 def test_several_hosts(scenario: str) -> None:

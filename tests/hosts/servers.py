@@ -1,0 +1,89 @@
+"""Servers on hosts without Ray: updated, cut off, started again and filled."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import ray
+
+from tests.fleets.actors import Trainer, until
+from tests.fleets.served import digest
+from tests.hosts.outside import ask, put, say
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+from weightsync.errors import WeightSyncError
+
+WIDTH = 256
+JOIN_PORT, SERVER_PORT = 29500, 8000
+ENV = {"WEIGHTSYNC_TOKEN": "a secret of the hosts", "OMP_NUM_THREADS": "1"}
+OTHERS = ("west", "east")
+
+
+def number(found: str) -> int:
+    """Return a digest as what `ask` can answer."""
+    return zlib.crc32(found.encode())
+
+
+def servers() -> None:
+    """Only the first host has Ray. The others' servers dial in, and get each version."""
+    os.environ |= ENV
+    trainer = put("head", Trainer, WIDTH, "t")
+    urls = {name: f"http://10.77.0.{2 + i}:{SERVER_PORT}" for i, name in enumerate(OTHERS)}
+    for name in OTHERS:
+        ask("serve", name)
+    config = SyncConfig(
+        join_port=JOIN_PORT,
+        timeout_s=patient(5),
+        connect_timeout_s=patient(60),
+        heartbeat_s=patient(1),
+        heal_backoff_s=0.1,
+        refill="zeromq",
+    )
+    with WeightSync(config) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines(urls)
+        sync.connect()
+        for version in (1, 2, 3):
+            update(sync, trainer, version)
+
+        ask("unserve", "west")
+        serves_only(sync, "east")
+        ask("serve", "west")
+        comes_back(sync, trainer)
+        assert set(sync.heals[-1].ways.values()) == {"zeromq"}, sync.heals
+        update(sync, trainer, 4)
+
+        ask("cut", "east", 3600)
+        serves_only(sync, "west")
+        ask("mend", "east")
+        comes_back(sync, trainer)
+        update(sync, trainer, 5)
+    say("servers: updated, killed, cut off and filled")
+
+
+def update(sync: WeightSync, trainer: ray.ActorHandle, version: int) -> None:
+    ray.get(trainer.train.remote(version))
+    report = sync.update_weights(version)
+    assert report.verified
+    assert report.engines == dict.fromkeys(OTHERS, version), report
+    check(trainer, version)
+
+
+def check(trainer: ray.ActorHandle, version: int) -> None:
+    """Both servers serve the version and hold the trainer's bytes."""
+    wanted = number(digest(ray.get(trainer.weights.remote())))
+    assert [(ask("version", name), ask("digest", name)) for name in OTHERS] == [(version, wanted)] * 2
+
+
+def serves_only(sync: WeightSync, name: str) -> None:
+    assert until(lambda: [*sync.serving()] == [name], patient(30)), sync.engine_states()
+
+
+def comes_back(sync: WeightSync, trainer: ray.ActorHandle) -> None:
+    assert until(lambda: len(sync.serving()) == len(OTHERS), patient(60)), sync.engine_states()
+    try:
+        sync.settle(patient(30))
+    except WeightSyncError as error:
+        raise AssertionError(str(sync.engine_states())) from error
+    check(trainer, sync.version)
