@@ -498,7 +498,7 @@ FAMILIES: Mapping[str, Callable[[], tf.PreTrainedConfig]] = {
     "olmo2": lambda: tf.Olmo2Config(**_SHAPE),
     "olmo3": lambda: tf.Olmo3Config(**_SHAPE, sliding_window=16),
     "olmo_hybrid": lambda: tf.OlmoHybridConfig(**_SHAPE, **_LINEAR),
-    "olmoe": lambda: tf.OlmoeConfig(**_SMALL_EXPERTS, num_experts=8),
+    "olmoe": lambda: tf.OlmoeConfig(**_SMALL_EXPERTS | {"num_key_value_heads": 4}, num_experts=8),
     "opt": lambda: tf.OPTConfig(
         vocab_size=256,
         hidden_size=128,

@@ -74,8 +74,9 @@ class FedEngine:
             index = bucket.index % self.plan.slots
             for slots in self.slots:
                 for piece in bucket.pieces:
-                    name = self.plan.tensors[piece.tensor].name
-                    cut = tensors[name].detach()[piece.box.slices()].contiguous()
+                    meta = self.plan.tensors[piece.tensor]
+                    cut = tensors[meta.name].detach()[piece.box.slices()]
+                    cut = cut.to(getattr(torch, meta.dtype)).contiguous()
                     slots[index].tensor[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(
                         torch.uint8
                     )

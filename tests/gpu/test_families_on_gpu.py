@@ -28,7 +28,8 @@ pytestmark = [
     pytest.mark.timeout(420),
 ]
 FAMILIES = ("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mixtral", "olmoe", "qwen2")
-IN_VLLM = (*FAMILIES, "nemotron_h", "qwen3_5", "qwen3_next", "qwen3_vl")
+LINEAR = ("qwen3_5", "qwen3_next")
+IN_VLLM = (*FAMILIES, *LINEAR, "nemotron_h", "qwen3_vl")
 IN_SGLANG = (*FAMILIES, "gemma2", "phi3", "qwen2_moe")
 
 
@@ -72,12 +73,14 @@ def check(found: list[tuple[Any, Live]], answers: list[Any], held: list[Live]) -
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 @pytest.mark.parametrize("family", IN_VLLM)
 def test_vllm_has_what_one_has_that_loaded_the_files(tmp_path: Path, family: str) -> None:
-    if family == "qwen3_vl":
+    if family in ("qwen3_5", "qwen3_vl"):
         pytest.importorskip("torchvision", reason="vLLM imports these models with torchvision alone")
     # Only DeepSeek-V3 runs with CUDA graphs: they read the tensors that vLLM derives from its weights.
     options: dict[str, Any] = {"enforce_eager": family != "deepseek_v3"}
     if family == "qwen3_vl":
         options |= {"limit_mm_per_prompt": {"image": 0, "video": 0}, "skip_mm_profiling": True}
+    if family in LINEAR and not importlib.util.find_spec("flashinfer"):  # vLLM takes it on GPUs unasked
+        options |= {"additional_config": {"gdn_prefill_backend": "triton"}}
     paths, models = save(tmp_path, family)
     answers = [test_vllm.from_disk(paths[0], 1, **options)]  # alone: what it compiles, others find
     with ThreadPoolExecutor(1) as pool:
