@@ -20,97 +20,32 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
-from tests.contract.test_sglang_quantized import saved, trained
+from tests.contract.quantising_holder import differing, load
+from tests.contract.sglang_online import whole
+from tests.contract.sglang_quantised import saved, trained
 from tests.contract.test_vllm_quantized import Served
-from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
-from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.errors import ConfigError, PlanError
-from weightsync.protocol.device_memory import StoredTable
-from weightsync.quantising.quantizing_tables import NoKernelError
 
 if not importlib.util.find_spec("vllm"):
     pytest.skip("vllm is not installed", allow_module_level=True)
-
 from tests.contract.vllm_online import (
     CPU,
-    DONE,
     FP8,
-    OUT,
     QKV,
     Fp8PerTensorOnlineLinearMethod,
     Online,
-    differing,
     host_of,
-    linears,
-    load,
     otherwise,
-    whole,
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(tmp_path, {})
-
-
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_three_versions_are_what_it_makes_of_them_when_it_starts(
-    rank: int, num_ranks: int, folder: Path
-) -> None:
-    """The first goes through its loader, which shows that the others may be written in place."""
-    parts: Any = {"rank": rank, "num_ranks": num_ranks}
-    model = Online(folder, **parts).start(trained(folder, 0))
-    held = {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()}
-    before = {name: each.clone() for name, each in model.named_parameters()}
-    host = host_of(model, folder)
-    model.method.fp8_linear.num_rows = -1
-    checkpoint = host.checkpoint()
-    assert "become float8_e4m3fn with a scale for" in checkpoint.converts
-    assert "of q_proj and k_proj and v_proj together" in checkpoint.converts
-    assert checkpoint.stored == ()
-    assert [name for name, each in model.named_parameters() if not same_bits(each, before[name])] == []
-    assert model.method.fp8_linear.num_rows == -1, "a random matrix left its size in a kernel"
-    assert all(getattr(each, DONE, False) for each in linears(model))
-    places = host.places()
-    assert places
-    assert places.are_right is None
-    once = len(linears(model))
-    for version in (1, 2, 3):
-        tensors = trained(folder, version)
-        num_processed = model.num_processed
-        load(host.loader(stored=False), tensors)
-        assert model.num_processed - num_processed == (once if version == 1 else 0)
-        assert host.places() is places
-        assert places.are_right
-        wanted = Online(folder, **parts).start(tensors)
-        assert differing(model, wanted) == []
-        assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
-    assert {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()} == held
-
-
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_its_holder_writes_the_same_bytes_where_they_live(
-    rank: int, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what it reads. No kernel takes the maxima of several matrices of buckets first, which it says."""
-    use_doubles(monkeypatch)
-    parts: Any = {"rank": rank, "num_ranks": num_ranks}
-    model = Online(folder, **parts).start(trained(folder, 0))
-    host = host_of(model, folder)
-    metas, places, tensors = host.checkpoint().tensors, host.places(), trained(folder, 1)
-    assert places
-    export = places.export(places.formats)
-    assert StoredTable.of(export).export() == export
-    made = read_and_quantised(metas, export, mapped(model), tensors)
-    assert differing(model, Online(folder, **parts).start(tensors)) == []
-    places.require(made.stored)
-    with pytest.raises(NoKernelError, match=r"_proj.*: no kernel quantises it to float8"):
-        bucket_by_bucket(metas, export, mapped(model), tensors)
 
 
 def test_a_holder_reads_nothing_of_a_layer_of_which_a_part_comes_from_elsewhere(folder: Path) -> None:
@@ -137,40 +72,6 @@ def test_a_layer_of_zeros_is_what_it_makes_of_it(folder: Path) -> None:
     places = host.places()
     assert places
     assert places.are_right
-
-
-def test_a_tensor_that_does_not_come_fails_the_update_by_name_and_the_next_heals(folder: Path) -> None:
-    model = Online(folder).start(trained(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    for seed, reason in ((1, r"v_proj\.weight did not come"), (3, r"v_proj\.weight did not come")):
-        tensors = trained(folder, seed)
-        last = tensors.pop("model.layers.0.self_attn.v_proj.weight")
-        loader = host.loader(stored=False)
-        with pytest.raises(RuntimeError, match=reason):
-            load(loader, tensors)
-        loader.abandon()
-        tensors["model.layers.0.self_attn.v_proj.weight"] = last
-        load(host.loader(stored=False), tensors)
-        assert differing(model, Online(folder).start(tensors)) == []
-
-
-def test_parameters_that_moved_are_found_again(folder: Path) -> None:
-    model = Online(folder).start(trained(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    load(host.loader(stored=False), trained(folder, 1))
-    before = host.places()
-    layer: Any = model.get_submodule(OUT)
-    layer.weight.data = layer.weight.data.t().clone().t()
-    after = host.places()
-    assert after
-    assert after is not before
-    assert after.are_right is None
-    assert after.addresses()[f"{OUT}.weight"] == layer.weight.data_ptr()
-    load(host.loader(stored=False), trained(folder, 2))
-    assert after.are_right
-    assert differing(model, Online(folder).start(trained(folder, 2))) == []
 
 
 def test_bytes_that_differ_in_the_first_update_alone_leave_all_to_its_loader(

@@ -16,35 +16,27 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.quantising_holder import mapped, read_and_quantised
-from tests.contract.test_sglang_online_experts import weights
-from tests.contract.test_sglang_quantized import saved
+from tests.contract.quantising_holder import differing, load
+from tests.contract.sglang_online import Quantise, whole
+from tests.contract.sglang_quantised import saved, weights
 from tests.contract.test_vllm_quantized import Served
-from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
-from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 
 if not importlib.util.find_spec("vllm"):
     pytest.skip("vllm is not installed", allow_module_level=True)
-
 from tests.contract.test_vllm_online import Kernel, check_left_to_its_loader
 from tests.contract.vllm_online import (
     CPU,
-    DONE,
     FP8,
     Fp8OnlineMoEMethod,
     Online,
-    Quantise,
-    differing,
     host_of,
     linears,
-    load,
     otherwise,
     quantised,
-    whole,
 )
 
 EXPERTS, ROUTER = "model.layers.0.mlp.experts", "model.layers.0.mlp.gate"
@@ -54,116 +46,6 @@ STACKED = f"{EXPERTS}.routed_experts"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(tmp_path, {}, moe=True)
-
-
-RANKS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "first of two": {"rank": 0, "num_ranks": 2},
-    "second of two": {"rank": 1, "num_ranks": 2},
-    "first half of the experts": {"rank": 0, "num_ranks": 2, "whole_experts": True},
-    "second half of the experts": {"rank": 1, "num_ranks": 2, "whole_experts": True},
-}
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_three_versions_are_what_it_makes_of_them_when_it_starts(name: str, folder: Path) -> None:
-    """The first goes through its loader. The router has eight rows, of sixteen that the kernel wants.
-
-    The others are drawn at random where vLLM 0.24 starts with dummy weights.
-    """
-    parts = RANKS[name]
-    model = Online(folder, **parts).start(weights(folder, 0))
-    router = model.get_parameter(f"{ROUTER}.weight")
-    assert router.shape == (64, 16)
-    router.data.view(torch.uint8)[:, 8:] = 1
-    held = {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()}
-    before = {name: each.clone() for name, each in model.named_parameters()}
-    kernel, methods = model.of_experts.moe_kernel, [each.quant_method for each in quantised(model)]
-    host = host_of(model, folder)
-    converts = host.checkpoint().converts
-    assert "of q_proj and k_proj and v_proj together" in converts
-    assert "of gate_proj and up_proj together" in converts
-    assert [name for name, each in model.named_parameters() if not same_bits(each, before[name])] == []
-    assert model.of_experts.moe_kernel is kernel, "a random expert left a kernel"
-    assert [each.quant_method for each in quantised(model)] == methods
-    assert all(getattr(each, DONE, False) for each in quantised(model))
-    places = host.places()
-    assert places
-    assert places.are_right is None
-    for version in (1, 2, 3):
-        tensors = weights(folder, version)
-        num_processed = model.num_processed
-        load(host.loader(stored=False), tensors)
-        assert model.num_processed - num_processed == (len(methods) if version == 1 else 0)
-        assert host.places() is places
-        assert places.are_right
-        wanted = Online(folder, **parts).start(tensors)
-        assert differing(model, wanted) == []
-        assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
-    assert {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()} == held
-
-
-def test_an_update_bucket_by_bucket_in_any_order(folder: Path) -> None:
-    """A gate waits for its up projection, and queries for keys and values."""
-    model = Online(folder).start(weights(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    for seed in (1, 2):
-        tensors, loader = weights(folder, seed), host.loader(stored=False)
-        with torch.no_grad():
-            for name, tensor in reversed(tensors.items()):
-                loader.load([(name, tensor)])
-            loader.finish()
-        assert differing(model, Online(folder).start(tensors)) == []
-    places = host.places()
-    assert places
-    assert places.are_right
-
-
-def test_both_projections_of_an_expert_have_their_scale_in_one_place(folder: Path) -> None:
-    host = host_of(Online(folder, rank=1, num_ranks=2).start(weights(folder, 0)), folder)
-    shapes = {meta.name: meta.shape for meta in host.checkpoint().tensors}
-    rows, _ = shapes[f"{EXPERTS}.gate_up_proj"][1:]
-    places = host.places()
-    assert places
-    form = places.formats[f"{EXPERTS}.0.gate_proj.weight"]
-    assert (form.block, form.together) == ((rows // 4, 0), ("gate_proj", "up_proj"))
-    (gate,), (up,) = (places.held(f"{EXPERTS}.3.{part}_proj.weight_scale") for part in ("gate", "up"))
-    assert gate[0].box == up[0].box
-    assert gate[0].box.offset == (1, 0)
-    assert gate[1].data_ptr() == up[1].data_ptr()
-    down = places.formats[f"{EXPERTS}.0.down_proj.weight"]
-    assert (down.block, down.together) == ((0, rows // 4), ())
-
-
-@pytest.mark.parametrize("case", RANKS)
-def test_its_holder_writes_the_same_bytes_where_they_live(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_doubles(monkeypatch)
-    model = Online(folder, **RANKS[case]).start(weights(folder, 0))
-    host = host_of(model, folder)
-    metas, places, tensors = host.checkpoint().tensors, host.places(), weights(folder, 1)
-    assert places
-    made = read_and_quantised(metas, places.export(places.formats), mapped(model), tensors)
-    assert differing(model, Online(folder, **RANKS[case]).start(tensors)) == []
-    places.require(made.stored)
-
-
-def test_a_projection_that_does_not_come_fails_the_update_by_name_and_the_next_heals(folder: Path) -> None:
-    model = Online(folder).start(weights(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    for seed in (1, 2):
-        tensors = weights(folder, seed)
-        last = tensors.pop(f"{EXPERTS}.2.gate_proj.weight")
-        loader = host.loader(stored=False)
-        with pytest.raises(RuntimeError, match=r"2\.gate_proj\.weight did not come, .* with .*2\.up_proj"):
-            load(loader, tensors)
-        loader.abandon()
-        tensors[f"{EXPERTS}.2.gate_proj.weight"] = last
-        load(host.loader(stored=False), tensors)
-        assert differing(model, Online(folder).start(tensors)) == []
 
 
 def test_experts_that_differ_in_the_first_update_alone_leave_all_to_its_loader(
