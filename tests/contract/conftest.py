@@ -313,6 +313,12 @@ def _params() -> Iterator[object]:
                 )
 
 
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="module", params=_params())
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     kind, moe, memory = request.param
