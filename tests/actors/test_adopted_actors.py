@@ -161,6 +161,16 @@ def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
             sync.connect()
 
 
+def test_an_option_that_does_not_exist_is_refused_by_name() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    engine = ray.remote(num_cpus=0)(PlainEngine).remote()
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer], model="actor.model", options={"exlude": ["value_head.*"]})
+        sync.register_engines({"e0": engine}, llm="llm")
+        with pytest.raises(ConfigError, match="options: 'exlude' is not valid; did you mean 'exclude'"):
+            sync.connect()
+
+
 def test_other_objects_are_no_engines() -> None:
     trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
     with WeightSync(CONFIG) as sync:
