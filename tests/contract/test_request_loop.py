@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import threading
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
-from tests.contract.request_loops import TIMEOUT_S, FakeLlm, FakeServer, let, loop_of, made, make, of, until
+from tests.contract.request_loops import TIMEOUT_S, FakeLlm, FakeServer, let, made, make, of, until
 from weightsync.engines.serving.request_loop import RequestLoop
 from weightsync.errors import EngineError, RankLostError, StateError
 
@@ -21,15 +22,6 @@ Fake = FakeServer | FakeLlm
 def fake(request: pytest.FixtureRequest) -> Fake:
     fake: Fake = request.param()
     return fake
-
-
-@pytest.fixture
-def loop(fake: Fake, threads: ThreadPoolExecutor) -> Iterator[RequestLoop]:
-    """Closed before `threads` are, or a failed test would wait for them for ever."""
-    loop = loop_of(fake)
-    yield loop
-    fake.permits.release(1000)
-    assert loop.close(TIMEOUT_S)
 
 
 def test_wait_lets_running_requests_end_and_holds_new_ones(fake, loop, threads) -> None:
@@ -114,6 +106,40 @@ def test_closing_tells_who_waits(is_held: bool, fake, loop, threads) -> None:
     with pytest.raises(StateError, match="closed"):
         loop.complete([[1]], of(1))
     assert fake.stops == 1
+
+
+def test_all_are_turned_away_after_a_failed_update(fake, loop, threads) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(1 << 20))
+    make(fake, 1)
+    let(fake, threads.submit(loop.freeze, "keep", TIMEOUT_S))
+    held = threads.submit(loop.complete, [[1]], of(1))
+    until(lambda: loop.num_held == 1)
+    loop.invalidate()
+    for turned_away in (running, held):
+        with pytest.raises(StateError, match="failed update"):
+            turned_away.result(TIMEOUT_S)
+    with pytest.raises(StateError, match="no committed version"):
+        loop.complete([[1]], of(1))
+    loop.resume(2)
+    until(lambda: loop.num_running == 0)
+    late = threads.submit(loop.complete, [[1]], of(1))
+    fake.permits.release()
+    assert late.result(TIMEOUT_S) == [made((2, 1))]
+
+
+def test_a_call_may_be_given_up(fake, loop) -> None:
+    going_on = threading.Event()
+
+    async def slow(_: object) -> None:
+        while not going_on.is_set():
+            await asyncio.sleep(0.001)
+
+    with pytest.raises(FutureTimeoutError):
+        loop.call(slow, 0.01)
+    going_on.set()
+    loop.resume(1)
+    assert loop.serving == 1
 
 
 def test_a_start_that_fails_is_told() -> None:
