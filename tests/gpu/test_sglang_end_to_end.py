@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu import test_vllm
-from tests.gpu.fleet import SglangEngine, Trainer, VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import SglangEngine, Trainer, VllmEngine, spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.same_answers import assert_same
 from tests.gpu.test_sglang import from_disk
@@ -71,13 +71,6 @@ def spawn_trainers(gpus: tuple[int, ...], bundles: PlacementGroup, path: str, fo
     return trainers
 
 
-def spawn_engine(gpus: tuple[int, ...], bundles: PlacementGroup, path: str) -> Any:
-    if len(gpus) == 1:
-        return spawn(SglangEngine, bundles, gpus[0], path, "e0", 1)
-    visible = visible_devices(bundles, gpus)  # one actor has to see all GPUs of its ranks
-    return spawn(SglangEngine, bundles, 0, path, "e0", len(gpus), share=0, visible=visible)
-
-
 def update(sync: WeightSync, trainers: list[Any], path: str, version: int) -> Any:
     ray.get([trainer.load.remote(path) for trainer in trainers])
     report = sync.update_weights(version)
@@ -95,7 +88,8 @@ def test_sglang_answers_as_from_the_trainers_checkpoint(
     # Alone on its GPUs: SGLang refuses ranks whose GPUs have unlike amounts of free memory.
     expected = from_disk(paths, len(case.engine_gpus))
     assert expected[0] != expected[1]
-    engine = spawn_engine(case.engine_gpus, bundles, paths[0])  # starts meanwhile
+    arguments = paths[0], "e0", len(case.engine_gpus)
+    engine = spawn_engine(SglangEngine, bundles, case.engine_gpus, *arguments)  # starts meanwhile
     trainers = spawn_trainers(case.trainer_gpus, bundles, paths[0], tmp_path)
     layouts = ray.get(engine.sync_layout.remote(), timeout=patient(200))
     assert len({layout.device for layout in layouts}) == len(layouts) == len(case.engine_gpus)

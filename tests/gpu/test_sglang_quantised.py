@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import SglangEngine, spawn, visible_devices
+from tests.gpu.fleet import SglangEngine, spawn_engine
 from tests.gpu.quantised_fleet import (
     CONFIG,
     FP8_BLOCKS,
@@ -97,11 +97,7 @@ def start(
     """An SGLang on the first `num_ranks` GPUs, with further options. `await_start` waits for it."""
     note("SGLang starts, to be fed")
     arguments = str(path), "e0", num_ranks
-    env: Mapping[str, str] = KERNELS[kernels]
-    if num_ranks == 1:
-        return spawn(SglangEngine, bundles, 0, *arguments, env=env, **options)
-    visible = visible_devices(bundles, range(num_ranks))
-    return spawn(SglangEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
+    return spawn_engine(SglangEngine, bundles, range(num_ranks), *arguments, env=KERNELS[kernels], **options)
 
 
 def await_start(engine: ActorHandle[Any]) -> None:

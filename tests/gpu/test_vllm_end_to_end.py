@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import Trainer, VllmEngine, spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.same_answers import assert_same
 from tests.gpu.test_vllm import from_disk, served
@@ -74,12 +74,8 @@ class Fleet:
             for rank, gpu in enumerate(case.trainer_gpus)
         ]
         joined = [trainer.join.remote(str(folder / "meeting")) for trainer in self.trainers]
-        arguments = (path, "e0", self.num_ranks)
-        if self.num_ranks == 1:
-            self.engine = spawn(VllmEngine, bundles, case.engine_gpus[0], *arguments)
-        else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
-            visible = visible_devices(bundles, case.engine_gpus)
-            self.engine = spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible)
+        arguments = path, "e0", self.num_ranks
+        self.engine = spawn_engine(VllmEngine, bundles, case.engine_gpus, *arguments)
         ray.get([*joined, self.engine.info.remote()], timeout=patient(200))
 
     def connect(self, sync: WeightSync) -> None:

@@ -20,7 +20,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import VllmEngine, spawn_engine
 from tests.gpu.quantised_fleet import (
     CONFIG,
     FP8_BLOCKS,
@@ -121,11 +121,8 @@ def start(
     bundles: PlacementGroup, path: str, kernels: str = "default", num_ranks: int = 1, **options: object
 ) -> ActorHandle[Any]:
     """A vLLM on the first `num_ranks` GPUs. `options`: further arguments of the engine."""
-    arguments, env = (path, "e0", num_ranks), KERNELS[kernels]
-    if num_ranks == 1:
-        return spawn(VllmEngine, bundles, 0, *arguments, env=env, **options)
-    visible = visible_devices(bundles, range(num_ranks))
-    return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
+    arguments = path, "e0", num_ranks
+    return spawn_engine(VllmEngine, bundles, range(num_ranks), *arguments, env=KERNELS[kernels], **options)
 
 
 @dataclass(frozen=True)
