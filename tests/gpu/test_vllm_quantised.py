@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.fleet import VllmEngine, spawn_engine
+from tests.gpu.own_process import ROOT
 from tests.gpu.quantised_fleet import (
     CONFIG,
     FP8_BLOCKS,
@@ -37,7 +38,7 @@ from tests.gpu.quantised_fleet import (
     save_versions,
     serve_stored,
 )
-from tests.gpu.test_vllm import ROOT, from_disk, served
+from tests.gpu.test_vllm import from_disk, served
 from tests.patience import patient
 from tests.quantised import AWQ, GPTQ, dynamic, int4
 from weightsync import SyncReport, WeightSync
