@@ -135,11 +135,24 @@ def paths(folder: Path) -> Iterable[str]:
 Change = Callable[[Any], object]
 
 
-def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def method(path: str, **attributes: object) -> Change:
+    """Have the method of a layer be otherwise."""
+    return lambda model: vars(model.get_submodule(path).quant_method).update(attributes)
+
+
+def layer(path: str, **attributes: object) -> Change:
+    """Have a layer, or its parameter, be otherwise."""
+    is_parameter = path.rpartition(".")[2].startswith("weight")
+    return lambda model: vars(
+        model.get_parameter(path) if is_parameter else model.get_submodule(path)
+    ).update(attributes)
+
+
+def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor], path: str = OUT) -> Change:
     """Have a parameter of a layer be otherwise."""
 
     def change(model: Any) -> None:
-        layer = model.get_submodule(OUT)
+        layer = model.get_submodule(path)
         setattr(layer, name, nn.Parameter(data(getattr(layer, name).data), requires_grad=False))
 
     return change

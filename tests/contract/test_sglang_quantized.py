@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.sglang_online import OUT
+from tests.contract.sglang_online import OUT, Change, doubled, layer, method
 from tests.contract.sglang_quantised import BLOCKS, CPU, EXPERTS, Model, host_of, runner, saved, trained
 from tests.quantised import AWQ, INT4, fp8_blocks, same_bits
 from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
@@ -112,27 +112,6 @@ def test_a_scale_that_does_not_come_fails_the_update_by_name(tmp_path: Path) -> 
         loader.load(iter(tensors.items()))
     with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale_inv did not come"):
         loader.finish()
-
-
-Change = Callable[[nn.Module], object]
-
-
-def method(path: str, **attributes: object) -> Change:
-    """Have the method of a layer be otherwise."""
-    return lambda model: vars(model.get_submodule(path).quant_method).update(attributes)
-
-
-def layer(path: str, **attributes: object) -> Change:
-    """Have a layer, or its parameter, be otherwise."""
-    is_parameter = path.rpartition(".")[2].startswith("weight")
-    return lambda model: vars(
-        model.get_parameter(path) if is_parameter else model.get_submodule(path)
-    ).update(attributes)
-
-
-def doubled(model: Any) -> None:
-    load = model.load_weights
-    model.load_weights = lambda weights: load((name, tensor * 2) for name, tensor in weights)
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
