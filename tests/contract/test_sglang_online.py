@@ -7,7 +7,7 @@ torch, as its machine code for Hopper GPUs has it. Only the reciprocal differs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,141 +16,29 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
-from tests.contract.test_sglang_quantized import (
-    CPU,
-    FP8,
-    PACKED,
-    Linear,
-    Model,
-    host_of,
-    saved,
-    trained,
+from tests.contract.sglang_online import (
+    IGNORED,
+    OUT,
+    Change,
+    Fp8LinearMethod,
+    Fp8MoEMethod,
+    FusedMoE,
+    Online,
+    OnlineMoe,
+    Quantise,
+    W8A8Fp8LinearMethod,
+    doubled,
+    layer,
+    method,
+    replaced,
+    whole,
 )
-from tests.kernel_doubles import use_doubles
-from tests.quantised import same_bits
-from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
+from tests.contract.sglang_quantised import CPU, EXPERTS, FP8, host_of, runner, saved
 from weightsync.engines.rank.rank import Rank
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout
 from weightsync.plan.direct.stored_reads import reads_layout
 from weightsync.plan.layout.coverage import covers_all
-from weightsync.protocol.messages import HolderDigests
-
-OUT = "model.layers.0.self_attn.o_proj"
-IGNORED = "model.layers.1.self_attn.o_proj"
-BY_COLUMNS = ("o_proj", "down_proj")
-
-
-def by_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """SGLang's values, and a float32 scale for each row, of finite weights."""
-    scales = weight.float().abs().amax(1, keepdim=True) * torch.tensor(1 / 448, dtype=torch.float32)
-    inverses = torch.where(scales == 0, torch.zeros(1), scales.reciprocal())
-    return (weight.float() * inverses).clamp(-448, 448).to(FP8), scales
-
-
-class Fp8LinearMethod(SimpleNamespace):
-    """As SGLang's for ``quantization="fp8"``, without a ``quantization_config``."""
-
-    def __init__(self, **attributes: object) -> None:
-        config = SimpleNamespace(is_checkpoint_fp8_serialized=False)
-        held = {"block_quant": False, "use_mxfp8": False, "use_marlin": False, "quantize": by_row}
-        super().__init__(quant_config=config, **held | attributes)
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        weight_loader: Callable[..., object],
-    ) -> None:
-        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
-        layer.weight = nn.Parameter(data, requires_grad=False)
-        layer.weight.weight_loader = weight_loader  # type: ignore[assignment]
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        values, scales = self.quantize(layer.weight)
-        layer.weight = nn.Parameter(values.t(), requires_grad=False)
-        layer.weight_scale = nn.Parameter(scales.t().contiguous(), requires_grad=False)
-        layer.input_scale = None
-
-
-class W8A8Fp8LinearMethod(Fp8LinearMethod):
-    """As SGLang's for ``quantization="w8a8_fp8"``: it names its config otherwise, and has an older loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quantization_config = vars(self).pop("quant_config")
-
-
-class OnlineLinear(Linear):
-    """A rank's part of a matrix: of its rows, or for the last layers of a block of its columns."""
-
-    def __init__(self, parts: Mapping[str, tuple[int, int]], method: Any, rank: int, num_ranks: int) -> None:
-        self.rank, self.is_by_columns = rank, next(iter(parts)) in BY_COLUMNS
-        cut = (1, num_ranks) if self.is_by_columns else (num_ranks, 1)
-        super().__init__({name: (n // cut[0], m // cut[1]) for name, (n, m) in parts.items()}, False)
-        rows, columns = self.weight.shape
-        self.quant_method = method
-        load = self.weight_loader if isinstance(method, W8A8Fp8LinearMethod) else self.weight_loader_v2
-        method.create_weights(self, columns, [rows], columns, rows, torch.bfloat16, weight_loader=load)
-
-    def load(self, part: str, leaf: str, tensor: torch.Tensor) -> None:
-        param: Any = getattr(self, leaf)
-        param.weight_loader(param, tensor, part)
-
-    def weight_loader_v2(self, param: nn.Parameter, tensor: torch.Tensor, part: str) -> None:
-        rows, columns = self.parts[part]
-        axis, size = (1, columns) if self.is_by_columns else (0, rows)
-        before = list(self.parts)[: list(self.parts).index(part)]
-        target = param.data.narrow(0, sum(self.parts[each][0] for each in before), rows)
-        target.copy_(tensor.narrow(axis, self.rank * size, size))
-
-    def weight_loader(self, param: nn.Parameter, tensor: torch.Tensor, part: str) -> None:
-        assert isinstance(self.quant_method, W8A8Fp8LinearMethod), "the other loader is the layer's"
-        self.weight_loader_v2(param, tensor, part)
-
-
-class Online(Model):
-    """Has the layers of a Qwen3 that SGLang quantises, one of them ignored. `start` quantises."""
-
-    linear = OnlineLinear
-
-    def __init__(
-        self,
-        folder: Path,
-        method: Callable[[], Any] = Fp8LinearMethod,
-        rank: int = 0,
-        num_ranks: int = 1,
-        padding: int = 3,
-    ) -> None:
-        fused = {f"{of}.{PACKED.get(last, last)}" for of, _, last in map(split, paths(folder))}
-        super().__init__(folder, ignored=fused, padding=padding)
-        for path, each in list(self.named_modules()):
-            if isinstance(each, Linear) and path != IGNORED:
-                parent, _, last = split(path)
-                setattr(self.get_submodule(parent), last, self.linear(each.parts, method(), rank, num_ranks))
-        draw = torch.Generator().manual_seed(9)
-        with torch.no_grad():
-            for each in self.parameters():
-                each.copy_(torch.randn(each.shape, generator=draw).to(each.dtype))
-
-    def start(self) -> Online:
-        for module in self.modules():
-            if isinstance(module, OnlineLinear):
-                module.quant_method.process_weights_after_loading(module)
-        return self
-
-
-def split(path: str) -> tuple[str, str, str]:
-    return path.rpartition(".")
-
-
-def paths(folder: Path) -> Iterable[str]:
-    return [name.removesuffix(".weight") for name in trained(folder, 0) if name.endswith("_proj.weight")]
 
 
 @pytest.fixture
@@ -158,39 +46,9 @@ def folder(tmp_path: Path) -> Path:
     return saved(tmp_path, {})
 
 
-@pytest.mark.parametrize("method", [Fp8LinearMethod, W8A8Fp8LinearMethod])
-@pytest.mark.parametrize(("rank", "num_ranks", "padding"), [(0, 1, 3), (0, 1, 0), (0, 2, 3), (1, 2, 3)])
-def test_three_versions_are_what_it_makes_of_them_when_it_starts(
-    method: Callable[[], Any], rank: int, num_ranks: int, padding: int, folder: Path
-) -> None:
-    """All are written in place: its loader runs once, for the trace."""
-    model = Online(folder, method, rank, num_ranks, padding).start()
-    held = {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()}
-    before = {name: each.clone() for name, each in model.named_parameters()}
-    loads: list[int] = []
-    load = model.load_weights
-    model.load_weights = lambda weights: loads.append(1) or load(weights)  # type: ignore[method-assign]
-    host = host_of(model, folder)
-    checkpoint = host.checkpoint()
-    assert "become float8_e4m3fn with a scale for 1 x all" in checkpoint.converts
-    changed = [name for name, each in model.named_parameters() if not same_bits(each, before[name])]
-    assert changed == (["model.embed_tokens.weight"] if padding else []), "a trace wrote"
-    for seed in (1, 2, 3):
-        tensors = trained(folder, seed)
-        tensors["model.layers.0.mlp.up_proj.weight"][3] = 0
-        loader = host.loader(stored=False)
-        wanted = Online(folder, method, rank, num_ranks, padding)
-        with torch.no_grad():
-            loader.load(iter(tensors.items()))
-            loader.finish()
-            wanted.load_weights(tensors.items())
-            wanted.start()
-        live = dict(parameters_of(wanted))
-        assert [name for name, each in parameters_of(model) if not same_bits(each, live[name])] == []
-        assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
-        assert padding == int((model.model.embed_tokens.weight == 0).all(1).sum())
-    assert loads == [1]
-    assert {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()} == held
+@pytest.fixture
+def moe_folder(tmp_path: Path) -> Path:
+    return saved(tmp_path, {}, moe=True)
 
 
 def test_what_it_leaves_as_it_is_stays_full_precision(folder: Path) -> None:
@@ -218,89 +76,16 @@ def test_holders_of_two_ranks_read_all_of_it_between_them(folder: Path) -> None:
     assert not covers_all(Layout.from_ranks(layouts[:1]))
 
 
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
-@pytest.mark.parametrize("update", [read_and_quantised, bucket_by_bucket])
-def test_its_holder_writes_the_same_bytes_where_they_live(
-    update: Callable[..., HolderDigests],
-    rank: int,
-    num_ranks: int,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With doubles of its kernels. It maps parameters as bytes, and has their places from the rank."""
-    use_doubles(monkeypatch)
-    model = Online(folder, rank=rank, num_ranks=num_ranks).start()
-    host = host_of(model, folder)
-    metas, places = host.checkpoint().tensors, host.places()
-    assert places
-    tensors = trained(folder, 1)
-    made = update(metas, places.export(places.formats), mapped(model), tensors)
-    wanted = Online(folder, rank=rank, num_ranks=num_ranks)
-    with torch.no_grad():
-        wanted.load_weights(tensors.items())
-    parameters = dict(parameters_of(wanted.start()))
-    assert [name for name, each in parameters_of(model) if not same_bits(each, parameters[name])] == []
-    places.require(made.stored)
-
-
-def test_parameters_that_moved_are_found_again(folder: Path) -> None:
-    model = Online(folder).start()
-    host = host_of(model, folder)
-    host.checkpoint()
-    before = host.places()
-    assert host.places() is before
-    layer: Any = model.get_submodule(OUT)
-    layer.weight.data = layer.weight.data.t().clone().t()
-    after = host.places()
-    assert after
-    assert after is not before
-    assert after.addresses()[f"{OUT}.weight"] == layer.weight.data_ptr()
-
-
-def test_a_tensor_that_does_not_come_fails_the_update_by_name(folder: Path) -> None:
-    host = host_of(Online(folder).start(), folder)
-    host.checkpoint()
-    tensors = trained(folder, 1)
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    loader = host.loader(stored=False)
-    with torch.no_grad():
-        loader.load(iter(tensors.items()))
-    with pytest.raises(RuntimeError, match=r"up_proj\.weight.* did not come"):
-        loader.finish()
-
-
 def test_a_rank_declares_what_it_quantises(folder: Path) -> None:
     layout = Rank("sglang", 0, CPU, host_of(Online(folder).start(), folder)).layout().rank_layout()
     assert layout.buffers == ()
     assert "become float8_e4m3fn with a scale for 1 x all" in layout.converts
 
 
-Change = Callable[[Any], object]
-
-
-def method(**attributes: object) -> Change:
-    return lambda model: vars(model.get_submodule(OUT).quant_method).update(attributes)
-
-
-def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Have a parameter of a layer be otherwise."""
-
-    def change(model: Any) -> None:
-        layer = model.get_submodule(OUT)
-        setattr(layer, name, nn.Parameter(data(getattr(layer, name).data), requires_grad=False))
-
-    return change
-
-
 def other_rounding(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """With a quotient that is rounded correctly, as SGLang's kernels for other GPUs have."""
     scales = weight.float().abs().amax(1, keepdim=True) / 448
     return (weight.float() / scales).to(FP8), scales
-
-
-def doubled(model: Any) -> None:
-    load = model.load_weights
-    model.load_weights = lambda weights: load((name, tensor * 2) for name, tensor in weights)
 
 
 def backwards(model: Any) -> None:
@@ -322,25 +107,16 @@ class AwqLinearMethod(SimpleNamespace): ...
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "marlin": (method(use_marlin=True), r"o_proj: .*SGLANG_FORCE_FP8_MARLIN"),
-    "groups": (method(block_quant=True), r"o_proj: it is quantised in groups \(MXFP8\)"),
+    "marlin": (method(OUT, use_marlin=True), r"o_proj: .*SGLANG_FORCE_FP8_MARLIN"),
+    "groups": (method(OUT, block_quant=True), r"o_proj: it is quantised in groups \(MXFP8\)"),
     "one scale": (replaced("weight_scale", lambda scales: scales.max()), r"o_proj: it has one scale for all"),
     "no scale": (replaced("weight_scale", lambda scales: scales.half()), r"o_proj: .*scales torch\.float16"),
     "whole": (replaced("weight", lambda weight: weight.to(torch.bfloat16)), r"o_proj: it holds .*bfloat16"),
     "order": (replaced("weight", lambda weight: weight.contiguous()), r"o_proj: its rows lie between others"),
-    "AMX": (
-        lambda model: vars(model.get_submodule(OUT)).update(use_intel_amx_backend=True),
-        r"packed for AMX",
-    ),
-    "cache": (
-        lambda model: vars(model.get_submodule("model.layers.0.self_attn.attn")).update(k_scale_float=0.1),
-        r"drawn at random",
-    ),
+    "AMX": (layer(OUT, use_intel_amx_backend=True), r"packed for AMX"),
+    "cache": (layer("model.layers.0.self_attn.attn", k_scale_float=0.1), r"drawn at random"),
     "derived": (lambda model: vars(model).update(post_load_weights=None), r"derives tensors"),
-    "beside": (
-        lambda model: vars(model.get_submodule(OUT)).update(packed=torch.zeros(8)),
-        r"o_proj\.packed is no parameter",
-    ),
+    "beside": (layer(OUT, packed=torch.zeros(8)), r"o_proj\.packed is no parameter"),
     "other layer": (
         lambda model: setattr(model.get_submodule(IGNORED), "quant_method", AwqLinearMethod()),
         r"AwqLinearMethod may repack",
@@ -350,10 +126,93 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_written_in_place_is_refused_when_connecting(case: str, folder: Path) -> None:
-    change, reason = REFUSED[case]
-    model = Online(folder).start()
+def loads(load: Callable[[torch.Tensor, torch.Tensor, str], object]) -> Change:
+    """Have a loader put the first expert elsewhere."""
+
+    def change(model: Any) -> None:
+        experts = model.get_submodule(EXPERTS)
+        loader = experts.weight_loader
+
+        def other(param: Any, tensor: torch.Tensor, name: str, shard_id: str, expert_id: int) -> None:
+            if expert_id:
+                loader(param, tensor, name, shard_id=shard_id, expert_id=expert_id)
+            else:
+                load(param.data[0], tensor, shard_id)
+
+        experts.weight_loader = other
+
+    return change
+
+
+def by_turns(target: torch.Tensor, tensor: torch.Tensor, shard: str) -> None:
+    """Put rows of the gate between those of the up projection."""
+    (target if shard == "w2" else target[0 if shard == "w1" else 1 :: 2]).copy_(tensor)
+
+
+def in_halves(target: torch.Tensor, tensor: torch.Tensor, shard: str) -> None:
+    """Put half of the up projection before the gate, and half behind it."""
+    quarter = len(tensor) // 2
+    if shard == "w1":
+        target[quarter : 3 * quarter].copy_(tensor)
+    elif shard == "w3":
+        target[:quarter].copy_(tensor[:quarter])
+        target[3 * quarter :].copy_(tensor[quarter:])
+    else:
+        target.copy_(tensor)
+
+
+def twice(target: torch.Tensor, tensor: torch.Tensor, shard: str) -> None:
+    target[len(tensor) * (shard == "w3") :][: len(tensor)].copy_(tensor * 2)
+
+
+EXPERTS_REFUSED: dict[str, tuple[Change, str]] = {
+    "TRT-LLM": (
+        method(EXPERTS, runner=runner("flashinfer_trtllm")),
+        "flashinfer_trtllm may rearrange",
+    ),
+    "HPC": (
+        method(EXPERTS, runner=runner("hpc_ops")),
+        r"hpc_ops may rearrange .*: moe_runner_backend='triton'",
+    ),
+    "no runner": (method(EXPERTS, runner=None), r"backend None may rearrange experts"),
+    "marlin": (method(EXPERTS, use_marlin=True), r"SGLANG_FORCE_FP8_MARLIN"),
+    "groups": (method(EXPERTS, block_quant=True), r"quantised in groups \(MXFP8\)"),
+    "two scales": (
+        replaced("w13_weight_scale", lambda scales: torch.stack([scales, scales], 1), EXPERTS),
+        r"its w13_weight holds torch\.float8_e4m3fn .*, and scales torch\.float32 \(8, 2\)",
+    ),
+    "no scale": (
+        lambda model: delattr(model.get_submodule(EXPERTS), "w2_weight_scale"),
+        r"its w2_weight has no w2_weight_scale",
+    ),
+    "whole": (
+        replaced("w2_weight", lambda stack: stack.to(torch.bfloat16), EXPERTS),
+        r"its w2_weight holds .*bfloat16",
+    ),
+    "order": (
+        replaced("w13_weight", lambda stack: stack.transpose(1, 2).contiguous().transpose(1, 2), EXPERTS),
+        r"experts of its w13_weight lie between others",
+    ),
+    "AMX": (layer(EXPERTS, use_intel_amx_backend=True), r"packed for AMX"),
+    "by turns": (loads(by_turns), r"w13_weight has rows that are not those of .*\.0\.(gate|up)_proj"),
+    "in halves": (loads(in_halves), r"w13_weight has one scale for parts of .*up_proj.* and .*gate_proj"),
+    "computes": (loads(twice), r"its loader runs aten\.mul\.Tensor on .*experts\.0\."),
+}
+
+
+@pytest.mark.parametrize(
+    ("moe", "change", "reason"),
+    [
+        pytest.param(moe, *each, id=f"{'experts: ' if moe else ''}{name}")
+        for moe, cases in ((False, REFUSED), (True, EXPERTS_REFUSED))
+        for name, each in cases.items()
+    ],
+)
+def test_what_cannot_be_written_in_place_is_refused_when_connecting(
+    moe: bool, change: Change, reason: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, {}, moe=moe)
+    model = (OnlineMoe if moe else Online)(folder).start()
     host_of(model, folder).checkpoint()
     change(model)
     held = {name: id(each) for name, each in model.named_parameters()}
@@ -361,6 +220,35 @@ def test_what_cannot_be_written_in_place_is_refused_when_connecting(case: str, f
         host_of(model, folder).checkpoint()
     assert (raised.value.field, raised.value.value) == ("options.quantization", "fp8")
     assert {name: id(each) for name, each in model.named_parameters()} == held, "a trace left its own"
+
+
+def parts(first: int, second: int) -> Callable[[torch.Tensor, torch.Tensor, str], object]:
+    """Have a rank keep parts of a gate, and of other projections, that start at quarters of them."""
+
+    def load(target: torch.Tensor, tensor: torch.Tensor, shard: str) -> None:
+        axis, size = (1, target.shape[1]) if shard == "w2" else (0, len(target) // 2)
+        start = (first if shard == "w1" else second) * size // 2
+        part = tensor.narrow(axis, start, size)
+        target[size * (shard == "w3") :][: len(part)].copy_(part)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (parts(1, 1), r"w13_weight: ranks keep unequal parts of .*experts\.0\.gate_proj"),
+        (
+            parts(0, 2),
+            r"w13_weight has one scale for parts of .*0\.gate_proj\.weight and .*0\.up_proj\.weight",
+        ),
+    ],
+)
+def test_parts_that_ranks_do_not_keep_alike_are_refused(load: Any, reason: str, moe_folder: Path) -> None:
+    model = OnlineMoe(moe_folder, part=(0, 2)).start()
+    loads(load)(model)
+    with pytest.raises(ConfigError, match=reason):
+        host_of(model, moe_folder).checkpoint()
 
 
 def test_a_quantiser_with_other_bytes_is_refused(folder: Path) -> None:
@@ -375,3 +263,37 @@ def test_adapters_are_refused_by_their_option(folder: Path) -> None:
     model.add_module("wrapped", ColumnParallelLinearWithLoRA())
     with pytest.raises(ConfigError, match=r"options\.enable_lora"):
         host_of(model, folder).checkpoint()
+
+
+def a_scale_each(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise halves of an expert by themselves."""
+    halves = [whole(each) for each in weight.chunk(2)]
+    return torch.cat([values for values, _ in halves]), torch.maximum(*(scale for _, scale in halves))
+
+
+def by_product(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """With a product in place of the division, as fast math has it."""
+    scale = weight.float().abs().max() * torch.tensor(1 / 448)
+    return (weight.float() / scale).to(FP8), scale.reshape(1)
+
+
+@pytest.mark.parametrize("quantise", [a_scale_each, by_product])
+def test_a_quantiser_of_experts_with_other_bytes_is_refused(quantise: Quantise, moe_folder: Path) -> None:
+    model = OnlineMoe(moe_folder, lambda: Fp8MoEMethod(quantise)).start()
+    with pytest.raises(ConfigError, match=r"mlp\.experts: .*other bytes than are known, on a CPU.*vLLM"):
+        host_of(model, moe_folder).checkpoint()
+
+
+def test_each_size_of_expert_is_compared_once(moe_folder: Path) -> None:
+    counts: list[Mapping[str, int]] = []
+
+    def counted(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counts.append({"rows": len(weight)})
+        return whole(weight)
+
+    model = OnlineMoe(moe_folder).start()
+    for each in model.modules():
+        if isinstance(each, FusedMoE):
+            each.quant_method.quantise = counted
+    host_of(model, moe_folder).checkpoint()
+    assert len(counts) == 2

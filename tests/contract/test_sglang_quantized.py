@@ -8,206 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models import build_tiny_qwen3
+from tests.contract.sglang_online import OUT, Change, doubled, layer, method
+from tests.contract.sglang_quantised import BLOCKS, CPU, EXPERTS, Model, host_of, runner, saved, trained
 from tests.quantised import AWQ, INT4, fp8_blocks, same_bits
 from weightsync.engines.loading.live_digest import LiveParameters, parameters_of
 from weightsync.engines.rank.rank import Rank
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.worker import RankSettings, SglangHost
 from weightsync.errors import ConfigError
-from weightsync.memory.stacked_experts import as_loaded
-from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout
 from weightsync.plan.direct.stored_reads import reads_layout
 from weightsync.plan.layout.coverage import covers_all
 from weightsync.plan.layout.formats import Quantization
-
-CPU = torch.device("cpu")
-FP8 = torch.float8_e4m3fn
-BLOCK = 32
-BLOCKS: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-    "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"],
-}
-PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-
-
-class Fp8LinearMethod(SimpleNamespace): ...
-
-
-class Fp8MoEMethod(SimpleNamespace): ...
-
-
-class Fp8KVCacheMethod(SimpleNamespace): ...
-
-
-class UnquantizedLinearMethod(SimpleNamespace): ...
-
-
-def held(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """One matrix, or several of a checkpoint one below the other, in FP8 blocks or in bfloat16."""
-
-    def __init__(self, parts: Mapping[str, tuple[int, int]], quantised: bool) -> None:
-        super().__init__()
-        self.parts = parts
-        rows, columns = sum(each[0] for each in parts.values()), next(iter(parts.values()))[1]
-        self.weight = held(rows, columns, dtype=FP8 if quantised else torch.bfloat16)
-        self.quant_method: Any = UnquantizedLinearMethod()
-        if quantised:
-            self.weight_scale_inv = held(-(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32)
-            self.quant_method = Fp8LinearMethod(block_quant=True, use_mxfp8=False, use_marlin=False)
-
-    def load(self, part: str, leaf: str, tensor: torch.Tensor) -> None:
-        unit = BLOCK if leaf == "weight_scale_inv" else 1
-        before = list(self.parts)[: list(self.parts).index(part)]
-        first = sum(self.parts[each][0] // unit for each in before)
-        getattr(self, leaf).data.narrow(0, first, tensor.shape[0]).copy_(tensor)
-
-
-class Experts(nn.Module):
-    def __init__(self, number: int, width: int, columns: int) -> None:
-        super().__init__()
-        self.w13_weight = held(number, 2 * width, columns, dtype=FP8)
-        self.w2_weight = held(number, columns, width, dtype=FP8)
-        scales = -(-2 * width // BLOCK), -(-columns // BLOCK)
-        self.w13_weight_scale_inv = held(number, *scales, dtype=torch.float32)
-        self.w2_weight_scale_inv = held(number, scales[1], scales[0] // 2, dtype=torch.float32)
-        runner = SimpleNamespace(runner_backend=SimpleNamespace(value="triton"))
-        self.quant_method = Fp8MoEMethod(
-            block_quant=True, use_mxfp8=False, is_fp4_expert=False, runner=runner
-        )
-
-    def load(self, number: int, part: str, leaf: str, tensor: torch.Tensor) -> None:
-        target = getattr(self, f"{'w2' if part == 'down_proj' else 'w13'}_{leaf}").data[number]
-        first = len(target) // 2 if part == "up_proj" else 0
-        target.narrow(0, first, len(tensor)).copy_(tensor)
-
-
-class Attention(nn.Module):
-    """With scales of its cache, which dummy weights draw, and which no checkpoint has to have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_scale, self.v_scale = held(), held()
-        self.k_scale_float = self.v_scale_float = 1.0
-        self.quant_method = Fp8KVCacheMethod()
-
-
-class Embedding(nn.Module):
-    def __init__(self, rows: int, columns: int, padding: int) -> None:
-        super().__init__()
-        self.rows, self.weight = rows, held(rows + padding, columns)
-
-    def load(self, tensor: torch.Tensor) -> None:
-        self.weight.data[: self.rows].copy_(tensor)
-        self.weight.data[self.rows :].fill_(0)
-
-
-class Model(nn.Module):
-    """Has the layers that SGLang makes of a Qwen3's config: fused, with all experts of a layer in one."""
-
-    def __init__(
-        self, path: Path, ignored: Iterable[str] = BLOCKS["modules_to_not_convert"], padding: int = 3
-    ) -> None:
-        super().__init__()
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config)
-        parts: dict[str, dict[str, tuple[int, int]]] = {}
-        for name, each in named_tensors(whole)[0].items():
-            layer, _, last = name.removesuffix(".weight").rpartition(".")
-            if ".experts." in name:
-                self._put(layer, Experts(each.shape[0], config.moe_intermediate_size, config.hidden_size))
-            elif last.endswith("_proj"):
-                fused = f"{layer}.{PACKED.get(last, last)}"
-                parts.setdefault(fused, {})[last] = each.shape
-            elif "embed_tokens" in name:
-                self._put(f"{layer}.{last}", Embedding(*each.shape, padding))
-            else:
-                module = nn.Module()
-                module.weight = held(*each.shape)
-                self._put(f"{layer}.{last}" if layer else last, module)
-        for fused, its in parts.items():
-            self._put(fused, Linear(its, quantised=fused not in ignored))
-        self._put("model.layers.0.self_attn.attn", Attention())
-        with torch.no_grad():
-            for number, each in enumerate(self.parameters()):
-                each.copy_(torch.full(each.shape, 1e-3 * number).to(each.dtype))
-
-    def _put(self, path: str, module: nn.Module) -> None:
-        *parents, last = path.split(".")
-        at: nn.Module = self
-        for name in parents:
-            if not hasattr(at, name):
-                at.add_module(name, nn.Module())
-            at = getattr(at, name)
-        if not hasattr(at, last):
-            at.add_module(last, module)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        modules = dict(self.named_modules())
-        for name, tensor in weights:
-            path, _, leaf = name.rpartition(".")
-            layer, _, last = path.rpartition(".")
-            experts, _, number = layer.rpartition(".")
-            if isinstance(stack := modules.get(experts), Experts):
-                stack.load(int(number), last, leaf, tensor)
-                continue
-            found = modules.get(path) or modules[f"{layer}.{PACKED.get(last, last)}"]
-            if isinstance(found, Linear):
-                found.load(last, leaf, tensor)
-            elif isinstance(found, Embedding):
-                found.load(tensor)
-            else:
-                getattr(found, leaf).data.copy_(tensor)
-
-
-def saved(folder: Path, quantization: Mapping[str, Any] = BLOCKS, moe: bool = False) -> Path:
-    """A folder with a config alone, as an engine starts from."""
-    build_tiny_qwen3(folder, moe)
-    (folder / "model.safetensors").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": quantization, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def host_of(model: nn.Module, folder: Path, **settings: Any) -> SglangHost:
-    return SglangHost(model, CPU, RankSettings("e0", str(folder), "bfloat16", **settings))
-
-
-def trained(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Weights of a trainer, in bfloat16, experts one by one."""
-    draw = torch.Generator().manual_seed(seed)
-    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    tensors = {
-        name: torch.randn(each.shape, generator=draw) for name, each in named_tensors(whole)[0].items()
-    }
-    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
-    return {
-        name: part.to(torch.bfloat16)
-        for whole_name, each in tensors.items()
-        for name, part in as_loaded(whole_name, each, shapes)
-    }
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -292,32 +112,6 @@ def test_a_scale_that_does_not_come_fails_the_update_by_name(tmp_path: Path) -> 
         loader.load(iter(tensors.items()))
     with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale_inv did not come"):
         loader.finish()
-
-
-Change = Callable[[nn.Module], object]
-OUT, EXPERTS = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"
-
-
-def method(path: str, **attributes: object) -> Change:
-    """Have the method of a layer be otherwise."""
-    return lambda model: vars(model.get_submodule(path).quant_method).update(attributes)
-
-
-def layer(path: str, **attributes: object) -> Change:
-    """Have a layer, or its parameter, be otherwise."""
-    is_parameter = path.rpartition(".")[2].startswith("weight")
-    return lambda model: vars(
-        model.get_parameter(path) if is_parameter else model.get_submodule(path)
-    ).update(attributes)
-
-
-def runner(name: str) -> SimpleNamespace:
-    return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
-
-
-def doubled(model: Any) -> None:
-    load = model.load_weights
-    model.load_weights = lambda weights: load((name, tensor * 2) for name, tensor in weights)
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.test_sglang_loop import FakeServer, of, until
-from tests.contract.test_vllm_stepper import FakeLlm, stop
+from tests.contract.request_loops import FakeLlm, FakeServer, of, stop, until
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync.engines.rank.rank import Rank

@@ -20,37 +20,32 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.quantising_holder import bucket_by_bucket, mapped, read_and_quantised
-from tests.contract.test_sglang_quantized import saved, trained
+from tests.contract.quantising_holder import differing, load
+from tests.contract.sglang_online import Change, Quantise, doubled, whole
+from tests.contract.sglang_quantised import saved, weights
 from tests.contract.test_vllm_quantized import Served
-from tests.kernel_doubles import use_doubles
 from tests.models import build_tiny_qwen3
 from tests.quantised import same_bits
-from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.vllm.api import set_environment
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.errors import ConfigError, PlanError
-from weightsync.protocol.device_memory import StoredTable
-from weightsync.quantising.quantizing_tables import NoKernelError
 
 if not importlib.util.find_spec("vllm"):
     pytest.skip("vllm is not installed", allow_module_level=True)
-
 from tests.contract.vllm_online import (
     CPU,
-    DONE,
     FP8,
-    OUT,
     QKV,
+    Fp8OnlineMoEMethod,
     Fp8PerTensorOnlineLinearMethod,
     Online,
-    differing,
     host_of,
     linears,
-    load,
     otherwise,
-    whole,
 )
+
+EXPERTS, ROUTER = "model.layers.0.mlp.experts", "model.layers.0.mlp.gate"
+STACKED = f"{EXPERTS}.routed_experts"
 
 
 @pytest.fixture
@@ -58,63 +53,13 @@ def folder(tmp_path: Path) -> Path:
     return saved(tmp_path, {})
 
 
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_three_versions_are_what_it_makes_of_them_when_it_starts(
-    rank: int, num_ranks: int, folder: Path
-) -> None:
-    """The first goes through its loader, which shows that the others may be written in place."""
-    parts: Any = {"rank": rank, "num_ranks": num_ranks}
-    model = Online(folder, **parts).start(trained(folder, 0))
-    held = {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()}
-    before = {name: each.clone() for name, each in model.named_parameters()}
-    host = host_of(model, folder)
-    model.method.fp8_linear.num_rows = -1
-    checkpoint = host.checkpoint()
-    assert "become float8_e4m3fn with a scale for" in checkpoint.converts
-    assert "of q_proj and k_proj and v_proj together" in checkpoint.converts
-    assert checkpoint.stored == ()
-    assert [name for name, each in model.named_parameters() if not same_bits(each, before[name])] == []
-    assert model.method.fp8_linear.num_rows == -1, "a random matrix left its size in a kernel"
-    assert all(getattr(each, DONE, False) for each in linears(model))
-    places = host.places()
-    assert places
-    assert places.are_right is None
-    once = len(linears(model))
-    for version in (1, 2, 3):
-        tensors = trained(folder, version)
-        num_processed = model.num_processed
-        load(host.loader(stored=False), tensors)
-        assert model.num_processed - num_processed == (once if version == 1 else 0)
-        assert host.places() is places
-        assert places.are_right
-        wanted = Online(folder, **parts).start(tensors)
-        assert differing(model, wanted) == []
-        assert LiveParameters(model, CPU).digest() == LiveParameters(wanted, CPU).digest()
-    assert {name: (id(each), each.data_ptr()) for name, each in model.named_parameters()} == held
-
-
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_its_holder_writes_the_same_bytes_where_they_live(
-    rank: int, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what it reads. No kernel takes the maxima of several matrices of buckets first, which it says."""
-    use_doubles(monkeypatch)
-    parts: Any = {"rank": rank, "num_ranks": num_ranks}
-    model = Online(folder, **parts).start(trained(folder, 0))
-    host = host_of(model, folder)
-    metas, places, tensors = host.checkpoint().tensors, host.places(), trained(folder, 1)
-    assert places
-    export = places.export(places.formats)
-    assert StoredTable.of(export).export() == export
-    made = read_and_quantised(metas, export, mapped(model), tensors)
-    assert differing(model, Online(folder, **parts).start(tensors)) == []
-    places.require(made.stored)
-    with pytest.raises(NoKernelError, match=r"_proj.*: no kernel quantises it to float8"):
-        bucket_by_bucket(metas, export, mapped(model), tensors)
+@pytest.fixture
+def moe_folder(tmp_path: Path) -> Path:
+    return saved(tmp_path, {}, moe=True)
 
 
 def test_a_holder_reads_nothing_of_a_layer_of_which_a_part_comes_from_elsewhere(folder: Path) -> None:
-    host = host_of(Online(folder).start(trained(folder, 0)), folder)
+    host = host_of(Online(folder).start(weights(folder, 0)), folder)
     metas, places = host.checkpoint().tensors, host.places()
     assert places
     export = places.export(places.formats)
@@ -125,11 +70,11 @@ def test_a_holder_reads_nothing_of_a_layer_of_which_a_part_comes_from_elsewhere(
 
 
 def test_a_layer_of_zeros_is_what_it_makes_of_it(folder: Path) -> None:
-    model = Online(folder).start(trained(folder, 0))
+    model = Online(folder).start(weights(folder, 0))
     host = host_of(model, folder)
     host.checkpoint()
     for seed in (1, 2):
-        tensors = trained(folder, seed)
+        tensors = weights(folder, seed)
         for leaf in ("gate_proj", "up_proj"):
             tensors[f"model.layers.0.mlp.{leaf}.weight"].zero_()
         load(host.loader(stored=False), tensors)
@@ -137,40 +82,6 @@ def test_a_layer_of_zeros_is_what_it_makes_of_it(folder: Path) -> None:
     places = host.places()
     assert places
     assert places.are_right
-
-
-def test_a_tensor_that_does_not_come_fails_the_update_by_name_and_the_next_heals(folder: Path) -> None:
-    model = Online(folder).start(trained(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    for seed, reason in ((1, r"v_proj\.weight did not come"), (3, r"v_proj\.weight did not come")):
-        tensors = trained(folder, seed)
-        last = tensors.pop("model.layers.0.self_attn.v_proj.weight")
-        loader = host.loader(stored=False)
-        with pytest.raises(RuntimeError, match=reason):
-            load(loader, tensors)
-        loader.abandon()
-        tensors["model.layers.0.self_attn.v_proj.weight"] = last
-        load(host.loader(stored=False), tensors)
-        assert differing(model, Online(folder).start(tensors)) == []
-
-
-def test_parameters_that_moved_are_found_again(folder: Path) -> None:
-    model = Online(folder).start(trained(folder, 0))
-    host = host_of(model, folder)
-    host.checkpoint()
-    load(host.loader(stored=False), trained(folder, 1))
-    before = host.places()
-    layer: Any = model.get_submodule(OUT)
-    layer.weight.data = layer.weight.data.t().clone().t()
-    after = host.places()
-    assert after
-    assert after is not before
-    assert after.are_right is None
-    assert after.addresses()[f"{OUT}.weight"] == layer.weight.data_ptr()
-    load(host.loader(stored=False), trained(folder, 2))
-    assert after.are_right
-    assert differing(model, Online(folder).start(trained(folder, 2))) == []
 
 
 def test_bytes_that_differ_in_the_first_update_alone_leave_all_to_its_loader(
@@ -182,24 +93,47 @@ def test_bytes_that_differ_in_the_first_update_alone_leave_all_to_its_loader(
         values, scale = whole(weight)
         return (values, scale) if weight.float().std() > 1.5 else (values, scale * 2)
 
-    model = Online(folder, mostly).start(trained(folder, 0))
+    model = Online(folder, mostly).start(weights(folder, 0))
     host = host_of(model, folder)
     assert host.checkpoint().converts
     for version in (1, 2):
         num_processed = model.num_processed
-        load(host.loader(stored=False), trained(folder, version))
+        load(host.loader(stored=False), weights(folder, version))
         assert model.num_processed > num_processed
         places = host.places()
         assert places
         assert places.are_right is False
-        assert differing(model, Online(folder, mostly).start(trained(folder, version))) == []
+        assert differing(model, Online(folder, mostly).start(weights(folder, version))) == []
     assert "otherwise than traced: it loads each update" in caplog.text
+
+
+def test_experts_that_differ_in_the_first_update_alone_leave_all_to_its_loader(
+    moe_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quantiser that is right for random experts, and otherwise for one of a trainer."""
+
+    def mostly(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = whole(weight)
+        return (values, scale * 2) if weight.shape[0] == weight.shape[1] == 64 else (values, scale)
+
+    model = Online(moe_folder).start(weights(moe_folder, 0))
+    host = host_of(model, moe_folder)
+    assert host.checkpoint().converts
+    model.of_experts.quantise = mostly
+    for version in (1, 2):
+        num_processed = model.num_processed
+        load(host.loader(stored=False), weights(moe_folder, version))
+        assert model.num_processed > num_processed
+        places = host.places()
+        assert places
+        assert places.are_right is False
+    assert "gate_proj.weight_scale otherwise than traced: it loads each update" in caplog.text
 
 
 def test_memory_that_is_short_of_the_comparison_leaves_all_to_its_loader(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Online(folder).start(trained(folder, 0))
+    model = Online(folder).start(weights(folder, 0))
     host = host_of(model, folder)
     host.checkpoint()
 
@@ -208,8 +142,8 @@ def test_memory_that_is_short_of_the_comparison_leaves_all_to_its_loader(
 
     monkeypatch.setattr("weightsync.engines.quantised.quantizing_loader.quantize_together", fail)
     for version in (1, 2):
-        load(host.loader(stored=False), trained(folder, version))
-        assert differing(model, Online(folder).start(trained(folder, version))) == []
+        load(host.loader(stored=False), weights(folder, version))
+        assert differing(model, Online(folder).start(weights(folder, version))) == []
     places = host.places()
     assert places
     assert places.are_right is False
@@ -228,12 +162,29 @@ class Kernel:
         return nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
+class ExpertsKernel:
+    """Stands in for vLLM's kernels of experts, which it has for GPUs alone. It adds nothing."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.fused_experts = config, self
+        self.can_overlap_shared_experts = self.is_monolithic = False
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
+
+    def output_is_reduced(self) -> bool:
+        return False
+
+    def apply(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
 def test_layers_and_loaders_of_vllm_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    moe: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own method, whose operator is stated in plain torch. Its loader loads each version, too."""
+    """With its own methods, whose operator is stated in plain torch. Its loader loads each version, too."""
     num_quantised = [0]
 
     def quantise(weight: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,27 +192,36 @@ def test_layers_and_loaders_of_vllm_itself(
         return whole(weight)
 
     set_environment()
-    build_tiny_qwen3(tmp_path)
+    build_tiny_qwen3(tmp_path, moe=moe)
     fp8 = importlib.import_module("vllm.model_executor.layers.quantization.online.fp8")
+    oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.fp8")
     monkeypatch.setattr(fp8.ops, "scaled_fp8_quant", quantise)
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: Kernel())
+    monkeypatch.setattr(
+        fp8, "select_fp8_moe_backend", lambda **_: (oracle.Fp8MoeBackend.TRITON, ExpertsKernel)
+    )
+    monkeypatch.setattr(
+        oracle, "make_fp8_moe_kernel", lambda moe_quant_config, **_: ExpertsKernel(moe_quant_config)
+    )
     served = Served(tmp_path, "auto", quantization="fp8_per_tensor")
     try:
-        host = VllmHost(served.runner, CPU)
-        check_left_to_its_loader(host, "packed for a CPU", caplog)
+        check_left_to_its_loader(VllmHost(served.runner, CPU), "packed for a CPU", caplog)
         for module in served.runner.get_model().modules():
             vars(module).pop("cpu_linear", None)  # of the output head, which multiplies no more
         host = VllmHost(served.runner, CPU)
-        assert "of q_proj and k_proj and v_proj together" in host.checkpoint().converts
+        converts = host.checkpoint().converts
+        assert "of q_proj and k_proj and v_proj together" in converts
+        assert "of gate_proj and up_proj together" in converts
         for version in (1, 2, 3):
-            tensors, before = trained(tmp_path, version), num_quantised[0]
+            tensors, before = weights(tmp_path, version), num_quantised[0]
             load(host.loader(stored=False), tensors)
-            assert num_quantised[0] - before == (8 if version == 1 else 0)
+            assert (num_quantised[0] > before) == (version == 1)
             live = served.live()
             served.load(tensors)
             wanted = served.live()
             assert [name for name in wanted if not same_bits(live[name], wanted[name])] == []
-            assert wanted["model.layers.0.self_attn.qkv_proj.weight"].dtype == FP8
+            quantised = f"{STACKED}.w13_weight" if moe else f"{QKV}.weight"
+            assert wanted[quantised].dtype == FP8
         places = host.places()
         assert places
         assert places.are_right
@@ -269,18 +229,15 @@ def test_layers_and_loaders_of_vllm_itself(
         served.close()
 
 
-Change = Callable[[Any], object]
-
-
 def layer(**attributes: object) -> Change:
     return lambda model: vars(model.get_submodule(QKV)).update(attributes)
 
 
-def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def replaced(name: str, data: Callable[[torch.Tensor], torch.Tensor], path: str = QKV) -> Change:
     """Have a parameter of a layer be otherwise."""
 
     def change(model: Any) -> None:
-        at = model.get_submodule(QKV)
+        at = model.get_submodule(path)
         setattr(at, name, nn.Parameter(data(getattr(at, name).data), requires_grad=False))
 
     return change
@@ -290,11 +247,6 @@ class Int8OnlineMoEMethod: ...
 
 
 class QKVParallelLinearWithLoRA(nn.Module): ...
-
-
-def doubled(model: Any) -> None:
-    loads = model.load_weights
-    model.load_weights = lambda weights: loads((name, tensor * 2) for name, tensor in weights)
 
 
 NOT_PROVEN: dict[str, tuple[Change, str]] = {
@@ -329,12 +281,68 @@ NOT_PROVEN: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_PROVEN)
+def method(**attributes: object) -> Change:
+    return lambda model: vars(model.of_experts).update(attributes)
+
+
+def up_first(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put values in another order, as some kernels of experts want them."""
+    values, scale = whole(weight)
+    return torch.cat(values.view(torch.uint8).chunk(2)[::-1]).view(FP8), scale
+
+
+def with_the_first_scale() -> Quantise:
+    """Return a quantiser that has one scale for all experts of a stack, and is right for the first."""
+    scales: dict[torch.Size, torch.Tensor] = {}
+
+    def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = scales.setdefault(weight.shape, whole(weight)[1])
+        return (weight.float() * (1 / scale)).clamp(-448, 448).to(FP8), scale
+
+    return quantise
+
+
+EXPERTS_NOT_PROVEN: dict[str, tuple[Change, str]] = {
+    "bytes": (method(quantise=otherwise), r"routed_experts: vLLM quantises a random matrix .* other bytes"),
+    "one scale": (
+        method(quantise=with_the_first_scale()),
+        r"routed_experts: vLLM quantises a random matrix .* other bytes",
+    ),
+    "up first": (method(quantise=up_first), r"routed_experts: vLLM quantises a random matrix .* other bytes"),
+    "fails": (method(quantise=None), r"vLLM quantises no random matrix: TypeError"),
+    "two scales": (
+        replaced("w13_weight_scale", lambda scales: torch.stack([scales, scales], 1), STACKED),
+        r"routed_experts: it has no w13_weight_scale with a float32 for each expert",
+    ),
+    "whole": (
+        replaced("w2_weight", lambda stack: stack.to(torch.bfloat16), STACKED),
+        r"routed_experts: its w2_weight holds torch\.bfloat16",
+    ),
+    "order": (
+        replaced("w13_weight", lambda stack: stack.transpose(1, 2).contiguous().transpose(1, 2), STACKED),
+        r"routed_experts: experts of its w13_weight lie between others",
+    ),
+    "padding": (
+        lambda model: vars(model.method).update(fill=1),
+        r"mlp\.gate: vLLM quantises a random matrix .* other bytes",
+    ),
+    "fewer": (replaced("weight", lambda weight: weight[:, :4], ROUTER), r"mlp\.gate: it holds .*\(64, 4\)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("moe", "change", "reason"),
+    [
+        pytest.param(moe, *each, id=f"{'experts: ' if moe else ''}{name}")
+        for moe, cases in ((False, NOT_PROVEN), (True, EXPERTS_NOT_PROVEN))
+        for name, each in cases.items()
+    ],
+)
 def test_what_is_not_proven_is_left_to_its_loader_and_said_in_the_log(
-    case: str, folder: Path, caplog: pytest.LogCaptureFixture
+    moe: bool, change: Change, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change, reason = NOT_PROVEN[case]
-    model = Online(folder).start(trained(folder, 0))
+    folder = saved(tmp_path, {}, moe=moe)
+    model = Online(folder).start(weights(folder, 0))
     change(model)
     held = {name: id(each) for name, each in model.named_parameters()}
     methods = {path: getattr(each, "quant_method", None) for path, each in model.named_modules()}
@@ -355,12 +363,12 @@ def check_left_to_its_loader(host: VllmHost, reason: str, caplog: pytest.LogCapt
 
 
 def test_another_quantiser_goes_on_in_each_update(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Online(folder, otherwise).start(trained(folder, 0))
+    model = Online(folder, otherwise).start(weights(folder, 0))
     host = host_of(model, folder)
     check_left_to_its_loader(host, "other bytes", caplog)
     for version in (1, 2):
-        load(host.loader(stored=False), trained(folder, version))
-        assert differing(model, Online(folder, otherwise).start(trained(folder, version))) == []
+        load(host.loader(stored=False), weights(folder, version))
+        assert differing(model, Online(folder, otherwise).start(weights(folder, version))) == []
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -368,11 +376,11 @@ def test_keys_that_several_ranks_keep_are_left_to_its_loader(
     rank: int, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts: Any = {"rank": rank, "num_ranks": 4, "copies": 2}
-    model = Online(folder, **parts).start(trained(folder, 0))
+    model = Online(folder, **parts).start(weights(folder, 0))
     host = host_of(model, folder)
     check_left_to_its_loader(host, "qkv_proj: ranks keep unequal parts of .*q_proj.* and .*v_proj", caplog)
-    load(host.loader(stored=False), trained(folder, 1))
-    assert differing(model, Online(folder, **parts).start(trained(folder, 1))) == []
+    load(host.loader(stored=False), weights(folder, 1))
+    assert differing(model, Online(folder, **parts).start(weights(folder, 1))) == []
 
 
 def test_ranks_that_agree_on_a_scale_load_together(
@@ -385,9 +393,9 @@ def test_ranks_that_agree_on_a_scale_load_together(
         None,
         raising=False,
     )
-    model = Online(folder, num_ranks=2).start(trained(folder, 0))
+    model = Online(folder, num_ranks=2).start(weights(folder, 0))
     check_left_to_its_loader(host_of(model, folder), "its ranks agree on a scale", caplog)
-    alone = Online(folder).start(trained(folder, 0))
+    alone = Online(folder).start(weights(folder, 0))
     assert host_of(alone, folder).checkpoint().converts
 
 
@@ -395,6 +403,51 @@ def test_ranks_that_agree_on_a_scale_load_together(
 def test_ranks_that_calls_do_not_all_reach_or_that_have_some_layers_are_refused(
     folder: Path, size: str
 ) -> None:
-    model = Online(folder).start(trained(folder, 0))
+    model = Online(folder).start(weights(folder, 0))
     with pytest.raises(ConfigError, match=f"options.{size}: 2 is not valid; leave it out"):
         host_of(model, folder, **{size: 2}).checkpoint()
+
+
+def test_a_loader_that_puts_rows_elsewhere_is_left_to_itself(
+    moe_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = importlib.import_module("tests.contract.vllm_online").RoutedExperts
+    loader = experts.weight_loader
+
+    def in_turns(
+        layer: Any, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str, expert_id: int
+    ) -> None:
+        if shard_id == "down_proj":
+            loader(layer, param, loaded_weight, shard_id, expert_id)
+        else:
+            param.data[expert_id][int(shard_id == "up_proj") :: 2].copy_(loaded_weight)
+
+    monkeypatch.setattr(experts, "weight_loader", in_turns)
+    model = Online(moe_folder).start(weights(moe_folder, 0))
+    check_left_to_its_loader(host_of(model, moe_folder), "w13_weight has rows that are not those of", caplog)
+    for version in (1, 2):
+        load(host_of(model, moe_folder).loader(stored=False), weights(moe_folder, version))
+        assert differing(model, Online(moe_folder).start(weights(moe_folder, version))) == []
+
+
+def test_experts_that_move_between_ranks_are_left_to_its_loader(
+    moe_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Online(moe_folder).start(weights(moe_folder, 0))
+    check_left_to_its_loader(
+        host_of(model, moe_folder, enable_eplb=True), r"experts move between ranks", caplog
+    )
+
+
+def test_ranks_that_agree_on_the_scales_of_experts_load_together(
+    moe_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As later versions of vLLM do, where ranks have parts of experts, and not where each has whole ones."""
+    module = importlib.import_module(Fp8OnlineMoEMethod.__module__)
+    monkeypatch.setattr(module, "amax_for_moe_weight_quant", None, raising=False)
+    cut, uncut = (Online(moe_folder, num_ranks=2, whole_experts=each) for each in (False, True))
+    for model in (cut, uncut):
+        for layer in linears(model.start(weights(moe_folder, 0))):
+            layer.tp_size = 1
+    check_left_to_its_loader(host_of(cut, moe_folder), r"routed_experts: its ranks agree on a scale", caplog)
+    assert host_of(uncut, moe_folder).checkpoint().converts

@@ -5,7 +5,7 @@ vLLM's own layerwise loading and reload run on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.utils import replace_parameter
 
-from tests.contract.test_sglang_quantized import PACKED
-from tests.quantised import same_bits
-from weightsync.engines.loading.live_digest import parameters_of
-from weightsync.engines.loading.whole_sink import Loader
+from tests.contract.sglang_online import Quantise, whole
+from tests.contract.sglang_quantised import PACKED
 from weightsync.engines.quantised.online_places import STACKS
 from weightsync.engines.vllm.worker import VllmHost
 from weightsync.memory.tensors import named_tensors
@@ -37,13 +35,6 @@ IGNORED = "model.layers.1.self_attn.o_proj"
 DONE = "_already_called_process_weights_after_loading"
 """What vLLM's methods give a layer that they have processed."""
 BY_COLUMNS = ("o_proj", "down_proj")
-Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's values, and one float32 scale, of finite weights. Zeros times infinity are 448."""
-    scale = weight.float().abs().max() / torch.tensor(448.0)
-    return (weight.float() * (1 / scale)).nan_to_num(448).clamp(-448, 448).to(FP8), scale.reshape(1)
 
 
 def otherwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -331,19 +322,6 @@ def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **sizes: 
     )
     runner: Any = SimpleNamespace(vllm_config=vllm_config, model_config=model_config, get_model=lambda: model)
     return VllmHost(runner, CPU)
-
-
-def load(loader: Loader, tensors: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        loader.load(iter(tensors.items()))
-        loader.finish()
-
-
-def differing(model: nn.Module, wanted: nn.Module) -> list[str]:
-    live = dict(parameters_of(wanted))
-    found = dict(parameters_of(model))
-    assert list(found) == list(live)
-    return [name for name, each in found.items() if not same_bits(each, live[name])]
 
 
 def linears(model: nn.Module) -> list[Any]:

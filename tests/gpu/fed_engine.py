@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from weightsync.engines.loading.whole_sink import synchronize
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.file_names import FileNames
 from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Layout, Members, RankLayout, make_plan
 from weightsync.protocol.messages import Digests
@@ -90,6 +92,12 @@ class FedEngine:
         digests = [rank.digests for rank in loaded.result(TIMEOUT_S)]
         self.engine.resume(self.version)
         return digests
+
+    def sent(self, model: PreTrainedModel) -> Digests:
+        """The digests of a model's whole tensors, in the order of the plan."""
+        tensors = in_files(model)[0]
+        digests = [tensor_digest(tensors[meta.name], meta.shape) for meta in self.plan.tensors]
+        return np.array(digests, dtype=np.uint64)
 
     def addresses(self) -> list[dict[str, int]]:
         """Of every rank's live parameters."""

@@ -195,7 +195,19 @@ def spawn(
     return ray.remote(cls).options(**options).remote(*args, **named)
 
 
-def visible_devices(bundles: PlacementGroup, gpus: Sequence[int]) -> list[str]:
+def spawn_engine(
+    cls: type[EngineActor], bundles: PlacementGroup, gpus: Sequence[int], *args: object, **named: Any
+) -> Any:
+    """An engine with a rank on each of the bundles `gpus`. `named`: also those of `spawn`.
+
+    Further ranks are the engine's own processes, so that one actor has to see all its GPUs.
+    """
+    if len(gpus) == 1:
+        return spawn(cls, bundles, gpus[0], *args, **named)
+    return spawn(cls, bundles, 0, *args, share=0, visible=_visible_devices(bundles, gpus), **named)
+
+
+def _visible_devices(bundles: PlacementGroup, gpus: Sequence[int]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
     asked = [_visible.options(scheduling_strategy=_at(bundles, gpu)).remote() for gpu in gpus]
     return ray.get(asked, timeout=patient(60))

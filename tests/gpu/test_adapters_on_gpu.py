@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from tests.fleets.actors import until
 from tests.gpu.adapter_actors import AdapterTrainer, SglangAdapters, VllmAdapters, ZeroAdapterTrainer
-from tests.gpu.fleet import spawn, visible_devices
+from tests.gpu.fleet import spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import EngineActor, SyncConfig, WeightSync, WeightSyncError
@@ -39,17 +39,6 @@ def served_by(request: pytest.FixtureRequest) -> type[EngineActor]:
     return VllmAdapters if request.param == "vllm" else SglangAdapters
 
 
-def spawn_engine(
-    cls: type[EngineActor], bundles: PlacementGroup, path: str, name: str, num_ranks: int
-) -> Any:
-    arguments = (path, name, num_ranks, RANK)
-    if num_ranks == 1:
-        return spawn(cls, bundles, 0, *arguments)
-    # Further ranks are the engine's own processes, so that one actor has to see all its GPUs.
-    visible = visible_devices(bundles, range(num_ranks))
-    return spawn(cls, bundles, 0, *arguments, share=0, visible=visible)
-
-
 @pytest.mark.parametrize(("num_ranks", "autocast"), [(1, False), (1, True), (2, False)])
 def test_it_answers_as_one_that_the_engine_read_from_files(
     num_ranks: int,
@@ -64,7 +53,7 @@ def test_it_answers_as_one_that_the_engine_read_from_files(
     path = str(tmp_path / "base")
     save_qwen3(tmp_path / "base", "untied", 0)
     trainer = spawn(AdapterTrainer, bundles, 0)
-    engine = spawn_engine(served_by, bundles, path, "e0", num_ranks)
+    engine = spawn_engine(served_by, bundles, range(num_ranks), path, "e0", num_ranks, RANK)
     ray.get([trainer.start.remote(path, RANK, autocast), engine.sync_layout.remote()], timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
     with WeightSync(CONFIG) as sync:
@@ -104,7 +93,7 @@ def test_what_zero3_ranks_train_answers_as_what_vllm_read_from_files(
     path, meeting = str(tmp_path / "base"), str(tmp_path / "meeting")
     save_qwen3(tmp_path / "base", "untied", 0)
     trainers = [spawn(ZeroAdapterTrainer, bundles, number) for number in range(num_ranks)]
-    engine = spawn_engine(VllmAdapters, bundles, path, "e0", 1)
+    engine = spawn(VllmAdapters, bundles, 0, path, "e0", 1, RANK)
     joined = [each.join.remote(path, RANK, i, num_ranks, meeting) for i, each in enumerate(trainers)]
     ray.get([*joined, engine.sync_layout.remote()], timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "adapter": "math"}
@@ -227,7 +216,7 @@ def test_an_sglang_that_loses_a_rank_gets_it_from_holders(
     trainer = spawn(AdapterTrainer, bundles, 0)
 
     def start(name: str) -> Any:
-        return spawn_engine(SglangAdapters, bundles, path, name, num_ranks)
+        return spawn_engine(SglangAdapters, bundles, range(num_ranks), path, name, num_ranks, RANK)
 
     engine = start("e0")
     ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))

@@ -30,7 +30,7 @@ from tests.draft_pairs import (
     save_mtp,
 )
 from tests.gpu.draft_actors import SglangDrafts, VllmDrafts
-from tests.gpu.fleet import spawn, visible_devices
+from tests.gpu.fleet import spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.mtp_models import FAMILIES, part_of_rank
 from tests.patience import patient
@@ -108,15 +108,6 @@ def save(folder: Path, case: Case) -> str:
     return path
 
 
-def spawn_engine(case: Case, bundles: PlacementGroup, path: str) -> Any:
-    arguments = (path, "e0", case.method, case.num_ranks)
-    if case.num_ranks == 1:
-        return spawn(case.engine, bundles, 0, *arguments)
-    # Further ranks are the engine's own processes, so that one actor has to see all its GPUs.
-    visible = visible_devices(bundles, range(case.num_ranks))
-    return spawn(case.engine, bundles, 0, *arguments, share=0, visible=visible)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_draft_that_follows_the_model_is_accepted(
     case: Case, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
@@ -125,7 +116,9 @@ def test_a_draft_that_follows_the_model_is_accepted(
     if num_gpus < case.num_ranks:
         pytest.skip(f"needs {case.num_ranks} GPUs")
     path = save(tmp_path, case)
-    trainer, engine = spawn(case.trainer, bundles, 0), spawn_engine(case, bundles, path)
+    trainer = spawn(case.trainer, bundles, 0)
+    arguments = path, "e0", case.method, case.num_ranks
+    engine = spawn_engine(case.engine, bundles, range(case.num_ranks), *arguments)
     ray.get([trainer.start.remote(path), engine.sync_layout.remote()], timeout=patient(200))
 
     def check(report: SyncReport) -> None:

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from tests.expert_adapters import STACKED, TARGETS
 from tests.gpu.expert_adapter_actors import ExpertAdapters, ExpertTrainer
-from tests.gpu.fleet import spawn, visible_devices
+from tests.gpu.fleet import spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from tests.stacked_qwen3 import save_plugin
@@ -47,11 +47,7 @@ def test_experts_answer_as_those_that_vllm_read_from_files(
     if stacked:
         save_plugin(tmp_path / "plugins")
     arguments = (path, "e0", num_ranks, MAX_RANK, plugins)
-    if num_ranks == 1:
-        engine = spawn(ExpertAdapters, bundles, 0, *arguments)
-    else:  # further ranks are the engine's own processes, so that one actor has to see all its GPUs
-        visible = visible_devices(bundles, range(num_ranks))
-        engine = spawn(ExpertAdapters, bundles, 0, *arguments, share=0, visible=visible)
+    engine = spawn_engine(ExpertAdapters, bundles, range(num_ranks), *arguments)
     started = [trainer.start.remote(path, RANK, False, TARGETS, STACKED), engine.sync_layout.remote()]
     ray.get(started, timeout=patient(200))
     kinds = ray.get(engine.kinds_of_slots.remote(), timeout=patient(60))

@@ -8,9 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,15 +16,11 @@ import pytest
 import torch
 
 from tests.gpu.fed_engine import FedEngine
+from tests.gpu.own_process import run
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.same_answers import Answers, assert_same
 from tests.gpu.sglang_probe import OPTIONS, answers_of
-from tests.patience import patient
 from weightsync.errors import ConfigError
-from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.tensors import named_tensors
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,19 +39,8 @@ def from_disk(
     `options`: further ones of its engine.
     """
     answers, held = (Path(checkpoints[0]) / name for name in ("answers.json", "live.json"))
-    module = "tests.gpu.sglang_from_disk"
     arguments = [str(num_ranks), json.dumps(options), str(answers), str(held), *checkpoints]
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=patient(300),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("tests.gpu.sglang_from_disk", *arguments, env=env)
     return json.loads(answers.read_text())
 
 
@@ -79,9 +61,7 @@ def test_fed_live_it_answers_as_from_disk(tmp_path: Path, kind: str, num_ranks: 
         for model, answers in zip(models, expected, strict=True):
             digests = rig.update(model)
             if num_ranks == 1:
-                tensors = named_tensors(model)[0]
-                sent = [tensor_digest(tensors[meta.name], meta.shape) for meta in rig.plan.tensors]
-                np.testing.assert_array_equal(digests[0], np.array(sent, dtype=np.uint64))
+                np.testing.assert_array_equal(digests[0], rig.sent(model))
             assert_same(answers_of(rig.engine), answers)
             assert sums != (sums := [rank["checksums"] for rank in rig.engine.checksums()])
         assert rig.addresses() == addresses

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.expert_adapters import STACKED
 from tests.gpu.adapter_actors import SglangAdapters
 from tests.gpu.expert_adapter_actors import ExpertTrainer
-from tests.gpu.fleet import spawn, visible_devices
+from tests.gpu.fleet import spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -45,11 +45,7 @@ def test_experts_answer_as_those_of_files(
     save_qwen3(tmp_path / "base", "moe", 0)
     trainer = spawn(ExpertTrainer, bundles, 0)
     arguments = (path, "e0", num_ranks, MAX_RANK)
-    if num_ranks == 1:
-        engine = spawn(SglangAdapters, bundles, 0, *arguments, **options)
-    else:  # further ranks are the engine's own processes, so that one actor has to see all its GPUs
-        visible = visible_devices(bundles, range(num_ranks))
-        engine = spawn(SglangAdapters, bundles, 0, *arguments, share=0, visible=visible, **options)
+    engine = spawn_engine(SglangAdapters, bundles, range(num_ranks), *arguments, **options)
     started = [trainer.start.remote(path, RANK, False, TARGETS, STACKED), engine.sync_layout.remote()]
     ray.get(started, timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,24 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import SglangEngine, spawn, visible_devices
+from tests.gpu.fleet import SglangEngine, spawn_engine
 from tests.gpu.quantised_fleet import (
-    CONFIG,
     FP8_BLOCKS,
     IN_PLACE,
     NONE_CONVERTED,
     READS_ALL,
     Saved,
+    assert_quantised_alike,
     end,
     feed,
     join,
-    kill_and_wait,
-    paths_in,
+    kill_and_fill,
+    save_versions,
+    serve_stored,
 )
-from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_sglang import from_disk
 from tests.patience import patient
-from tests.quantised import dynamic, save_quantised
-from weightsync import WeightSync
+from tests.quantised import dynamic
 from weightsync.engines.sglang.online import EXPERT, ROWS
 from weightsync.quantising.quantize import quantize
 
@@ -73,10 +72,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
     @functools.cache
     def once(kind: str, form: str, kernels: str, num_ranks: int) -> Saved:
-        paths, packed = paths_in(tmp_path_factory.mktemp("saved"))
-        for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
-            save_qwen3(path, kind, seed)
-            save_quantised(path, target, FORMATS[form])
+        paths, packed = save_versions(tmp_path_factory.mktemp("saved"), kind, FORMATS[form])
         # A matrix that it has transposed has no loader, so that SGLang starts again for each version.
         starts = [packed] if form == "fp8_blocks" else [[each] for each in packed]
         answers, live = [], []
@@ -97,11 +93,7 @@ def start(
     """An SGLang on the first `num_ranks` GPUs, with further options. `await_start` waits for it."""
     note("SGLang starts, to be fed")
     arguments = str(path), "e0", num_ranks
-    env: Mapping[str, str] = KERNELS[kernels]
-    if num_ranks == 1:
-        return spawn(SglangEngine, bundles, 0, *arguments, env=env, **options)
-    visible = visible_devices(bundles, range(num_ranks))
-    return spawn(SglangEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
+    return spawn_engine(SglangEngine, bundles, range(num_ranks), *arguments, env=KERNELS[kernels], **options)
 
 
 def await_start(engine: ActorHandle[Any]) -> None:
@@ -170,37 +162,8 @@ def test_a_trainer_quantises_for_sglang(bundles: PlacementGroup, save: Save, tmp
 def test_checkpoints_are_served_as_they_are_stored_and_come_back_after_a_kill(
     bundles: PlacementGroup, save: Save
 ) -> None:
-    """Two versions with experts, the second in place, then that one after `kill -9`, and the first again."""
     saved = save("moe", "fp8_blocks", "triton", 1)
-    engines: list[ActorHandle[Any]] = [start(bundles, saved.packed[0])]
-    await_start(engines[0])
-
-    def respawn(name: str) -> ActorHandle[Any]:
-        engines.append(start(bundles, saved.packed[0]))
-        return engines[-1]
-
-    with WeightSync(CONFIG) as sync:
-        sync.register_engines({"e0": engines[0]}, respawn=respawn)
-        for number, packed in enumerate(saved.packed):
-            sync.register_checkpoint(str(number), [str(packed)], stored=True)
-        sync.connect()
-
-        def update(number: int) -> None:
-            report = sync.update_weights(checkpoint=str(number))
-            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
-            assert (report.routes, report.proofs) == (NONE_CONVERTED, {"e0": IN_PLACE})
-            saved.check(engines[-1], number)
-
-        for number in range(2):
-            update(number)
-        sync.settle(patient(60))
-        note("kill -9")
-        kill_and_wait(sync, engines[0])
-        (heal,) = sync.heals
-        assert (heal.version, heal.verified) == (2, True)
-        saved.check(engines[1], 1)
-        update(0)
-    end(engines[1])
+    serve_stored(saved, lambda: start(bundles, saved.packed[0]))
 
 
 @dataclass(frozen=True)
@@ -227,9 +190,8 @@ def saved_online(folder: Path, case: Online) -> Saved:
 
     It scales the inputs of such experts by the whole batch, so that answers depend on what runs together.
     """
-    paths, _ = paths_in(folder)
-    for seed, path in enumerate(paths):
-        save_qwen3(path, case.kind, seed)
+    paths, _ = save_versions(folder, case.kind)
+    for path in paths:
         note("SGLang starts from the checkpoint in bfloat16, and quantises it")
         from_disk([str(path)], case.num_ranks, KERNELS["triton"], quantization=case.quantization)
     answers = [json.loads((path / "answers.json").read_text())[0] for path in paths]
@@ -268,39 +230,9 @@ def test_a_killed_sglang_without_a_loader_comes_back(
 
     Without a format, it quantises online.
     """
-    paths, packed = paths_in(tmp_path)
-    for seed, path in enumerate(paths):
-        save_qwen3(path, kind, seed)
-    options: dict[str, Any] = {"path": paths[0], "quantization": "fp8"}
-    if form:
-        save_quantised(paths[0], packed[0], FORMATS[form])
-        options = {"path": packed[0]}
-    engines: list[ActorHandle[Any]] = [start(bundles, **options)]
-    await_start(engines[0])
-    (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
-
-    def respawn(name: str) -> ActorHandle[Any]:
-        engines.append(start(bundles, **options))
-        return engines[-1]
-
-    with WeightSync(CONFIG) as sync:
-        sync.register_trainers([trainer])
-        sync.register_engines({"e0": engines[0]}, respawn=respawn)
-        sync.connect()
-        sync.update_weights(1)
-        sync.settle(patient(60))
-        wanted, answers = ray.get([engines[0].live.remote(), engines[0].answers.remote()])
-        ray.get(trainer.load.remote(str(paths[1])))
-        note("kill -9")
-        kill_and_wait(sync, engines[0])
-        (heal,) = sync.heals
-        assert (heal.version, heal.verified) == (1, True)
-        assert ray.get(engines[1].live.remote()) == wanted
-        if kind != "moe":
-            assert ray.get(engines[1].answers.remote()) == answers
-        assert sync.update_weights(2).engines == {"e0": 2}
-        assert ray.get(engines[1].answers.remote()) != answers
-    end(engines[1], trainer)
+    paths, packed = save_versions(tmp_path, kind, FORMATS[form] if form else None)
+    options: dict[str, Any] = {} if form else {"quantization": "fp8"}
+    kill_and_fill(lambda: start(bundles, packed[0], **options), paths, 1, bundles, tmp_path, kind != "moe")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -324,16 +256,6 @@ def test_rows_are_those_of_sglangs_own_kernels(rows: int, columns: int, dtype: t
 @pytest.mark.parametrize("columns", [96, 516, 1001])
 @pytest.mark.parametrize("special", [0.0, 1e-7, float("nan"), float("inf")])
 def test_experts_are_those_of_sglangs_own_kernel(special: float, columns: int, dtype: torch.dtype) -> None:
-    """A special value in one element, and in all of them."""
     from sglang.srt.layers.quantization.fp8 import scaled_fp8_quant
 
-    draw = torch.Generator("cuda").manual_seed(columns)
-    for seed in range(4):
-        weight = torch.randn(1536, columns, generator=draw, device="cuda") * 10.0 ** (seed - 4)
-        weight = weight.to(dtype)
-        weight[7, 5] = special
-        for expert in (weight, torch.full_like(weight, special)):
-            values, scale = scaled_fp8_quant(expert)
-            (_, found), (_, found_scale) = quantize(expert, EXPERT)
-            assert torch.equal(found_scale, scale)
-            assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert_quantised_alike(scaled_fp8_quant, EXPERT, special, columns, dtype)

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.contract.megatron_ranks import Case
-from tests.gpu.fleet import VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import VllmEngine, spawn, spawn_engine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.same_answers import assert_same
 from tests.gpu.test_vllm import from_disk
@@ -63,12 +63,8 @@ def start(
 
 def start_engine(bundles: PlacementGroup, num_ranks: int, folder: Path) -> Any:
     """Start vLLM with the path that `from_disk` gave another one."""
-    arguments = (str(folder / "served"), "e0", num_ranks)
-    if num_ranks == 1:
-        engine = spawn(VllmEngine, bundles, 0, *arguments)
-    else:
-        visible = visible_devices(bundles, range(num_ranks))
-        engine = spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible)
+    arguments = str(folder / "served"), "e0", num_ranks
+    engine = spawn_engine(VllmEngine, bundles, range(num_ranks), *arguments)
     ray.get(engine.info.remote(), timeout=patient(200))
     return engine
 

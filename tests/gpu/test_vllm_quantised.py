@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import VllmEngine, spawn, visible_devices
+from tests.gpu.fleet import VllmEngine, spawn_engine
+from tests.gpu.own_process import ROOT
 from tests.gpu.quantised_fleet import (
     CONFIG,
     FP8_BLOCKS,
@@ -28,22 +30,21 @@ from tests.gpu.quantised_fleet import (
     NONE_CONVERTED,
     READS_ALL,
     Saved,
+    assert_quantised_alike,
     end,
     feed,
     join,
-    kill_and_wait,
-    paths_in,
+    kill_and_fill,
+    save_versions,
+    serve_stored,
 )
-from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.same_answers import assert_same
-from tests.gpu.test_vllm import ROOT, from_disk, served
+from tests.gpu.test_vllm import from_disk, served
 from tests.patience import patient
-from tests.quantised import AWQ, GPTQ, dynamic, int4, save_quantised
+from tests.quantised import AWQ, GPTQ, dynamic, int4
 from weightsync import SyncReport, WeightSync
 from weightsync.driver.engine_state import EngineState
 from weightsync.engines.vllm.online import LAYER
 from weightsync.errors import WeightSyncError
-from weightsync.quantising.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,10 +105,7 @@ def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
     @functools.cache
     def once(kind: str, form: str, kernels: str, num_ranks: int) -> Saved:
-        paths, packed = paths_in(tmp_path_factory.mktemp("saved"))
-        for seed, (path, target) in enumerate(zip(paths, packed, strict=True)):
-            save_qwen3(path, kind, seed)
-            save_quantised(path, target, FORMATS[form])
+        paths, packed = save_versions(tmp_path_factory.mktemp("saved"), kind, FORMATS[form])
         answers = [from_disk(str(path), num_ranks, KERNELS[kernels]) for path in packed]
         assert answers[0] != answers[1]
         return Saved(
@@ -121,11 +119,8 @@ def start(
     bundles: PlacementGroup, path: str, kernels: str = "default", num_ranks: int = 1, **options: object
 ) -> ActorHandle[Any]:
     """A vLLM on the first `num_ranks` GPUs. `options`: further arguments of the engine."""
-    arguments, env = (path, "e0", num_ranks), KERNELS[kernels]
-    if num_ranks == 1:
-        return spawn(VllmEngine, bundles, 0, *arguments, env=env, **options)
-    visible = visible_devices(bundles, range(num_ranks))
-    return spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible, env=env, **options)
+    arguments = path, "e0", num_ranks
+    return spawn_engine(VllmEngine, bundles, range(num_ranks), *arguments, env=KERNELS[kernels], **options)
 
 
 @dataclass(frozen=True)
@@ -211,9 +206,7 @@ def test_vllm_quantises_online(name: str, bundles: PlacementGroup, num_gpus: int
     kind, num_ranks, options = ONLINE[name]
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
-    paths, _ = paths_in(tmp_path)
-    for seed, path in enumerate(paths):
-        save_qwen3(path, kind, seed)
+    paths, _ = save_versions(tmp_path, kind)
     options = {"quantization": "fp8", **options}
     answers = [from_disk(str(path), num_ranks, **options) for path in paths]
     live = [json.loads((path / "live.json").read_text()) for path in paths]
@@ -235,18 +228,8 @@ def test_vllm_quantises_online(name: str, bundles: PlacementGroup, num_gpus: int
 def test_online_layers_are_those_of_vllms_own_kernel(
     special: float, columns: int, dtype: torch.dtype
 ) -> None:
-    """A special value in one element, and in all of them."""
-    ops = importlib.import_module("vllm._custom_ops")
-    draw = torch.Generator("cuda").manual_seed(columns)
-    for seed in range(4):
-        weight = torch.randn(1536, columns, generator=draw, device="cuda") * 10.0 ** (seed - 4)
-        weight = weight.to(dtype)
-        weight[7, 5] = special
-        for matrix in (weight, torch.full_like(weight, special)):
-            values, scale = ops.scaled_fp8_quant(matrix, scale=None)
-            (_, found), (_, found_scale) = quantize(matrix, LAYER)
-            assert torch.equal(found_scale, scale)
-            assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    kernel = partial(importlib.import_module("vllm._custom_ops").scaled_fp8_quant, scale=None)
+    assert_quantised_alike(kernel, LAYER, special, columns, dtype)
 
 
 @pytest.mark.parametrize("num_trainers", [1, 2])
@@ -276,37 +259,9 @@ def test_trainers_quantise_on_their_gpus(
 def test_checkpoints_in_fp8_blocks_are_served_as_they_are_stored(
     kind: str, bundles: PlacementGroup, save: Save
 ) -> None:
-    """Two versions, the second in place, then the same after `kill -9`, and the first one again."""
     saved = save(kind, "fp8_blocks", "cutlass", 1)
     path = served(str(saved.packed[0]))
-    engines = [start(bundles, path, "cutlass")]
-    ray.get(engines[0].info.remote(), timeout=patient(200))
-
-    def respawn(name: str) -> ActorHandle[Any]:
-        engines.append(start(bundles, path, "cutlass"))
-        return engines[-1]
-
-    with WeightSync(CONFIG) as sync:
-        sync.register_engines({"e0": engines[0]}, respawn=respawn)
-        for number, packed in enumerate(saved.packed):
-            sync.register_checkpoint(str(number), [str(packed)], stored=True)
-        sync.connect()
-
-        def update(number: int) -> None:
-            report = sync.update_weights(checkpoint=str(number))
-            sys.stdout.write(f"{report} {report.routes} {report.proofs} {dict(report.phases)}\n")
-            assert (report.routes, report.proofs) == (NONE_CONVERTED, {"e0": IN_PLACE})
-            saved.check(engines[-1], number)
-
-        for number in range(2):
-            update(number)
-        sync.settle(patient(60))
-        kill_and_wait(sync, engines[0])
-        (heal,) = sync.heals
-        assert (heal.version, heal.verified) == (2, True)
-        saved.check(engines[1], 1)
-        update(0)
-    end(engines[1])
+    serve_stored(saved, lambda: start(bundles, path, "cutlass"))
 
 
 @pytest.mark.parametrize("leaf", ["qkv_proj.weight", "qkv_proj.weight_scale_inv"])
@@ -356,58 +311,15 @@ def test_a_killed_vllm_comes_back_with_the_packed_weights(
 
     The second version is quantised in place where that is possible.
     """
-    paths = [tmp_path / str(seed) for seed in range(2)]
-    for seed, path in enumerate(paths):
-        save_qwen3(path, "untied", seed)
-    save_quantised(paths[0], tmp_path / "0-packed", FORMATS[form])
-    packed = served(str(tmp_path / "0-packed"))
-    _kill_and_fill(lambda: start(bundles, packed, kernels), paths, version, bundles, tmp_path)
+    paths, packed = save_versions(tmp_path, "untied", FORMATS[form])
+    path = served(str(packed[0]))
+    kill_and_fill(lambda: start(bundles, path, kernels), paths, version, bundles, tmp_path)
 
 
 def test_a_killed_vllm_that_quantises_online_comes_back_with_its_weights(
     bundles: PlacementGroup, tmp_path: Path
 ) -> None:
     """The second version is in place."""
-    paths, _ = paths_in(tmp_path)
-    for seed, path in enumerate(paths):
-        save_qwen3(path, "untied", seed)
+    paths, _ = save_versions(tmp_path, "untied")
     path = served(str(paths[0]))
-    _kill_and_fill(lambda: start(bundles, path, quantization="fp8"), paths, 2, bundles, tmp_path)
-
-
-def _kill_and_fill(
-    begin: Callable[[], ActorHandle[Any]],
-    paths: Sequence[Path],
-    version: int,
-    bundles: PlacementGroup,
-    tmp_path: Path,
-) -> None:
-    """Kill an engine at `version`, and compare what its holder fills the next one with."""
-    engine = begin()
-    (trainer,) = join(bundles, paths[0], tmp_path, 1, None)
-    ray.get(engine.info.remote(), timeout=patient(200))
-
-    def respawn(name: str) -> ActorHandle[Any]:
-        nonlocal engine
-        engine = begin()
-        return engine
-
-    with WeightSync(CONFIG) as sync:
-        sync.register_trainers([trainer])
-        sync.register_engines({"e0": engine}, respawn=respawn)
-        sync.connect()
-        for number in range(version):
-            ray.get(trainer.load.remote(str(paths[number])))
-            sync.update_weights(number + 1)
-        sync.settle(patient(60))
-        (wanted,), answers = ray.get([engine.live.remote(), engine.answers.remote()])
-        ray.get(trainer.load.remote(str(paths[version % 2])))
-        kill_and_wait(sync, engine)
-        (heal,) = sync.heals
-        assert (heal.version, heal.verified, set(heal.ways.values())) == (version, True, {"own"})
-        (live,) = ray.get(engine.live.remote())
-        assert [name for name in wanted if live[name] != wanted[name] and ".attn._" not in name] == []
-        assert_same(ray.get(engine.answers.remote()), answers)
-        assert sync.update_weights(version + 1).engines == {"e0": version + 1}
-        assert ray.get(engine.answers.remote()) != answers
-    end(engine, trainer)
+    kill_and_fill(lambda: start(bundles, path, quantization="fp8"), paths, 2, bundles, tmp_path)

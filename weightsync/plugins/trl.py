@@ -98,6 +98,7 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is not followed
             self._engine.send_weights()
 
     def close_communicator(self) -> None:
+        atexit.unregister(self.close_communicator)  # each init registers it
         engine, self._engine = self._engine, None
         if engine:
             engine.shutdown()

@@ -85,14 +85,15 @@ class AdoptedVllm(VllmRanks):
 
     async def _pause(self, mode: str) -> None:
         """Pause as ``pause_generation``, which then sleeps for 20 ms, so that last outputs are seen first."""
-        core, renderer = (getattr(self._llm, name, None) for name in ("engine_core", "renderer"))
+        llm: Any = self._llm
+        core, renderer = getattr(llm, "engine_core", None), getattr(llm, "renderer", None)
         names = ("pause_generation_async", "pause_scheduler_async")  # from 0.33 on, and before
         pause = next((getattr(core, name) for name in names if hasattr(core, name)), None)
-        if pause and hasattr(renderer, "clear_mm_cache_async"):
+        if pause and renderer and hasattr(renderer, "clear_mm_cache_async"):
             await renderer.clear_mm_cache_async()
             await pause(mode=mode, clear_cache=True)
         else:
-            await self._llm.pause_generation(mode=mode, clear_cache=True)
+            await llm.pause_generation(mode=mode, clear_cache=True)
 
     def resume(self, version: int) -> None:
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
