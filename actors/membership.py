@@ -22,6 +22,7 @@ from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
 from weightsync.actors.ray.process import PATIENCE_S, end_process
+from weightsync.actors.ray.publish_relay import PublishRelays, publish_relays
 from weightsync.actors.ray.remote import (
     Remote,
     RemoteEngine,
@@ -31,7 +32,6 @@ from weightsync.actors.ray.remote import (
     remote_trainer,
 )
 from weightsync.actors.ray.watch import Watches, is_silence
-from weightsync.actors.relays.relays import Relays, move_relays, publish_relays
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -93,7 +93,7 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._links = NodeLinks(config.ports)
-        self._relays = Relays(self._links, fleet)
+        self._relays = PublishRelays(self._links, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -403,10 +403,7 @@ class Membership:
         ]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
         if not self._adapter:  # an adapter's holders share processes with other adapters' holders
-            self._relays.use(
-                publish_relays([*trainers.values()], nodes, homes),
-                move_relays(self._links, holders, self._fleet.nodes),
-            )
+            self._relays.use(publish_relays([*trainers.values()], nodes, homes))
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())

@@ -18,8 +18,8 @@ from benchmarks.rounds import NUM_WARM, dialled, measure
 from weightsync.actors.holders.weight_holder import spawn_holder
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.publish_relay import PublishRelay
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
-from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.verifying.trainers import Trainers

@@ -25,9 +25,8 @@ from tests.cable import Cable
 from tests.patience import patient
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.publish_notices import PublishNotices, published, readable
+from weightsync.actors.ray.publish_relay import HostPublishing, PublishRelay
 from weightsync.actors.ray.remote import answer
-from weightsync.actors.relays.move_relay import HostMoved, HostMoving
-from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
     EngineError,
@@ -46,7 +45,6 @@ from weightsync.protocol import listener
 from weightsync.protocol.deadlines import within
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import (
-    Forward,
     LoadReport,
     Moved,
     PublishReport,
@@ -196,19 +194,19 @@ def test_arguments_and_answers_arrive_as_they_were() -> None:
 
 
 def test_what_a_host_is_asked_and_says_arrives_as_it_was() -> None:
-    lost = SentError.of(PeerLostError("holder 4", "killed"))
-    said: HostMoved = ({2: Moved(Span("move", 1.5, 0.25), 0.5, SLOW)}, {4: lost}, (6,))
+    words = np.arange(3, dtype=np.uint64)
+    report = PublishReport(words, words, {"w": 1}, [Span("publish", 1.5, 0.25)])
+    lost = SentError.of(PeerLostError("trainer 4", "killed"))
 
     async def test(links: Links) -> None:
-        peer = Noting(move_all=said, moved=({}, {}, ()))
-        process = Process(links, peer, HostMoving).dial()
-        tasks = ((Read(cast=frozenset({3})), (2, 4)), (Forward(), (6,)))
-        moved, errors, uncalled = await process.call("move_all", 7, tasks, 2.5)
-        assert peer.asked == [("move_all", 7, tasks, 2.5)]
-        assert (moved[2].waited_s, str(moved[2].slow), uncalled) == (0.5, str(SLOW), (6,))
+        peer = Noting(publish_all=({2: report}, {4: lost}))
+        process = Process(links, peer, HostPublishing).dial()
+        task = PublishTask(count=True)
+        reports, errors = await process.call("publish_all", task, (7, 9), 2.5)
+        assert peer.asked == [("publish_all", task, (7, 9), 2.5)]
+        assert (reports[2].nonfinite, [*reports[2].fingerprint]) == ({"w": 1}, [0, 1, 2])
         assert isinstance(error := errors[4].rebuild(), PeerLostError)
-        assert error.peer == "holder 4"
-        assert await process.call("moved") == ({}, {}, ())
+        assert error.peer == "trainer 4"
 
     run(test)
 

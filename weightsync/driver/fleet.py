@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.protocol.peers import EnginePeer, HolderPeer, MoveRelayPeer, RelayPeer, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
 
 
 def _itself(value: object) -> object:
@@ -39,7 +39,6 @@ class Fleet:
         share: replaces a value that many peers get by the object that calls carry; by default the value
             itself.
         relays: ask trainers to publish for the driver. The driver asks ranks without a relay directly.
-        move_relays: ask holders to move for the driver. The driver calls holders without a relay directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by the name of the deployment.
         served: versions of an earlier driver that engines served when they were connected, by process.
@@ -51,7 +50,6 @@ class Fleet:
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
     relays: list[RelayPeer] = field(default_factory=list)
-    move_relays: list[MoveRelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     served: Mapping[str, int] = field(default_factory=dict)

@@ -106,10 +106,7 @@ async def connect(
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
-    made = await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
-    for relay in fleet.move_relays:
-        relay.renew()
-    return made
+    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
 
 
 def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:

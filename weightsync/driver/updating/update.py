@@ -22,7 +22,6 @@ from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import StagedVersion, Stager
 from weightsync.driver.updating.attempt import Attempt
 from weightsync.driver.updating.joint_commit import JointMember
-from weightsync.driver.updating.moves import Moves
 from weightsync.driver.updating.refill import Refiller
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.driver.verifying.frozen import FrozenTensors
@@ -280,17 +279,18 @@ class Update:
         holders = {name: member.holders for name, member in members.items()}
         tasks = self._connection.router.tasks(holders, self.sends_frozen)
         self.num_buckets = self._count_buckets(next(iter(tasks.values())))
-        moves = Moves(self._fleet, attempt, tasks, timeout_s)
+        moves = {
+            f"holder {i}": self._fleet.holders[i].move(attempt, task, timeout_s) for i, task in tasks.items()
+        }
         loads = {name: self._engines.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
-        moving = Attempt(moves.calls, loads, feeds, timeout_s)
+        moving = Attempt(moves, loads, feeds, timeout_s)
         aborting = asyncio.create_task(self._abort_if_lost(moving))
         try:
             moved, outcome = await moving.run()
             await aborting
         finally:
             aborting.cancel()
-            moves.close()
         loaded = outcome.answers
         self._engines.blame("move", outcome.failures)
         if moved.failures:
