@@ -20,6 +20,7 @@ from weightsync.driver.connecting.layouts import Layouts, are_alike, ask_layouts
 from weightsync.driver.connecting.linking import Exports, Served, exported, link_all, link_engine
 from weightsync.driver.connecting.routing import Router
 from weightsync.driver.connecting.trial import Trial, run_trial
+from weightsync.driver.connecting.ways import Joining
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import DeadlineError, PlanError, TransportError, WeightSyncError
@@ -154,9 +155,9 @@ async def _open(
         warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
-        for name, exported in served.items():
-            failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
-            router.join(name, layouts.joined[name], exported, failed, converts)
+        for name, memory in served.items():
+            its = Joining(layouts.joined[name], memory, layouts.engines[name][0].converts)
+            router.join(name, its, trial.failures.get(name, ""))
             await router.plan_reads(name)
             if not router.suffices:
                 raise TransportError(
@@ -399,7 +400,7 @@ async def _adopt(
     require_casts(name, first_cast(joined, plan.tensors), attached)
     converts = with_casts(layouts, joined, plan.tensors)[0].converts
     connection.conversions.add(name, joined, layouts[0].converts)
-    connection.router.join(name, joined, served, converts=converts)
+    connection.router.join(name, Joining(joined, served, converts))
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"

@@ -306,7 +306,7 @@ class Controller:
             num_buckets=update.num_buckets if update else connection.plan.num_buckets,
             epoch=connection.plan.epoch,
             connect_phases=connection.seconds,
-            routes=dict(connection.router.routes),
+            routes=connection.router.routes,
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
             bytes_from=read.bytes_from if read else {},
