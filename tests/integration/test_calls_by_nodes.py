@@ -42,7 +42,6 @@ from weightsync.node.link import Link, Links
 from weightsync.node.messages import Answer, Ask, Drop, Hello, NodeOffer, Notice, Tell, Welcome, to_node
 from weightsync.node.node import Node, serve
 from weightsync.protocol import listener
-from weightsync.protocol.deadlines import within
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import (
     LoadReport,
@@ -55,7 +54,7 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.protocol.stream import Stream, framed
-from weightsync.protocol.timing import Span
+from weightsync.protocol.timing import Span, within
 
 REPORT = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), ((Span("load", 1.0, 2.0),), ()))
 SLOW = SlowError("reading of bucket 3", ("engine e0",), 2.0)

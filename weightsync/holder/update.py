@@ -248,25 +248,17 @@ def run_update(
     if task.exchanges:
         assert exchange
         exchange.move(lambda: reads and consumer.taking)
+    buckets = task.buckets(plan)
     pump(
-        moved_buckets(plan, task),
+        buckets,
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.sent is None else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )
-    consumer.finish(_num_buckets(plan, task), is_all=task.frozen, live=live)
+    consumer.finish(len(buckets), is_all=task.frozen, live=live)
     staging.unmap_forgotten()
-
-
-def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:
-    """Return the buckets that are broadcast in an update, in order."""
-    return task.buckets(_num_buckets(plan, task))
-
-
-def _num_buckets(plan: Plan, task: UpdateTask) -> int:
-    return plan.num_buckets if task.frozen else plan.num_changing_buckets
 
 
 def pump(

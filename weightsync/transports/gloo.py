@@ -21,8 +21,7 @@ from weightsync.transports.reach import Reach
 from weightsync.transports.rendezvous import SLACK_S, join_store
 from weightsync.transports.roll_call import RollCall, ranks_text
 from weightsync.transports.store import StoreServer
-from weightsync.transports.watchdog import Watch
-from weightsync.transports.watched import WatchedTransport
+from weightsync.transports.watchdog import Watch, WatchedTransport
 
 _SLICE_S = 0.05
 """The longest time after which a waiting thread sees an abort."""

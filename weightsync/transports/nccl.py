@@ -19,8 +19,7 @@ from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import join_store
 from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import StoreServer
-from weightsync.transports.watchdog import Gate, Watch
-from weightsync.transports.watched import WatchedTransport
+from weightsync.transports.watchdog import Gate, Watch, WatchedTransport
 
 logger = logging.getLogger("weightsync.transports")
 
