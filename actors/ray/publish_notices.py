@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from weightsync.node.codec import decode, encode
@@ -32,31 +33,30 @@ def published(ticket: int, report: PublishReport) -> Notice:
     return Notice(ticket, encode(report, PublishReport))
 
 
+def _future() -> asyncio.Future[PublishReport]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PublishNotices:
-    """The notices of one trainer rank while it publishes, and the report."""
+    """The notices of a trainer rank during one `publish`, which resolve `readable` and `report`.
 
-    def __init__(self) -> None:
-        self._ticket = 0
-        self._readable: asyncio.Future[None] | None = None
-        self._report: asyncio.Future[PublishReport] | None = None
+    Attributes:
+        ticket: the number of the notices. The trainer publishes once for each ticket, also for later drivers.
+    """
 
-    def expect(
-        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
-    ) -> int:
-        """Resolve these with the next notices. Returns the ticket that the notices have to carry."""
-        # Never one of an earlier connection or driver: the trainer publishes once for each ticket.
-        self._ticket, self._readable, self._report = secrets.randbits(62) + 1, readable, report
-        return self._ticket
+    readable: asyncio.Future[None]
+    report: asyncio.Future[PublishReport] = field(default_factory=_future)
+    ticket: int = field(default_factory=lambda: secrets.randbits(62) + 1)
 
     def came(self, notice: Notice) -> None:
         """Handle a notice. Ignores tickets of abandoned `publish` calls.
 
         Raises WireError if the report cannot be decoded.
         """
-        if notice.number != self._ticket:
+        if notice.number != self.ticket:
             return
-        if notice.value:
-            if self._report and not self._report.done():
-                self._report.set_result(decode(notice.value, PublishReport))
-        elif self._readable and not self._readable.done():
-            self._readable.set_result(None)
+        if notice.value and not self.report.done():
+            self.report.set_result(decode(notice.value, PublishReport))
+        elif not notice.value and not self.readable.done():
+            self.readable.set_result(None)

@@ -70,7 +70,7 @@ class PublishRelay:
         if not (self.node and self.node.is_dialled):
             raise PeerError(self.name, "there is no connection to it")
         pairs = zip(self._trainers.values(), readable, strict=True)
-        tickets = tuple(trainer.expect(each) for trainer, each in pairs)
+        tickets = tuple(trainer.expect(each).ticket for trainer, each in pairs)
         told: _Told = await self.node.call("publish_all", task, tickets, timeout_s)
         reports, errors = told
         return [reports[rank] if rank in reports else errors[rank].rebuild() for rank in self.ranks]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -167,9 +166,8 @@ class _Trainer(Remote):
         adoption: Adoption | None,
     ) -> None:
         super().__init__(name, handle, "sync_", adapter, adoption)
-        self.notices = PublishNotices()
         self._is_read_in_place = False
-        self._expected: _Expected | None = None
+        self._expected: PublishNotices | None = None
 
     async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Attach the trainer, and note whether holders read the weights in place."""
@@ -181,31 +179,30 @@ class _Trainer(Remote):
         """Ask the trainer's node, if holders read the weights in place."""
         if not (self.node and self.node.is_dialled and self._is_read_in_place):
             return None
-        self._expected = _Expected.of(self, readable)
+        self._expected = self.expect(readable)
         early: asyncio.Future[bool] = asyncio.ensure_future(self.node.call("readable", self._expected.ticket))
         early.add_done_callback(partial(_note, readable))
         return early
 
-    def expect(
-        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
-    ) -> int:
-        """Resolve these with the node's next notices. Returns the ticket that `publish` has to get."""
+    def expect(self, readable: asyncio.Future[None]) -> PublishNotices:
+        """Have the node's next notices resolve `readable`. `publish` has to get the ticket."""
+        notices = PublishNotices(readable)
         if self.node:
-            self.node.when_noticed = self.notices.came
-        return self.notices.expect(readable, report)
+            self.node.when_noticed = notices.came
+        return notices
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         """Have the trainer publish. The node's notices arrive before Ray's answer."""
         expected, self._expected = self._expected, None
         if expected is None or expected.readable is not readable:
-            expected = _Expected.of(self, readable)
+            expected = self.expect(readable)
         elif readable.done():
             report = await self._publish_in_place(task, expected.ticket)
             if report is not None:
                 return report
-        told, ticket = expected.told, expected.ticket
+        told = expected.report
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
-            self.call("publish", task, ticket, self.node is not None)
+            self.call("publish", task, expected.ticket, self.node is not None)
         )
         asked.add_done_callback(_no_log)
         try:
@@ -226,20 +223,6 @@ class _Trainer(Remote):
         done, _ = await asyncio.wait([called], timeout=_LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Expected:
-    """The expected notices of a publishing trainer."""
-
-    readable: asyncio.Future[None]
-    told: asyncio.Future[PublishReport]
-    ticket: int
-
-    @classmethod
-    def of(cls, trainer: _Trainer, readable: asyncio.Future[None]) -> _Expected:
-        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
-        return cls(readable, told, trainer.expect(readable, told))
 
 
 def _no_log(ended: asyncio.Future[Any]) -> None:
@@ -313,7 +296,7 @@ class _Actor(Protocol):
 class RemoteTrainer(_Actor, Served, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
 
-    def expect(self, readable: asyncio.Future[None]) -> int: ...
+    def expect(self, readable: asyncio.Future[None]) -> PublishNotices: ...
 
     async def placement(self) -> Placement: ...
     async def placement_so_far(self) -> Placement | None: ...

@@ -774,43 +774,40 @@ def test_a_node_whose_driver_is_gone_raises_after_a_while() -> None:
     run(test)
 
 
-def noticing(process: Process) -> PublishNotices:
-    notices = PublishNotices()
+def expect(process: Process) -> PublishNotices:
+    notices = PublishNotices(asyncio.get_running_loop().create_future())
     process.link.when_noticed = notices.came
     return notices
 
 
 def test_a_notice_resolves_the_publish_of_its_ticket_alone() -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, Adder()).dial(), asyncio.get_running_loop()
-        notices = noticing(process)
+        process = Process(links, Adder()).dial()
         await process.link.dialled()
-        old = notices.expect(given_up := loop.create_future())
+        old = expect(process)
         for _ in range(2):
-            ticket = notices.expect(may_read := loop.create_future())
-            process.node.notify(readable(old))
-            await asyncio.to_thread(process.node.notify, readable(ticket))
-            await asyncio.wait_for(may_read, patient(10))
-            process.node.notify(readable(ticket))  # repeated: nobody waits for it
-            assert not given_up.done()
+            now = expect(process)
+            process.node.notify(readable(old.ticket))
+            await asyncio.to_thread(process.node.notify, readable(now.ticket))
+            await asyncio.wait_for(now.readable, patient(10))
+            process.node.notify(readable(now.ticket))  # repeated: nobody waits for it
+            assert not old.readable.done()
 
     run(test)
 
 
 def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, Adder()).dial(), asyncio.get_running_loop()
-        notices = noticing(process)
+        process = Process(links, Adder()).dial()
         await process.link.dialled()
-        old = notices.expect(loop.create_future(), given_up := loop.create_future())
-        ticket = notices.expect(loop.create_future(), told := loop.create_future())
+        old, now = expect(process), expect(process)
         span = Span("publish", 1.8e9, 0.25)
         counts = {f"model.layers.{i}.weight": 1 for i in range(60_000)}
         sent = PublishReport(WORDS, WORDS[::-1].copy(), counts, (span,), WORDS + 1)
-        for number in (old, ticket, ticket):  # the last one is repeated: nobody waits for it
+        for number in (old.ticket, now.ticket, now.ticket):  # the last one is repeated: nobody waits for it
             await asyncio.to_thread(process.node.notify, published(number, sent))
-        report = await asyncio.wait_for(told, patient(10))
-        assert not given_up.done()
+        report = await asyncio.wait_for(now.report, patient(10))
+        assert not old.report.done()
         assert (report.fingerprint == sent.fingerprint).all()
         assert (report.frozen == sent.frozen).all()
         assert (report.agreement == sent.agreement).all()
@@ -822,18 +819,16 @@ def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> 
 
 def test_a_report_that_is_none_is_refused_and_the_next_one_taken(caplog: pytest.LogCaptureFixture) -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, peer := Adder()).dial(), asyncio.get_running_loop()
-        other = Process(links, Adder()).dial()
-        notices = noticing(process)
+        process, other = Process(links, peer := Adder()).dial(), Process(links, Adder()).dial()
         waiting, others = process.begin("wait", 1), other.begin("wait", 1)
         await until(lambda: peer.asked)
-        ticket = notices.expect(loop.create_future(), told := loop.create_future())
-        process.node.notify(Notice(ticket, b"none"))
+        now = expect(process)
+        process.node.notify(Notice(now.ticket, b"none"))
         await until(lambda: "not a value of ours" in caplog.text)
         await asyncio.sleep(0)
         await asyncio.wait_for(process.link.dialled(), patient(10))
-        process.node.notify(published(ticket, PublishReport(WORDS, WORDS, {}, ())))
-        assert not (await asyncio.wait_for(told, patient(10))).nonfinite
+        process.node.notify(published(now.ticket, PublishReport(WORDS, WORDS, {}, ())))
+        assert not (await asyncio.wait_for(now.report, patient(10))).nonfinite
         assert other.link.is_dialled
         peer.may_answer[1].set()
         assert await waiting == 1

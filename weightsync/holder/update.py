@@ -212,11 +212,6 @@ class WriteConsumer(BucketConsumer):
 class QuantizingConsumer(WriteConsumer):
     """Quantises buckets into a participating engine rank's memory, and sends the rank the digests."""
 
-    def offer(self, bucket: int) -> None:
-        if self._feed and self.taking:
-            self._memory.write(bucket)
-            self._feed.go_on(self._attempt)
-
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
