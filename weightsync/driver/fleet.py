@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.errors import ConfigError
 from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
 
 
@@ -79,6 +80,19 @@ class Fleet:
         }
         newest = max(whole.values(), default=0)
         return [name for name, version in whole.items() if any_version or version == newest]
+
+    def newest(self, committed: int) -> int:
+        """Return the newest version that is `committed`, or that an engine `served`. 0 if there is none."""
+        return max(committed, *self.served.values(), 0)
+
+    def require_newer(self, version: int, committed: int) -> None:
+        """Raise ConfigError unless `version` is greater than `newest`: rollouts would repeat numbers."""
+        if version <= committed:
+            raise ConfigError("version", version, f"versions grow: give more than {committed}")
+        if version <= (highest := self.newest(committed)):
+            name = next(name for name, served in self.served.items() if served == highest)
+            last = f"{name} serves version {highest} of an earlier WeightSync"
+            raise ConfigError("version", version, f"{last}: give more than {highest}, or nothing")
 
     def named_holders(self) -> dict[str, HolderPeer]:
         """Return holders by the names that errors give them."""
