@@ -22,7 +22,7 @@ from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
 from weightsync.actors.ray.process import PATIENCE_S, end_process
-from weightsync.actors.ray.publish_relay import PublishRelays, publish_relays
+from weightsync.actors.ray.publish_relay import publish_relays
 from weightsync.actors.ray.remote import (
     Remote,
     RemoteEngine,
@@ -93,7 +93,6 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._links = NodeLinks(config.ports)
-        self._relays = PublishRelays(self._links, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -308,7 +307,6 @@ class Membership:
     def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(error: WeightSyncError) -> None:
             self._links.end(holder.key, error)
-            self._relays.lost(holder, error)
             if holder in self._fleet.holders:
                 self._controller.connected = False
                 self._controller.snapshot_index.lost(holder.name)
@@ -403,7 +401,7 @@ class Membership:
         ]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
         if not self._adapter:  # an adapter's holders share processes with other adapters' holders
-            self._relays.use(publish_relays([*trainers.values()], nodes, homes))
+            self._fleet.relays[:] = publish_relays([*trainers.values()], nodes, homes)
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())

@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Reply, Wire
-from weightsync.actors.ray.publish_relay import HostPublishing, relayed_ranks
+from weightsync.actors.ray.publish_notices import HolderNode
+from weightsync.actors.ray.publish_relay import relayed_ranks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
@@ -69,7 +70,7 @@ class RelayWire(Wire):
     """A holder that asks the host's trainer ranks, which are readable at once."""
 
     def __init__(self, peer: object, ledger: Ledger, host: str, ranks: Sequence[int]) -> None:
-        super().__init__(peer, ledger, host, HostPublishing)
+        super().__init__(peer, ledger, host, HolderNode)
         self.name, self.ranks = f"trainers on {host}", ranks
 
     async def publish(

@@ -76,7 +76,9 @@ class Rounds:
             PublishRelay(holder, {rank: ranks[rank] for rank in ranks if rank // PER_HOST == number})
             for number, holder in enumerate(self.holders)
         ]
-        await dialled(self._links, relays)
+        await dialled(self._links, self.holders)
+        while not all(relay.is_ready for relay in relays):
+            await asyncio.sleep(0.01)
         stage("rounds")
         members = [(trainer, rank // PER_HOST) for rank, trainer in ranks.items()]
         fleets = {

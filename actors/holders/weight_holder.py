@@ -6,7 +6,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from ray.actor import ActorHandle
 from weightsync.actors.holders.detached import detached
 from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.ray.placement import Placement, threaded
-from weightsync.actors.ray.publish_relay import HostPublisher, HostPublishing
+from weightsync.actors.ray.publish_notices import HolderNode, Told
+from weightsync.actors.ray.publish_relay import publish_all
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
-from weightsync.node.messages import NodeOffer
-from weightsync.node.node import Node, serve
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.messages import PublishTask
 from weightsync.transports import transport_class
 
 # watch() takes a thread of Ray's. Most other calls come by the node.
@@ -55,14 +56,18 @@ def spawn_holder(
 class WeightHolder(Holder):
     """A holder's actor, which also asks trainers of the host for the driver."""
 
-    _relaying: Node | None = None
+    protocol = HolderNode
+    _trainers: Mapping[int, ActorHandle[Any]] = MappingProxyType({})
 
-    def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None:
+    def relay(self, trainers: Mapping[int, ActorHandle[Any]]) -> None:
         """Have `trainers`, by rank, publish when the driver asks."""
-        if self._relaying:  # such as of the last connect
-            self._relaying.stop()
-        self._relaying = serve(offer, HostPublisher(trainers), HostPublishing)
-        self._relaying.welcomed.result()
+        self._trainers = trainers
+
+    def publish_all(
+        self, task: PublishTask, tickets: Sequence[int], timeout_s: float
+    ) -> Coroutine[object, object, Told]:
+        """See `HolderNode`. This is no coroutine function: Ray would run all methods on one loop."""
+        return publish_all(self._trainers, task, tickets, timeout_s)
 
 
 class HolderStandby(WeightHolder):

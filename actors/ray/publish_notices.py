@@ -1,15 +1,20 @@
-"""A trainer's node: it is asked before `publish`, and says during `publish` that weights may be read."""
+"""The nodes of trainers, and of holders that ask trainers, and the notices that weights may be read."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from weightsync.channel.wire import SentError
 from weightsync.node.codec import decode, encode
 from weightsync.node.messages import Notice
 from weightsync.protocol.messages import PublishReport, PublishTask
+from weightsync.protocol.peers import HolderPeer
+
+Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
+"""Reports and errors, by rank."""
 
 
 class TrainerNode(Protocol):
@@ -21,6 +26,15 @@ class TrainerNode(Protocol):
 
     async def readable(self, ticket: int) -> bool: ...
     async def publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport: ...
+
+
+class HolderNode(HolderPeer, Protocol):
+    """The calls that a holder's node answers. `publish_all` calls `publish` of all trainers on the same host.
+
+    It returns reports and errors by rank, in at most `timeout_s` seconds.
+    """
+
+    async def publish_all(self, task: PublishTask, tickets: tuple[int, ...], timeout_s: float) -> Told: ...
 
 
 def readable(ticket: int) -> Notice:

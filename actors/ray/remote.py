@@ -25,16 +25,15 @@ from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.ray.publish_notices import PublishNotices, TrainerNode
+from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.node.link import Link
-from weightsync.node.messages import NodeOffer
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
-from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, SharedPlan, TrainerPeer
 
 _LONG_S = 0.01
 """How long a trainer may publish before Ray is called, too."""
@@ -204,7 +203,7 @@ class _Trainer(Remote):
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
             self.call("publish", task, expected.ticket, self.node is not None)
         )
-        asked.add_done_callback(_no_log)
+        asked.add_done_callback(no_log)
         try:
             await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -219,13 +218,13 @@ class _Trainer(Remote):
         """
         assert self.node
         called = asyncio.ensure_future(self.node.call("publish_in_place", task, ticket))
-        called.add_done_callback(_no_log)
+        called.add_done_callback(no_log)
         done, _ = await asyncio.wait([called], timeout=_LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
 
 
-def _no_log(ended: asyncio.Future[Any]) -> None:
+def no_log(ended: asyncio.Future[Any]) -> None:
     """Ask for the error, since asyncio logs errors that nobody asks for.
 
     Nobody does if every wait was cancelled.
@@ -243,13 +242,13 @@ def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
 class _Holder(Remote):
     """A holder's actor. The process may still be starting, as a standby."""
 
-    protocol: type = HolderPeer
+    protocol: type = HolderNode
 
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
         self._becoming = becoming
         if becoming:
-            becoming.add_done_callback(_no_log)
+            becoming.add_done_callback(no_log)
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         return self._call_later(method, *args) if self._becoming else super().call(method, *args)
@@ -310,12 +309,12 @@ class RemoteEngine(_Actor, Served, ClaimedPeer, EnginePeer, Protocol):
     async def ping(self) -> None: ...
 
 
-class RemoteHolder(_Actor, Served, HolderPeer, Protocol):
+class RemoteHolder(_Actor, Served, HolderNode, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
-    async def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def relay(self, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
     async def close(self) -> None: ...
 
 

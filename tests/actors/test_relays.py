@@ -125,6 +125,7 @@ async def relayed(may_end: Path, timeout_s: float) -> AsyncIterator[tuple[Traine
     trainers = [remote_trainer(f"trainer {rank}", ray.remote(Digests).remote(may_end)) for rank in range(2)]
     placement, links = await trainers[0].placement(), NodeLinks(None)
     holder = remote_holder("holder 0", spawn_holder("holder 0", placement, "gloo", None))
+    links.open(holder)
     relay = PublishRelay(holder, dict(enumerate(trainers)))
     watches = Watches(patient(5))
     fleet = Fleet([(trainer, 0) for trainer in trainers], {}, [holder], relays=[relay])
@@ -132,8 +133,7 @@ async def relayed(may_end: Path, timeout_s: float) -> AsyncIterator[tuple[Traine
         for trainer in trainers:
             links.open(trainer)
             await trainer.attach(PLAN, 0, None)
-        links.open(relay)
-        watches.holder(holder, lambda error: links.end(relay.key, error))
+        watches.holder(holder, lambda error: links.end(holder.key, error))
         await opened(relay)
         yield Trainers(SyncConfig(timeout_s=timeout_s), fleet), relay, await ask_pid(holder.handle)
     finally:
@@ -145,7 +145,7 @@ async def relayed(may_end: Path, timeout_s: float) -> AsyncIterator[tuple[Traine
 
 async def opened(relay: PublishRelay) -> None:
     async with asyncio.timeout(patient(30)):
-        while not (relay.node and relay.node.is_dialled):
+        while not relay.is_ready:
             await asyncio.sleep(0.01)
 
 

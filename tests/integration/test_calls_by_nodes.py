@@ -24,8 +24,8 @@ from ray.exceptions import ActorUnavailableError
 from tests.cable import Cable
 from tests.patience import patient
 from weightsync.actors.ray.node_links import NodeLinks
-from weightsync.actors.ray.publish_notices import PublishNotices, published, readable
-from weightsync.actors.ray.publish_relay import HostPublishing, PublishRelay
+from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, published, readable
+from weightsync.actors.ray.publish_relay import PublishRelay
 from weightsync.actors.ray.remote import answer
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
@@ -199,7 +199,7 @@ def test_what_a_host_is_asked_and_says_arrives_as_it_was() -> None:
 
     async def test(links: Links) -> None:
         peer = Noting(publish_all=({2: report}, {4: lost}))
-        process = Process(links, peer, HostPublishing).dial()
+        process = Process(links, peer, HolderNode).dial()
         task = PublishTask(count=True)
         reports, errors = await process.call("publish_all", task, (7, 9), 2.5)
         assert peer.asked == [("publish_all", task, (7, 9), 2.5)]
@@ -939,9 +939,13 @@ def test_calls_of_a_node_that_does_not_start_say_why(raised: WeightSyncError, to
 
 def test_a_publishing_relay_without_a_connection_asks_nobody() -> None:
     async def test(links: Links) -> None:
-        relay = PublishRelay(cast("Any", SimpleNamespace(name="holder 0", key="h")), {})
-        for node in (None, Link(relay.name, relay.protocol)):
-            relay.node = node
+        async def told(_: object) -> None: ...
+
+        holder = SimpleNamespace(name="holder 0", node=None, relay=told)
+        relay = PublishRelay(cast("Any", holder), {})
+        await asyncio.sleep(0.01)
+        for node in (None, Link("holder 0", HolderNode)):
+            holder.node = node
             with pytest.raises(PeerError, match=r"trainers through holder 0.*no connection"):
                 await relay.publish(PublishTask(count=True), [], 4.0)
 
