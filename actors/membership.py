@@ -22,6 +22,7 @@ from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
 from weightsync.actors.ray.process import PATIENCE_S, end_process
+from weightsync.actors.ray.publish_relay import publish_relays
 from weightsync.actors.ray.remote import (
     Remote,
     RemoteEngine,
@@ -31,7 +32,6 @@ from weightsync.actors.ray.remote import (
     remote_trainer,
 )
 from weightsync.actors.ray.watch import Watches, is_silence
-from weightsync.actors.relays.relays import Relays, move_relays, publish_relays
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import ProcessHandle, Server
 from weightsync.config import Ports, SyncConfig
@@ -95,8 +95,7 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._links = NodeLinks(config.ports, self._door)
-        self._holders = Holders(config, run, self._start_beside_server, shared)
-        self._relays = Relays(self._links, fleet)
+        self._holders = Holders(config, run, shared, self._start_beside_server)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -340,7 +339,6 @@ class Membership:
     def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(error: WeightSyncError) -> None:
             self._links.end(holder.key, error)
-            self._relays.lost(holder, error)
             if holder in self._fleet.holders:
                 self._controller.connected = False
                 self._controller.snapshot_index.lost(holder.name)
@@ -436,10 +434,7 @@ class Membership:
         ]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
         if not self._adapter:  # an adapter's holders share processes with other adapters' holders
-            self._relays.use(
-                publish_relays([*trainers.values()], nodes, homes),
-                move_relays(self._links, holders, self._fleet.nodes),
-            )
+            self._fleet.relays[:] = publish_relays([*trainers.values()], nodes, homes)
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())

@@ -38,7 +38,7 @@ from weightsync.driver.gather import gather_named
 from weightsync.driver.healing.healing import Healer
 from weightsync.driver.updating.controller import Controller
 from weightsync.driver.updating.joint_commit import JointMember
-from weightsync.driver.updating.takeover import newest, note_served
+from weightsync.driver.updating.takeover import note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
@@ -487,7 +487,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def _as_part(self, checkpoint: str = "") -> Part:
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
-        return Part(newest(self.version, self._fleet), prepare, self._controller.exclusive, move)
+        return Part(self._fleet.newest(self.version), prepare, self._controller.exclusive, move)
 
     async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
         def when_held() -> None:  # again, if the update is repeated since weights moved

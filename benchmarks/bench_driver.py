@@ -38,9 +38,8 @@ of this table is the memory that the plan allocates.
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, as `actors.ray.remote` calls engines: through Ray and by nodes, in turns. The first
 two rounds of each are left out. N other actors are trainers that publish nothing: the driver calls them
-itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`). The last N are holders
-that move nothing: the driver calls them itself, and through one of each group (`benchmarks.move_rounds`).
-``--of`` takes some of the three.
+itself, and through the holders of groups of 8, in turns (`benchmarks.publish_rounds`).
+``--of`` takes one of the two.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ from benchmarks.driver_ledger import Instant, Ledger
 from benchmarks.driver_peers import TENSOR_PARALLEL, make_fleet
 from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
-from benchmarks.move_rounds import measure_moves
 from benchmarks.publish_rounds import measure_publishing
 from benchmarks.rounds import NUM_WARM, dialled
 from weightsync.actors.engine_calls import EngineCalls
@@ -329,7 +327,6 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
 _ACTOR_ROUNDS: Mapping[str, Callable[[int, int], None]] = {
     "engines": measure_actors,
     "trainers": measure_publishing,
-    "holders": measure_moves,
 }
 
 

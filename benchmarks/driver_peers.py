@@ -6,23 +6,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Reply, Wire
-from weightsync.actors.ray.node_links import NodeLinks
-from weightsync.actors.relays.move_relay import HostMoved, HostMoving, HostTasks, MoveRelay
-from weightsync.actors.relays.publish_relay import HostPublishing
-from weightsync.actors.relays.relays import relayed_ranks
+from weightsync.actors.ray.publish_notices import HolderNode
+from weightsync.actors.ray.publish_relay import relayed_ranks
 from weightsync.config import Components, PrefixCache
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.errors import WeightSyncError
 from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.node.calls import methods_of
-from weightsync.node.link import Link
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -74,7 +70,7 @@ class RelayWire(Wire):
     """A holder that asks the host's trainer ranks, which are readable at once."""
 
     def __init__(self, peer: object, ledger: Ledger, host: str, ranks: Sequence[int]) -> None:
-        super().__init__(peer, ledger, host, HostPublishing)
+        super().__init__(peer, ledger, host, HolderNode)
         self.name, self.ranks = f"trainers on {host}", ranks
 
     async def publish(
@@ -85,17 +81,6 @@ class RelayWire(Wire):
         tickets = (1,) * len(readable)
         reports, _ = await self.call("publish_all", task, tickets, timeout_s)
         return [reports[rank] for rank in self.ranks]
-
-
-class MoveWire(Wire):
-    """The link to a relaying holder, and the `NodeLinks` with only this link."""
-
-    is_dialled = True
-
-    def end(self, key: object, error: WeightSyncError) -> None: ...
-
-    def open(self, relay: MoveRelay) -> None:
-        relay.node = cast("Link", self)
 
 
 class Model:
@@ -355,13 +340,6 @@ class Holder:
         )
 
 
-class HostHolders:
-    """A holder's calls of the host's holders."""
-
-    def move_all(self, attempt: int, tasks: HostTasks, timeout_s: float) -> HostMoved:
-        return {index: Moved(_span("move")) for _, of_holders in tasks for index in of_holders}, {}, ()
-
-
 def make_fleet(
     num_tensors: int,
     num_trainers: int,
@@ -385,7 +363,6 @@ def make_fleet(
             homes.append((f"engine {number}", rank))
         peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}", EnginePeer))
         engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
-    named: list[Any] = [SimpleNamespace(name=f"holder {i}", handle=i) for _, i in homes]
     nodes = [host for host, _ in homes]
     return Fleet(
         trainers=[
@@ -401,14 +378,6 @@ def make_fleet(
         relays=[
             RelayWire(Relay(model, ranks), ledger, homes[ranks[0]][0], ranks)
             for ranks in relayed_ranks(nodes[:num_trainers])
-        ],
-        move_relays=[
-            MoveRelay(
-                cast("NodeLinks", MoveWire(HostHolders(), ledger, nodes[indices[0]], HostMoving)),
-                {index: named[index] for index in indices},
-            )
-            for indices in relayed_ranks(nodes)
-            if len(indices) > 1
         ],
     )
 

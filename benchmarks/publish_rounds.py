@@ -18,8 +18,8 @@ from benchmarks.rounds import NUM_WARM, dialled, measure
 from weightsync.actors.holders.weight_holder import spawn_holder
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.publish_relay import PublishRelay
 from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, remote_holder, remote_trainer
-from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.verifying.trainers import Trainers
@@ -76,7 +76,9 @@ class Rounds:
             PublishRelay(holder, {rank: ranks[rank] for rank in ranks if rank // PER_HOST == number})
             for number, holder in enumerate(self.holders)
         ]
-        await dialled(self._links, relays)
+        await dialled(self._links, self.holders)
+        while not all(relay.is_ready for relay in relays):
+            await asyncio.sleep(0.01)
         stage("rounds")
         members = [(trainer, rank // PER_HOST) for rank, trainer in ranks.items()]
         fleets = {

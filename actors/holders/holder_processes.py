@@ -34,6 +34,10 @@ Starts: TypeAlias = Callable[[str, Placement, str, Ports | None], ProcessHandle 
 """Starts a holder beside a server, as `HolderProcesses.start`. Returns None where Ray starts it."""
 
 
+def started_by_ray(*_: object) -> None:
+    """Start no holder beside a server: there are none."""
+
+
 class HolderProcesses(Protocol):
     """Starts and ends holders. All methods run on one event loop."""
 
@@ -65,7 +69,7 @@ class HolderProcesses(Protocol):
 class OwnProcesses:
     """Processes with one holder per process."""
 
-    def __init__(self, run: str | None, starts: Starts) -> None:
+    def __init__(self, run: str | None, starts: Starts = started_by_ray) -> None:
         """`run`: the name under which holders outlive their driver."""
         self._run, self._starts = run, starts
         self._pids: dict[RemoteHolder, ObjectRef[int]] = {}

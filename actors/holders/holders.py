@@ -13,7 +13,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from weightsync.actors.holders.detached import end, find, names, run_prefix
-from weightsync.actors.holders.holder_processes import HolderProcesses, OwnProcesses, SharedProcesses, Starts
+from weightsync.actors.holders.holder_processes import (
+    HolderProcesses,
+    OwnProcesses,
+    SharedProcesses,
+    Starts,
+    started_by_ray,
+)
 from weightsync.actors.holders.standbys import AsksPlacements, Standbys
 from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.placement import Placement, choose_transport
@@ -31,12 +37,17 @@ class Holders:
     """The holders that run, at most one for each placement."""
 
     def __init__(
-        self, config: SyncConfig, run: str | None, starts: Starts, shared: SharedProcesses | None = None
+        self,
+        config: SyncConfig,
+        run: str | None,
+        shared: SharedProcesses | None = None,
+        starts: Starts = started_by_ray,
     ) -> None:
         """
         Args:
             run: the name under which holders outlive the driver. Without a name they end with the driver.
             shared: processes shared with other fleets' holders. By default holders have their own processes.
+            starts: starts holders beside servers.
         """
         self._config, self._run, self._shared = config, run, shared
         self._on: dict[tuple[str, str], RemoteHolder] = {}

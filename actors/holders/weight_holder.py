@@ -6,9 +6,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Coroutine, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,21 +16,16 @@ from ray.actor import ActorHandle
 from weightsync.actors.holders.detached import detached
 from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.ray.placement import Placement, threaded
-from weightsync.actors.relays.host_moves import HostMoves, Moving
-from weightsync.actors.relays.move_once import MoveOnce
-from weightsync.actors.relays.move_relay import HostMoving
-from weightsync.actors.relays.publish_relay import HostPublisher, HostPublishing, TrainerActors
+from weightsync.actors.ray.publish_notices import HolderNode, Told
+from weightsync.actors.ray.publish_relay import TrainerActors, publish_all
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.kernels.device_kernels import load_copies, load_for_16_bits
 from weightsync.memory.tensors import device_id
-from weightsync.node.messages import NodeOffer
-from weightsync.node.node import Node, serve
-from weightsync.plan import Plan
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.messages import Moved, Prepared, UpdateTask
+from weightsync.protocol.messages import PublishTask
 from weightsync.transports import transport_class
 
 # watch() takes a thread of Ray's. Most other calls come by the node.
@@ -60,46 +54,20 @@ def spawn_holder(
 
 
 class WeightHolder(Holder):
-    """A holder's actor, which also calls other processes of the host for the driver."""
+    """A holder's actor, which also asks trainers of the host for the driver."""
 
-    def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
-        """See `Holder`."""
-        super().__init__(name, host, transport, device, ports=ports)
-        self._once = MoveOnce(name)
-        self._relaying: dict[type, Node] = {}
+    protocol = HolderNode
+    _trainers: TrainerActors = MappingProxyType({})
 
-    def relay(self, offer: NodeOffer, trainers: TrainerActors) -> None:
+    def relay(self, trainers: TrainerActors) -> None:
         """Have `trainers` publish when the driver asks."""
-        self._relay(offer, HostPublisher(trainers), HostPublishing)
+        self._trainers = trainers
 
-    def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None:
-        """Have the `holders` of this host, by index, move when the driver asks."""
-        self._relay(offer, HostMoves(holders), HostMoving)
-
-    def answer_relay(self, offer: NodeOffer) -> None:
-        """Answer `move` of the relaying holder. Calls after the next `prepare` are refused."""
-        self._relay(offer, SimpleNamespace(move=partial(self._move, self._once)), Moving)
-
-    def _relay(self, offer: NodeOffer, peer: object, protocol: type) -> None:
-        """Serve a node in place of the earlier one of this `protocol`, such as of the last connect."""
-        if earlier := self._relaying.pop(protocol, None):
-            earlier.stop()
-        self._relaying[protocol] = node = serve(offer, peer, protocol)
-        node.welcomed.result()
-
-    def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
-        """See `Holder.prepare`."""
-        self._once.close()
-        self._once = MoveOnce(self.name)
-        return super().prepare(plan, index, source)
-
-    def move(self, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
-        """See `Holder.move`. The driver and the holder that relays may both ask: see `MoveOnce`."""
-        return self._move(self._once, attempt, task, timeout_s)
-
-    def _move(self, once: MoveOnce, attempt: int, task: UpdateTask, timeout_s: float) -> Moved:
-        work = partial(super().move, attempt, task, timeout_s)
-        return once.move(attempt, work, timeout_s)
+    def publish_all(
+        self, task: PublishTask, tickets: Sequence[int], timeout_s: float
+    ) -> Coroutine[object, object, Told]:
+        """See `HolderNode`. This is no coroutine function: Ray would run all methods on one loop."""
+        return publish_all(self._trainers, task, tickets, timeout_s)
 
 
 class HolderStandby(WeightHolder):

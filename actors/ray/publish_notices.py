@@ -1,14 +1,20 @@
-"""A trainer's node: it is asked before `publish`, and says during `publish` that weights may be read."""
+"""The nodes of trainers, and of holders that ask trainers, and the notices that weights may be read."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
+from weightsync.channel.wire import SentError
 from weightsync.node.codec import decode, encode
 from weightsync.node.messages import Notice
 from weightsync.protocol.messages import PublishReport, PublishTask
+from weightsync.protocol.peers import HolderPeer
+
+Told: TypeAlias = tuple[dict[int, PublishReport], dict[int, SentError]]
+"""Reports and errors, by rank."""
 
 
 class TrainerNode(Protocol):
@@ -22,6 +28,15 @@ class TrainerNode(Protocol):
     async def publish_in_place(self, task: PublishTask, ticket: int) -> PublishReport: ...
 
 
+class HolderNode(HolderPeer, Protocol):
+    """The calls that a holder's node answers. `publish_all` calls `publish` of all trainers on the same host.
+
+    It returns reports and errors by rank, in at most `timeout_s` seconds.
+    """
+
+    async def publish_all(self, task: PublishTask, tickets: tuple[int, ...], timeout_s: float) -> Told: ...
+
+
 def readable(ticket: int) -> Notice:
     """Return the notice that the weights of `publish` number `ticket` may be read."""
     return Notice(ticket)
@@ -32,31 +47,30 @@ def published(ticket: int, report: PublishReport) -> Notice:
     return Notice(ticket, encode(report, PublishReport))
 
 
+def _future() -> asyncio.Future[PublishReport]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PublishNotices:
-    """The notices of one trainer rank while it publishes, and the report."""
+    """The notices of a trainer rank during one `publish`, which resolve `readable` and `report`.
 
-    def __init__(self) -> None:
-        self._ticket = 0
-        self._readable: asyncio.Future[None] | None = None
-        self._report: asyncio.Future[PublishReport] | None = None
+    Attributes:
+        ticket: the number of the notices. The trainer publishes once for each ticket, also for later drivers.
+    """
 
-    def expect(
-        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
-    ) -> int:
-        """Resolve these with the next notices. Returns the ticket that the notices have to carry."""
-        # Never one of an earlier connection or driver: the trainer publishes once for each ticket.
-        self._ticket, self._readable, self._report = secrets.randbits(62) + 1, readable, report
-        return self._ticket
+    readable: asyncio.Future[None]
+    report: asyncio.Future[PublishReport] = field(default_factory=_future)
+    ticket: int = field(default_factory=lambda: secrets.randbits(62) + 1)
 
     def came(self, notice: Notice) -> None:
         """Handle a notice. Ignores tickets of abandoned `publish` calls.
 
         Raises WireError if the report cannot be decoded.
         """
-        if notice.number != self._ticket:
+        if notice.number != self.ticket:
             return
-        if notice.value:
-            if self._report and not self._report.done():
-                self._report.set_result(decode(notice.value, PublishReport))
-        elif self._readable and not self._readable.done():
-            self._readable.set_result(None)
+        if notice.value and not self.report.done():
+            self.report.set_result(decode(notice.value, PublishReport))
+        elif not notice.value and not self.readable.done():
+            self.readable.set_result(None)

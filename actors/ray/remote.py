@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -26,16 +25,15 @@ from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.ray.publish_notices import PublishNotices, TrainerNode
+from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.node.link import Link
-from weightsync.node.messages import NodeOffer
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
-from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, SharedPlan, TrainerPeer
 
 _LONG_S = 0.01
 """How long a trainer may publish before Ray is called, too."""
@@ -166,9 +164,8 @@ class _Trainer(Remote):
         adoption: Adoption | None,
     ) -> None:
         super().__init__(name, handle, "sync_", adapter, adoption)
-        self.notices = PublishNotices()
         self._is_read_in_place = False
-        self._expected: _Expected | None = None
+        self._expected: PublishNotices | None = None
 
     async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Attach the trainer, and note whether holders read the weights in place."""
@@ -180,33 +177,32 @@ class _Trainer(Remote):
         """Ask the trainer's node, if holders read the weights in place."""
         if not (self.node and self.node.is_dialled and self._is_read_in_place):
             return None
-        self._expected = _Expected.of(self, readable)
+        self._expected = self.expect(readable)
         early: asyncio.Future[bool] = asyncio.ensure_future(self.node.call("readable", self._expected.ticket))
         early.add_done_callback(partial(_note, readable))
         return early
 
-    def expect(
-        self, readable: asyncio.Future[None], report: asyncio.Future[PublishReport] | None = None
-    ) -> int:
-        """Resolve these with the node's next notices. Returns the ticket that `publish` has to get."""
+    def expect(self, readable: asyncio.Future[None]) -> PublishNotices:
+        """Have the node's next notices resolve `readable`. `publish` has to get the ticket."""
+        notices = PublishNotices(readable)
         if self.node:
-            self.node.when_noticed = self.notices.came
-        return self.notices.expect(readable, report)
+            self.node.when_noticed = notices.came
+        return notices
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
         """Have the trainer publish. The node's notices arrive before Ray's answer."""
         expected, self._expected = self._expected, None
         if expected is None or expected.readable is not readable:
-            expected = _Expected.of(self, readable)
+            expected = self.expect(readable)
         elif readable.done():
             report = await self._publish_in_place(task, expected.ticket)
             if report is not None:
                 return report
-        told, ticket = expected.told, expected.ticket
+        told = expected.report
         asked: asyncio.Future[PublishReport] = asyncio.ensure_future(
-            self.call("publish", task, ticket, self.node is not None)
+            self.call("publish", task, expected.ticket, self.node is not None)
         )
-        asked.add_done_callback(_no_log)
+        asked.add_done_callback(no_log)
         try:
             await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -221,27 +217,13 @@ class _Trainer(Remote):
         """
         assert self.node
         called = asyncio.ensure_future(self.node.call("publish_in_place", task, ticket))
-        called.add_done_callback(_no_log)
+        called.add_done_callback(no_log)
         done, _ = await asyncio.wait([called], timeout=_LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Expected:
-    """The expected notices of a publishing trainer."""
-
-    readable: asyncio.Future[None]
-    told: asyncio.Future[PublishReport]
-    ticket: int
-
-    @classmethod
-    def of(cls, trainer: _Trainer, readable: asyncio.Future[None]) -> _Expected:
-        told: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
-        return cls(readable, told, trainer.expect(readable, told))
-
-
-def _no_log(ended: asyncio.Future[Any]) -> None:
+def no_log(ended: asyncio.Future[Any]) -> None:
     """Ask for the error, since asyncio logs errors that nobody asks for.
 
     Nobody does if every wait was cancelled.
@@ -259,13 +241,13 @@ def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
 class _Holder(Remote):
     """A holder's actor. The process may still be starting, as a standby."""
 
-    protocol: type = HolderPeer
+    protocol: type = HolderNode
 
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")
         self._becoming = becoming
         if becoming:
-            becoming.add_done_callback(_no_log)
+            becoming.add_done_callback(no_log)
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
         return self._call_later(method, *args) if self._becoming else super().call(method, *args)
@@ -313,7 +295,7 @@ class _Actor(Protocol):
 class RemoteTrainer(_Actor, Served, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
 
-    def expect(self, readable: asyncio.Future[None]) -> int: ...
+    def expect(self, readable: asyncio.Future[None]) -> PublishNotices: ...
 
     async def placement(self) -> Placement: ...
     async def placement_so_far(self) -> Placement | None: ...
@@ -327,13 +309,12 @@ class RemoteEngine(_Actor, Served, ClaimedPeer, EnginePeer, Protocol):
     async def ping(self) -> None: ...
 
 
-class RemoteHolder(_Actor, Served, HolderPeer, Protocol):
+class RemoteHolder(_Actor, Served, HolderNode, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
-    async def relay(self, offer: NodeOffer, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
-    async def relay_moves(self, offer: NodeOffer, holders: Mapping[int, ActorHandle[Any]]) -> None: ...
+    async def relay(self, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
     async def close(self) -> None: ...
 
 

@@ -28,7 +28,7 @@ from tests.fleets.foreign_actors import (
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.relays import relays
+from weightsync.actors.ray import publish_relay
 from weightsync.errors import ConfigError, WeightSyncError
 
 CONFIG = SyncConfig(timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1))
@@ -127,9 +127,9 @@ def test_an_engine_that_the_actor_replaced_is_not_called_verified() -> None:
         assert sync.serving() == {}
 
 
-@pytest.mark.parametrize("max_direct_hosts", [relays.MAX_DIRECT_HOSTS, 0], ids=["direct", "relayed"])
+@pytest.mark.parametrize("max_direct_hosts", [publish_relay.MAX_DIRECT_HOSTS, 0], ids=["direct", "relayed"])
 def test_another_path_finds_another_model(max_direct_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", max_direct_hosts)
+    monkeypatch.setattr(publish_relay, "MAX_DIRECT_HOSTS", max_direct_hosts)
     trainer = ray.remote(num_cpus=0)(PlainTrainer).remote()
     with WeightSync(CONFIG) as sync:
         sync.register_engines({"e0": (engine := ray.remote(num_cpus=0)(PlainEngine).remote())}, llm="llm")

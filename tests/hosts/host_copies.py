@@ -17,7 +17,7 @@ from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
-from weightsync.holder.part_sink import STEP_NBYTES
+from weightsync.holder.refill import STEP_NBYTES
 
 WIDTH = 3072
 SIZE = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH + 8)

@@ -24,10 +24,9 @@ from ray.exceptions import ActorUnavailableError
 from tests.cable import Cable
 from tests.patience import patient
 from weightsync.actors.ray.node_links import NodeLinks
-from weightsync.actors.ray.publish_notices import PublishNotices, published, readable
+from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, published, readable
+from weightsync.actors.ray.publish_relay import PublishRelay
 from weightsync.actors.ray.remote import answer
-from weightsync.actors.relays.move_relay import HostMoved, HostMoving
-from weightsync.actors.relays.publish_relay import PublishRelay
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
     EngineError,
@@ -43,10 +42,8 @@ from weightsync.node.link import Link, Links
 from weightsync.node.messages import Answer, Ask, Drop, Hello, NodeOffer, Notice, Tell, Welcome, to_node
 from weightsync.node.node import Node, serve
 from weightsync.protocol import listener
-from weightsync.protocol.deadlines import within
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import (
-    Forward,
     LoadReport,
     Moved,
     PublishReport,
@@ -57,7 +54,7 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.protocol.stream import Stream, framed
-from weightsync.protocol.timing import Span
+from weightsync.protocol.timing import Span, within
 
 REPORT = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), ((Span("load", 1.0, 2.0),), ()))
 SLOW = SlowError("reading of bucket 3", ("engine e0",), 2.0)
@@ -196,19 +193,19 @@ def test_arguments_and_answers_arrive_as_they_were() -> None:
 
 
 def test_what_a_host_is_asked_and_says_arrives_as_it_was() -> None:
-    lost = SentError.of(PeerLostError("holder 4", "killed"))
-    said: HostMoved = ({2: Moved(Span("move", 1.5, 0.25), 0.5, SLOW)}, {4: lost}, (6,))
+    words = np.arange(3, dtype=np.uint64)
+    report = PublishReport(words, words, {"w": 1}, [Span("publish", 1.5, 0.25)])
+    lost = SentError.of(PeerLostError("trainer 4", "killed"))
 
     async def test(links: Links) -> None:
-        peer = Noting(move_all=said, moved=({}, {}, ()))
-        process = Process(links, peer, HostMoving).dial()
-        tasks = ((Read(cast=frozenset({3})), (2, 4)), (Forward(), (6,)))
-        moved, errors, uncalled = await process.call("move_all", 7, tasks, 2.5)
-        assert peer.asked == [("move_all", 7, tasks, 2.5)]
-        assert (moved[2].waited_s, str(moved[2].slow), uncalled) == (0.5, str(SLOW), (6,))
+        peer = Noting(publish_all=({2: report}, {4: lost}))
+        process = Process(links, peer, HolderNode).dial()
+        task = PublishTask(count=True)
+        reports, errors = await process.call("publish_all", task, (7, 9), 2.5)
+        assert peer.asked == [("publish_all", task, (7, 9), 2.5)]
+        assert (reports[2].nonfinite, [*reports[2].fingerprint]) == ({"w": 1}, [0, 1, 2])
         assert isinstance(error := errors[4].rebuild(), PeerLostError)
-        assert error.peer == "holder 4"
-        assert await process.call("moved") == ({}, {}, ())
+        assert error.peer == "trainer 4"
 
     run(test)
 
@@ -777,43 +774,40 @@ def test_a_node_whose_driver_is_gone_raises_after_a_while() -> None:
     run(test)
 
 
-def noticing(process: Process) -> PublishNotices:
-    notices = PublishNotices()
+def expect(process: Process) -> PublishNotices:
+    notices = PublishNotices(asyncio.get_running_loop().create_future())
     process.link.when_noticed = notices.came
     return notices
 
 
 def test_a_notice_resolves_the_publish_of_its_ticket_alone() -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, Adder()).dial(), asyncio.get_running_loop()
-        notices = noticing(process)
+        process = Process(links, Adder()).dial()
         await process.link.dialled()
-        old = notices.expect(given_up := loop.create_future())
+        old = expect(process)
         for _ in range(2):
-            ticket = notices.expect(may_read := loop.create_future())
-            process.node.notify(readable(old))
-            await asyncio.to_thread(process.node.notify, readable(ticket))
-            await asyncio.wait_for(may_read, patient(10))
-            process.node.notify(readable(ticket))  # repeated: nobody waits for it
-            assert not given_up.done()
+            now = expect(process)
+            process.node.notify(readable(old.ticket))
+            await asyncio.to_thread(process.node.notify, readable(now.ticket))
+            await asyncio.wait_for(now.readable, patient(10))
+            process.node.notify(readable(now.ticket))  # repeated: nobody waits for it
+            assert not old.readable.done()
 
     run(test)
 
 
 def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, Adder()).dial(), asyncio.get_running_loop()
-        notices = noticing(process)
+        process = Process(links, Adder()).dial()
         await process.link.dialled()
-        old = notices.expect(loop.create_future(), given_up := loop.create_future())
-        ticket = notices.expect(loop.create_future(), told := loop.create_future())
+        old, now = expect(process), expect(process)
         span = Span("publish", 1.8e9, 0.25)
         counts = {f"model.layers.{i}.weight": 1 for i in range(60_000)}
         sent = PublishReport(WORDS, WORDS[::-1].copy(), counts, (span,), WORDS + 1)
-        for number in (old, ticket, ticket):  # the last one is repeated: nobody waits for it
+        for number in (old.ticket, now.ticket, now.ticket):  # the last one is repeated: nobody waits for it
             await asyncio.to_thread(process.node.notify, published(number, sent))
-        report = await asyncio.wait_for(told, patient(10))
-        assert not given_up.done()
+        report = await asyncio.wait_for(now.report, patient(10))
+        assert not old.report.done()
         assert (report.fingerprint == sent.fingerprint).all()
         assert (report.frozen == sent.frozen).all()
         assert (report.agreement == sent.agreement).all()
@@ -825,18 +819,16 @@ def test_a_report_comes_whole_and_one_of_an_earlier_publish_does_not_count() -> 
 
 def test_a_report_that_is_none_is_refused_and_the_next_one_taken(caplog: pytest.LogCaptureFixture) -> None:
     async def test(links: Links) -> None:
-        process, loop = Process(links, peer := Adder()).dial(), asyncio.get_running_loop()
-        other = Process(links, Adder()).dial()
-        notices = noticing(process)
+        process, other = Process(links, peer := Adder()).dial(), Process(links, Adder()).dial()
         waiting, others = process.begin("wait", 1), other.begin("wait", 1)
         await until(lambda: peer.asked)
-        ticket = notices.expect(loop.create_future(), told := loop.create_future())
-        process.node.notify(Notice(ticket, b"none"))
+        now = expect(process)
+        process.node.notify(Notice(now.ticket, b"none"))
         await until(lambda: "not a value of ours" in caplog.text)
         await asyncio.sleep(0)
         await asyncio.wait_for(process.link.dialled(), patient(10))
-        process.node.notify(published(ticket, PublishReport(WORDS, WORDS, {}, ())))
-        assert not (await asyncio.wait_for(told, patient(10))).nonfinite
+        process.node.notify(published(now.ticket, PublishReport(WORDS, WORDS, {}, ())))
+        assert not (await asyncio.wait_for(now.report, patient(10))).nonfinite
         assert other.link.is_dialled
         peer.may_answer[1].set()
         assert await waiting == 1
@@ -947,9 +939,13 @@ def test_calls_of_a_node_that_does_not_start_say_why(raised: WeightSyncError, to
 
 def test_a_publishing_relay_without_a_connection_asks_nobody() -> None:
     async def test(links: Links) -> None:
-        relay = PublishRelay(cast("Any", SimpleNamespace(name="holder 0", key="h")), {})
-        for node in (None, Link(relay.name, relay.protocol)):
-            relay.node = node
+        async def told(_: object) -> None: ...
+
+        holder = SimpleNamespace(name="holder 0", node=None, relay=told)
+        relay = PublishRelay(cast("Any", holder), {})
+        await asyncio.sleep(0.01)
+        for node in (None, Link("holder 0", HolderNode)):
+            holder.node = node
             with pytest.raises(PeerError, match=r"trainers through holder 0.*no connection"):
                 await relay.publish(PublishTask(count=True), [], 4.0)
 

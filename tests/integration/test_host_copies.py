@@ -20,10 +20,8 @@ from weightsync.driver.fleet import EngineMember
 from weightsync.driver.updating.controller import Controller
 from weightsync.driver.updating.refill import GaveWayError
 from weightsync.errors import TransportError
-from weightsync.holder import part_sink
 from weightsync.holder.holder import Holder
-from weightsync.holder.part_sink import PartSink
-from weightsync.holder.refill import Refill
+from weightsync.holder.refill import PartSink, Refill
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.protocol.messages import Refilled
 from weightsync.testing import DictEngine, LocalEngine, LocalPeer
@@ -45,7 +43,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return done
 
     monkeypatch.setattr(Refill, "run", counting)
-    monkeypatch.setattr(part_sink, "STEP_NBYTES", STEP_NBYTES)
+    monkeypatch.setattr("weightsync.holder.refill.STEP_NBYTES", STEP_NBYTES)
     return nbytes
 
 

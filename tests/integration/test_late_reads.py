@@ -62,7 +62,7 @@ async def eventually(loop: Hosts, name: str) -> str:
     """Return the route of engine `name` once it is planned."""
     router = loop.controller.connection().router
     deadline = time.monotonic() + patient(30)
-    while router.is_joining(name):
+    while router.joining(name):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     return router.routes[name]
@@ -114,7 +114,7 @@ def test_an_update_plans_what_nobody_has_begun_to_plan() -> None:
         await commit(loop)
         await lose(loop, "e1")
         assert loop.controller.can_refill("e1")
-        assert loop.controller.connection().router.is_joining("e1")
+        assert loop.controller.connection().router.joining("e1")
         assert await exclusively(loop, 2) == {"e0": "direct", "e1": "direct"}
 
     drive(work, "a", NEAR, CONFIG)

@@ -231,8 +231,8 @@ class EngineFeed:
     @collector_paused
     def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
         self._ticket = ticket
-        self._casting = Casting(plan, layout) if layout else None
-        self.casts, self.plan_digest = bool(self._casting), plan.digest()
+        self._casting = (Casting(plan, layout) if layout else None) or None
+        self.casts, self.plan_digest = self._casting is not None, plan.digest()
         self.spans: Sequence[Span] = ()
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
@@ -325,7 +325,7 @@ class EngineFeed:
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         clock = PhaseClock()
         self.spans = clock.spans
-        if self._casting:
+        if self._casting is not None:
             sink = CastingSink(sink, self._casting)
         try:
             with clock.phase("load"):

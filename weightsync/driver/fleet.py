@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.protocol.peers import EnginePeer, HolderPeer, MoveRelayPeer, RelayPeer, TrainerPeer
+from weightsync.errors import ConfigError
+from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
 
 
 def _itself(value: object) -> object:
@@ -39,7 +40,6 @@ class Fleet:
         share: replaces a value that many peers get by the object that calls carry; by default the value
             itself.
         relays: ask trainers to publish for the driver. The driver asks ranks without a relay directly.
-        move_relays: ask holders to move for the driver. The driver calls holders without a relay directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by the name of the deployment.
         served: versions of an earlier driver that engines served when they were connected, by process.
@@ -51,7 +51,6 @@ class Fleet:
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
     relays: list[RelayPeer] = field(default_factory=list)
-    move_relays: list[MoveRelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     served: Mapping[str, int] = field(default_factory=dict)
@@ -81,6 +80,19 @@ class Fleet:
         }
         newest = max(whole.values(), default=0)
         return [name for name, version in whole.items() if any_version or version == newest]
+
+    def newest(self, committed: int) -> int:
+        """Return the newest version that is `committed`, or that an engine `served`. 0 if there is none."""
+        return max(committed, *self.served.values(), 0)
+
+    def require_newer(self, version: int, committed: int) -> None:
+        """Raise ConfigError unless `version` is greater than `newest`: rollouts would repeat numbers."""
+        if version <= committed:
+            raise ConfigError("version", version, f"versions grow: give more than {committed}")
+        if version <= (highest := self.newest(committed)):
+            name = next(name for name, served in self.served.items() if served == highest)
+            last = f"{name} serves version {highest} of an earlier WeightSync"
+            raise ConfigError("version", version, f"{last}: give more than {highest}, or nothing")
 
     def named_holders(self) -> dict[str, HolderPeer]:
         """Return holders by the names that errors give them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WeightSyncError
-from weightsync.protocol.deadlines import within
+from weightsync.protocol.timing import within
 
 GRACE_S = 2.0
 """Seconds from a peer's own deadline to the driver's deadline. The peer's error names the late process."""

@@ -75,7 +75,10 @@ class Holder:
         staging: the bucket slots. None before `prepare`.
         cross_host: this holder's part in the cross-host exchange, or None.
         snapshot_store: this holder's snapshots of committed versions. None before `serve_snapshots`.
+        protocol: the methods that the node answers.
     """
+
+    protocol: type = HolderPeer
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Holder:
     def serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""
         self._stop_node()
-        self._node = serve(offer, self, HolderPeer)
+        self._node = serve(offer, self, self.protocol)
         self._node.welcomed.result()
 
     def _stop_node(self) -> None:

@@ -212,11 +212,6 @@ class WriteConsumer(BucketConsumer):
 class QuantizingConsumer(WriteConsumer):
     """Quantises buckets into a participating engine rank's memory, and sends the rank the digests."""
 
-    def offer(self, bucket: int) -> None:
-        if self._feed and self.taking:
-            self._memory.write(bucket)
-            self._feed.go_on(self._attempt)
-
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
@@ -248,25 +243,17 @@ def run_update(
     if task.exchanges:
         assert exchange
         exchange.move(lambda: reads and consumer.taking)
+    buckets = task.buckets(plan)
     pump(
-        moved_buckets(plan, task),
+        buckets,
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.sent is None else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )
-    consumer.finish(_num_buckets(plan, task), is_all=task.frozen, live=live)
+    consumer.finish(len(buckets), is_all=task.frozen, live=live)
     staging.unmap_forgotten()
-
-
-def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:
-    """Return the buckets that are broadcast in an update, in order."""
-    return task.buckets(_num_buckets(plan, task))
-
-
-def _num_buckets(plan: Plan, task: UpdateTask) -> int:
-    return plan.num_buckets if task.frozen else plan.num_changing_buckets
 
 
 def pump(

@@ -37,10 +37,10 @@ from weightsync.node.messages import (
     from_node,
     joining,
 )
-from weightsync.protocol.deadlines import left_s
 from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
+from weightsync.protocol.timing import left_s
 
 __all__ = ["Link", "Links"]
 
@@ -69,7 +69,7 @@ class Link:
 
     A call raises the method's WeightSyncError, PeerError for another error of the method and for a call that
     was lost with its connection, and the error of `end`. It waits until the node has dialled, and is not
-    carried out after the deadline of the task that waits for it, see `weightsync.protocol.deadlines`.
+    carried out after the deadline of the task that waits for it, see `weightsync.protocol.timing`.
 
     Attributes:
         methods: the names of the methods.

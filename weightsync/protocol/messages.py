@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import SlowError
+from weightsync.plan import Plan
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
 from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
@@ -73,9 +74,9 @@ class _Task(msgspec.Struct, frozen=True):
     exchanges: bool = False
     frozen: bool = True
 
-    def buckets(self, num_buckets: int) -> Sequence[int]:
-        """Return the buckets that are broadcast of the first `num_buckets`, in order."""
-        moved = range(num_buckets)
+    def buckets(self, plan: Plan) -> Sequence[int]:
+        """Return the buckets that are broadcast, in order."""
+        moved = range(plan.num_buckets if self.frozen else plan.num_changing_buckets)
         return moved if self.sent is None else sorted(self.sent.intersection(moved))
 
 

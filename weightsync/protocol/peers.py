@@ -55,9 +55,6 @@ SharedAlike = NewType("SharedAlike", object)
 SharedLayout = NewType("SharedLayout", object)
 """The same of a `LayoutTable`. Holders make the layouts of all ranks of a mesh of it."""
 
-MOVE_LOOK_S = 0.5
-"""How often a relay of moves says that it is there, while holders move."""
-
 
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
@@ -100,25 +97,6 @@ class RelayPeer(Protocol):
     async def publish(
         self, task: PublishTask, readable: Sequence[asyncio.Future[None]], timeout_s: float
     ) -> Sequence[PublishReport | WeightSyncError]: ...
-
-
-class MoveRelayPeer(Protocol):
-    """A holder that asks the holders of its host, `holders` by index, to move for the driver.
-
-    `move` takes the `task` of each holder. `move` and `moved` return the holders' new answers: None for
-    a holder that could not be called. Other holders still move. Both answer within `MOVE_LOOK_S`, or earlier,
-    once something is known. If the relay cannot answer, they raise that error, which says nothing about the
-    holders. `renew` makes a new connection without earlier calls.
-    """
-
-    name: str
-    holders: Sequence[int]
-
-    async def move(
-        self, attempt: int, tasks: Mapping[int, UpdateTask], timeout_s: float
-    ) -> Mapping[int, Moved | WeightSyncError | None]: ...
-    async def moved(self) -> Mapping[int, Moved | WeightSyncError | None]: ...
-    def renew(self) -> None: ...
 
 
 class HolderPeer(Protocol):

@@ -1,11 +1,13 @@
-"""Times the phases of a piece of work."""
+"""Times the phases of a piece of work, and carries the deadline that the work has."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 logger = logging.getLogger("weightsync.protocol")
@@ -75,3 +77,21 @@ class PhaseClock:
     def now(self) -> float:
         """Return seconds since 1970, by the wall clock as it was at construction."""
         return self.began + self.total()
+
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+
+def left_s() -> float:
+    """Return the seconds until the deadline of this task, infinite without one."""
+    return _deadline.get() - time.monotonic()
+
+
+@contextlib.contextmanager
+def within(timeout_s: float) -> Iterator[None]:
+    """Give tasks that the body creates a deadline in `timeout_s` seconds, in place of this task's."""
+    token = _deadline.set(time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)

@@ -12,8 +12,8 @@ from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard, attached_part, is_sharded
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.mesh import mesh_place
 from weightsync.sources.readable import require_no_flat_parameters, require_strided
 from weightsync.sources.tensors import Guard, TensorSource
 from weightsync.sources.zero_partitions import (
@@ -94,3 +94,46 @@ def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segmen
         raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")
     box = cut(tensor.shape, tensor.device_mesh, tensor.placements)
     return Segment(name, box, name, 0, strides)
+
+
+def mesh_place(tensors: Mapping[str, torch.Tensor]) -> MeshPlace | None:
+    """Return the place of this rank, or None if no tensor is a DTensor.
+
+    Whether boxes follow from it is found out where the layout is put into columns.
+    """
+    axes: dict[DeviceMesh, int] = {}
+    first: dict[int, int] = {}  # by the mesh's id: tens of thousands of tensors would hash what it holds
+    sizes: list[int] = []
+    coordinates: list[int] = []
+    cuts: dict[str, Cut] = {}
+    cut_by = functools.cache(_cut_by)
+    for name, tensor in tensors.items():
+        if not is_sharded(tensor):
+            cuts[name] = ()
+            continue
+        mesh = tensor.device_mesh
+        if id(mesh) not in first:
+            place = mesh.get_coordinate()
+            if place is None:  # this rank is not in the mesh
+                return None
+            if mesh not in axes:
+                axes[mesh] = len(sizes)
+                sizes += mesh.shape
+                coordinates += place
+            first[id(mesh)] = axes[mesh]
+        cuts[name] = cut_by(first[id(mesh)], tensor.placements)
+    return MeshPlace(tuple(sizes), tuple(coordinates), cuts) if sizes else None
+
+
+def _cut_by(first: int, placements: tuple[Placement, ...]) -> Cut:
+    """Return the dimensions that cut a tensor, in the order of the cuts. `first` is its mesh's first one.
+
+    FSDP cuts what tensor parallelism, a later dimension of the mesh, has cut before: its placement has a
+    `split_factor`.
+    """
+    shards = [
+        (hasattr(each, "split_factor"), axis, getattr(each, "dim", -1))
+        for axis, each in enumerate(placements, first)
+        if hasattr(each, "dim")
+    ]
+    return tuple((axis, dim) for _, axis, dim in sorted(shards))

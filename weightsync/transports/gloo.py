@@ -18,11 +18,9 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.reach import Reach
-from weightsync.transports.rendezvous import SLACK_S, join_store
-from weightsync.transports.roll_call import RollCall, ranks_text
+from weightsync.transports.roll_call import ranks_text
 from weightsync.transports.store import StoreServer
-from weightsync.transports.watchdog import Watch
-from weightsync.transports.watched import WatchedTransport
+from weightsync.transports.watchdog import SLACK_S, Watch, WatchedTransport
 
 _SLICE_S = 0.05
 """The longest time after which a waiting thread sees an abort."""
@@ -56,22 +54,20 @@ class GlooTransport(WatchedTransport):
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, then connect to every rank on the interface that leads to `rendezvous`."""
-        assert self._opened is None, "a transport opens once"
-        self._rank, self._num_ranks = rank, num_ranks
         self._timeout = _own_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s + SLACK_S
-        self._store = join_store(rendezvous, rank, num_ranks, timeout_s)
-        roll = RollCall(self._store, rank, num_ranks)
+        store, roll = self._sign_in(rendezvous, rank, num_ranks, timeout_s)
         reach: Reach | None = None
         try:
             address = own_address(rendezvous)
-            reach = Reach(self._store, rank, num_ranks, address)
+            reach = Reach(store, rank, num_ranks, address)
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-            store = PrefixStore("gloo", self._store)
             # ProcessGroupGloo calls the store several times, with separate deadlines.
-            making = on_daemon(partial(ProcessGroupGloo, store, rank, num_ranks, options))
+            making = on_daemon(
+                partial(ProcessGroupGloo, PrefixStore("gloo", store), rank, num_ranks, options)
+            )
             if not wait([making], timeout_s / 2).done:
                 on_daemon(reach.examine)
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))

@@ -16,11 +16,8 @@ from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import join_store
-from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import StoreServer
-from weightsync.transports.watchdog import Gate, Watch
-from weightsync.transports.watched import WatchedTransport
+from weightsync.transports.watchdog import Gate, Watch, WatchedTransport
 
 logger = logging.getLogger("weightsync.transports")
 
@@ -57,14 +54,12 @@ class NcclTransport(WatchedTransport):
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, so that missing ranks are known, then build the communicator."""
-        assert self._opened is None, "a transport opens once"
         _compare_versions()
         self._nccl = cuda.nccl()
         address, _, unique_id = rendezvous.partition("/")
-        self._rank, self._num_ranks, self._device = rank, num_ranks, torch.cuda.current_device()
-        self._store = join_store(address, rank, num_ranks, timeout_s)
+        self._device = torch.cuda.current_device()
+        _, roll = self._sign_in(address, rank, num_ranks, timeout_s)
         self._comm = self._communicator(bytes.fromhex(unique_id), timeout_s)
-        roll = RollCall(self._store, rank, num_ranks)
         self._opened = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
 
     def start(self, ops: Sequence[Op]) -> Pending:

@@ -8,12 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
+from functools import partial
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, WireError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import Absence, RollCall, ranks_text
+from weightsync.transports.store import NetworkStore, StoreServer
 
 
 class Gate:
@@ -44,6 +47,8 @@ class Gate:
 
 logger = logging.getLogger("weightsync.transports")
 
+SLACK_S = 1.0
+"""Time after a rank's deadline until the rank has named the missing ranks."""
 TIMER_S = 0.05
 LISTENER_S = 0.2
 ROLL_CALL_S = 1.8
@@ -253,3 +258,58 @@ class Watch:
                 del self._operations[number]
                 self._last_over = time.monotonic()
         return None
+
+
+class WatchedTransport:
+    """Base class of transports. A subclass sets the fields in `offer` and `open`."""
+
+    def __init__(self) -> None:
+        self._server: StoreServer | None = None
+        self._store: NetworkStore | None = None
+        self._opened: Watch | None = None
+        self._rank, self._num_ranks = -1, 0
+
+    def _sign_in(
+        self, address: str, rank: int, num_ranks: int, timeout_s: float
+    ) -> tuple[NetworkStore, RollCall]:
+        """Return the store that rank 0 serves, and the roll there, once every rank has signed in.
+
+        Raises TransportError with the ranks that did not sign in within `timeout_s`.
+        """
+        assert self._opened is None, "a transport opens once"
+        self._rank, self._num_ranks = rank, num_ranks
+        store = NetworkStore(address, timeout_s)
+        roll = RollCall(store, rank, num_ranks)
+        try:
+            on_daemon(partial(roll.sign_in, timeout_s)).result(timeout_s + SLACK_S)
+            self._store = store
+        except (Late, RuntimeError, ValueError, WireError) as error:
+            cause = "rank 0, which hosts it, does not answer" if isinstance(error, Late) else error
+            place = address.rpartition("@")[2]
+            raise TransportError(f"rank {rank} of {num_ranks} could not join at {place}: {cause}") from error
+        finally:
+            if self._store is None:
+                store.close()
+        return store, roll
+
+    @property
+    def _watch(self) -> Watch:
+        assert self._opened, "open the transport first"
+        return self._opened
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give operations `timeout_s` from now on, as `Transport.set_timeout` says."""
+        self._watch.set_timeout(timeout_s)
+
+    def abort(self, cause: str) -> None:
+        """Give up the communicator, as `Transport.abort` says."""
+        if self._opened:
+            self._opened.end(cause)
+
+    def close(self) -> None:
+        """Leave the communicator, and close the store."""
+        if self._opened:
+            self._opened.close()
+        for each in (self._store, self._server):
+            if each:
+                each.close()

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bench_driver
 from benchmarks.driver_ledger import Ledger, Wire
 from benchmarks.driver_peers import make_fleet
-from weightsync.actors.relays import relays
+from weightsync.actors.ray import publish_relay
 from weightsync.config import SyncConfig
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import VerifyError
@@ -96,8 +96,8 @@ def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
         assert costs[name].nbytes_in == of_more[name].nbytes_in
 
 
-def test_with_many_hosts_an_update_has_one_call_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "MAX_DIRECT_HOSTS", 3)
+def test_with_many_hosts_a_publication_has_one_call_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish_relay, "MAX_DIRECT_HOSTS", 3)
 
     async def work() -> Ledger:
         ledger = Ledger()
@@ -111,7 +111,7 @@ def test_with_many_hosts_an_update_has_one_call_a_host(monkeypatch: pytest.Monke
 
     calls = {name: cost.calls for name, cost in asyncio.run(work()).costs.items()}
     per_engine = dict.fromkeys(("pause", "load", "resume"), NUM_ENGINES)
-    assert calls == {"publish_all": 4, "move_all": 4 + NUM_ENGINES, **per_engine}
+    assert calls == {"publish_all": 4, "move": 32 + 8 * NUM_ENGINES, **per_engine}
 
 
 def test_wrong_digests_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

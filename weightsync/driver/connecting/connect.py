@@ -20,8 +20,9 @@ from weightsync.driver.connecting.layouts import Layouts, are_alike, ask_layouts
 from weightsync.driver.connecting.linking import Exports, Served, exported, link_all, link_engine
 from weightsync.driver.connecting.routing import Router
 from weightsync.driver.connecting.trial import Trial, run_trial
+from weightsync.driver.connecting.ways import Joining
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.gather import GRACE_S, Outcome, gather_named
+from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PlanError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.direct.direct_plan import make_direct_plan
@@ -106,10 +107,7 @@ async def connect(
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
-    made = await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
-    for relay in fleet.move_relays:
-        relay.renew()
-    return made
+    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
 
 
 def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:
@@ -157,9 +155,9 @@ async def _open(
         warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
-        for name, exported in served.items():
-            failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
-            router.join(name, layouts.joined[name], exported, failed, converts)
+        for name, memory in served.items():
+            its = Joining(layouts.joined[name], memory, layouts.engines[name][0].converts)
+            router.join(name, its, trial.failures.get(name, ""))
             await router.plan_reads(name)
             if not router.suffices:
                 raise TransportError(
@@ -356,58 +354,47 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     none. Then the whole fleet has to connect again. Also raises the other errors of `connect`, such as
     ConfigError if a draft is neither trained nor frozen, or a frozen draft has changed.
     """
-    member, timeout_s = fleet.engines[name], config.timeout_s
-    layout = gather_named({f"engine {name}": member.peer.layout(config.components)}, "layout", timeout_s)
+    member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
+    named = f"engine {name}"
+    layout = gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s)
     asking = asyncio.ensure_future(layout)
     ahead = asyncio.ensure_future(_export(connection, name, member, config))
     try:
-        await _adopt(fleet, connection, name, config, asking, ahead)
+        holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
+        taking = _take_tickets(connection, name, holders, config)
+        asked, tickets = await asyncio.gather(asking, taking, return_exceptions=True)  # both are to end
+        if isinstance(asked, BaseException):
+            raise asked
+        names = {meta.name for meta in plan.tensors}
+        layouts = ranks_as_taken(asked.require()[named], names)
+        twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
+        if not twins:
+            raise PlanError(named, "its layout is new to the plan")
+        fleet.drafts.check({name: layouts}, config)
+        if isinstance(tickets, BaseException):
+            raise tickets
+        engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
+        attached = (await _meet(fleet, engines, holders, timeout_s, ahead))[named]
+        _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
+        served = exported(layouts, attached)
+        await link_engine(fleet, member.holders, layouts, served, timeout_s)
+        known = {flat.layout: flat for flat in connection.flat_layouts.values()}
+        connection.flat_layouts.pop(name, None)
+        if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
+            connection.flat_layouts[name] = flat
+        joined = connection.joined[twins[0]]
+        require_casts(name, first_cast(joined, plan.tensors), attached)
+        converts = with_casts(layouts, joined, plan.tensors)[0].converts
+        connection.conversions.add(name, joined, layouts[0].converts)
+        connection.router.join(name, Joining(joined, served, converts))
+        if not connection.router.suffices:
+            raise PlanError(
+                named,
+                f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}",
+            )
+        member.attached = True
     finally:  # neither may still run when all connect again
         await asyncio.gather(asking, ahead, return_exceptions=True)
-
-
-async def _adopt(
-    fleet: Fleet,
-    connection: Connection,
-    name: str,
-    config: SyncConfig,
-    asking: asyncio.Future[Outcome[Sequence[LayoutTable]]],
-    ahead: asyncio.Future[Mapping[str, DeviceMemory]],
-) -> None:
-    member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
-    named = f"engine {name}"
-    holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
-    taking = _take_tickets(connection, name, holders, config)
-    asked, tickets = await asyncio.gather(asking, taking, return_exceptions=True)  # both are to end
-    if isinstance(asked, BaseException):
-        raise asked
-    names = {meta.name for meta in plan.tensors}
-    layouts = ranks_as_taken(asked.require()[named], names)
-    twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
-    if not twins:
-        raise PlanError(named, "its layout is new to the plan")
-    fleet.drafts.check({name: layouts}, config)
-    if isinstance(tickets, BaseException):
-        raise tickets
-    engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
-    attached = (await _meet(fleet, engines, holders, timeout_s, ahead))[named]
-    _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
-    served = exported(layouts, attached)
-    await link_engine(fleet, member.holders, layouts, served, timeout_s)
-    known = {flat.layout: flat for flat in connection.flat_layouts.values()}
-    connection.flat_layouts.pop(name, None)
-    if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
-        connection.flat_layouts[name] = flat
-    joined = connection.joined[twins[0]]
-    require_casts(name, first_cast(joined, plan.tensors), attached)
-    converts = with_casts(layouts, joined, plan.tensors)[0].converts
-    connection.conversions.add(name, joined, layouts[0].converts)
-    connection.router.join(name, joined, served, converts=converts)
-    if not connection.router.suffices:
-        raise PlanError(
-            named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
-        )
-    member.attached = True
 
 
 async def _take_tickets(

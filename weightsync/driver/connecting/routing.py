@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,16 +16,17 @@ from weightsync.driver.connecting.linking import Served
 from weightsync.driver.connecting.ways import (
     FAR,
     INCOMPLETE,
-    JOINING,
-    LATER,
     UNPLANNED,
-    obstacle,
-    suffices,
-    tasks,
+    Broadcast,
+    Direct,
+    Joining,
+    Later,
+    Way,
+    first_way,
 )
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.errors import ConfigError, VerifyError, WeightSyncError
+from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.cross_host.cross_host_parts import Needs
 from weightsync.plan.direct.alike import Alike, AlikeReads, AlikeReshard, LocalReads
@@ -34,32 +35,21 @@ from weightsync.plan.layout.layout import join_tables
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.plan.layout.trainers_layout import TrainersLayout
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
-from weightsync.protocol.messages import LoadReport, UpdateTask
+from weightsync.protocol.messages import Forward, LoadReport, Read, Receive, UpdateTask
 from weightsync.protocol.peers import SharedAlike
-from weightsync.report import DIRECT, is_direct
+from weightsync.report import DIRECT
 
 logger = logging.getLogger("weightsync.driver")
 
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joining:
-    """An engine that has joined and has no route yet. Attributes are the arguments of `Router.join`."""
-
-    engine: Layout
-    exports: Served
-    converts: str
-
-
 class Router:
     """Routes of all engines of one connection.
 
     Attributes:
-        routes: per engine `DIRECT`, or why the engine takes broadcasts. If the engine quantises its reads,
-            more words follow `DIRECT`.
+        ways: the way of each engine's weights.
         demoted: engines that may no longer read directly, and why.
-        read: per engine that reads directly, the bytes that each rank reads from each trainer on its host.
         exchange: the messages that direct engines get from other hosts; None before `meet`.
     """
 
@@ -83,107 +73,61 @@ class Router:
         self._near: defaultdict[str, list[int]] = defaultdict(list)
         for trainer, (_, holder) in enumerate(fleet.trainers):
             self._near[fleet.node(holder)].append(trainer)
-        self._cast: dict[str, frozenset[int]] = {}
-        self.routes: dict[str, str] = {}
-        self.read: dict[str, list[dict[int, int]]] = {}
+        self.ways: dict[str, Way] = {}
         self.exchange: CrossHostExchange | None = None
-        self._far: dict[str, dict[int, Needs]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
         self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
         self._shared: dict[tuple[Layout, int], SharedAlike] = {}
         self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
-        self._quantised: dict[str, str] = {}
-        self._ready: set[str] = set()
-        self._joining: dict[str, _Joining] = {}
+        self._quantising: set[str] = set()
         self._parts: list[tuple[Sequence[LayoutTable], Layout]] = []
 
-    def join(
-        self,
-        name: str,
-        engine: Layout,
-        exports: Served,
-        failed: str = "",
-        converts: str = "",
-    ) -> None:
-        """Add an engine whose holders have mapped the ranks' `exports`.
+    def join(self, name: str, joining: Joining, failed: str = "") -> None:
+        """Add an engine, whose reads `plan_reads` plans. See `obstacle` for `failed`.
 
-        The engine has no route before `plan_reads`.
-
-        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `obstacle`
-        explains `failed` and `converts`. Raises ConfigError if ``sync.mode`` is direct and the engine cannot
-        read directly.
+        Raises ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
         """
-        self._far.pop(name, None)
-        self._quantised.pop(name, None)
-        self._ready.discard(name)
-        reason = obstacle(
-            self._config,
-            self.demoted.get(name, ""),
-            failed,
-            trainers_export=all(self._exports),
-            engine_exports=all(isinstance(each, RankMemory) for each in exports),
-            converts=converts,
-        )
-        self._joining.pop(name, None)
-        if reason:
-            self._decide(name, reason)
-        else:
-            self.routes[name] = JOINING
-        if not reason or (converts and not failed):
-            self._joining[name] = _Joining(engine, exports, converts)
+        self._quantising.discard(name)
+        demoted = self.demoted.get(name, "")
+        self._decide(name, first_way(self._config, demoted, failed, all(self._exports), joining))
 
-    def is_joining(self, name: str) -> bool:
-        """Return True if engine `name` has joined and has no planned reads yet."""
-        return name in self._joining
+    def joining(self, name: str) -> Joining | None:
+        """Return what is known of engine `name` if it has joined and has no planned reads yet."""
+        way = self.ways.get(name)
+        coming = way.then if isinstance(way, Broadcast) else way
+        return coming if isinstance(coming, Joining) else None
 
     @property
     def is_unsettled(self) -> bool:
         """Return True if an engine has no planned reads yet, or the plan lacks buckets for an engine."""
-        return bool(self._joining) or not self.suffices
+        return any(map(self.joining, self.ways)) or not self.suffices
 
     async def plan_reads(self, name: str) -> None:
         """Have the holders of an engine that has joined prepare its reads. Does nothing for any other.
 
-        Raises ConfigError as `join`.
+        If this is cancelled, the next update plans the reads. Raises ConfigError as `join`.
         """
-        if (joining := self._joining.get(name)) is None:
-            return
-        try:
-            await self._plan_reads(name, joining)
-        except WeightSyncError:
-            self._joining.pop(name, None)
-            raise
-        self._joining.pop(name, None)  # one that was cancelled stays, for the next update
+        way, joining = self.ways.get(name), self.joining(name)
+        if joining and isinstance(way, Broadcast):
+            self.ways[name] = replace(way, then=await self._quantised(name, joining))
+        elif joining:
+            self._decide(name, await self._route(name, joining.layout, joining.exports))
 
-    async def _plan_reads(self, name: str, joining: _Joining) -> None:
-        devices = [each.device for each in joining.exports if each]
-        if self.routes[name] == JOINING:
-            self._decide(name, await self._route(name, joining.engine, devices))
-        else:
-            live = [each for each in joining.exports if isinstance(each, LiveMemory)]
-            await self._add_quantised(name, joining.converts, live, devices)
-
-    async def _add_quantised(
-        self, name: str, converts: str, live: Sequence[LiveMemory], devices: Sequence[str]
-    ) -> None:
-        """Have an engine's holders prepare the reads that they quantise, if they may write."""
+    async def _quantised(self, name: str, joining: Joining) -> Direct | None:
+        """Have an engine's holders prepare the reads that they quantise, if they can get them."""
+        live = [each for each in joining.exports if isinstance(each, LiveMemory)]
         reads = [each.reads for each in live if each.reads]
-        if not reads or len(reads) < len(devices) or name in self.demoted:
-            return
-        if self._config.mode != "auto" or not all(self._exports):
-            return
         layout = next((known for tables, known in self._parts if are_alike(reads, tables)), None)
         if layout is None:
             layout = join_tables(reads)
             self._parts.append((reads, layout))
-        reason = "" if covers_all(layout) else INCOMPLETE
-        reason = reason or await self._route(name, layout, devices, near_only=True)
-        if reason:
-            logger.info("[engine %s] takes whole tensors in each update: %s", name, reason)
-        else:
-            self._quantised[name] = converts
-            self._ready |= {name} if all(each.takes_parts for each in live) else set()
+        near = await self._route(name, layout, live, near_only=True) if covers_all(layout) else None
+        if not isinstance(near, Direct):
+            logger.info("[engine %s] takes whole tensors in each update: %s", name, near or INCOMPLETE)
+            return None
+        self._quantising |= {name} if all(each.takes_parts for each in live) else set()
+        return replace(near, quantises=joining.converts)
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`.
@@ -191,13 +135,13 @@ class Router:
         If messages do not fit in ``sync.max_staging_bytes``, engines that need them take broadcasts. Raises
         ConfigError if the plan has no buckets for these.
         """
-        far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
+        far = {name: way.far for name, way in self.ways.items() if isinstance(way, Direct) and way.far}
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
             self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs, self._near)
         except ConfigError as error:
             for name in far:
-                self._decide(name, str(error))
+                self._decide(name, Broadcast(str(error)))
             if not self.suffices:
                 remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
                 raise ConfigError(error.field, error.value, remedy) from error
@@ -205,34 +149,37 @@ class Router:
         await self.exchange.open()
         self._cut.clear()
 
-    def _decide(self, name: str, reason: str) -> None:
-        self.routes[name] = reason or DIRECT
-        if reason == LATER:
-            return
-        if reason and self._config.mode == DIRECT:
-            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
-        if reason and self._config.mode == "auto":
-            logger.info("[engine %s] takes broadcasts: %s", name, reason)
+    def _decide(self, name: str, way: Way) -> None:
+        self.ways[name] = way
+        if isinstance(way, Broadcast) and self._config.mode == DIRECT:
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {way}; auto takes what there is")
+        if isinstance(way, Broadcast) and self._config.mode == "auto":
+            logger.info("[engine %s] takes broadcasts: %s", name, way)
 
     def demote(self, name: str, error: VerifyError) -> None:
         """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
         if self.reads_directly(name) and self._config.mode == "auto":
             logger.warning("[engine %s] takes broadcasts from now on: %s", name, error)
-            self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
-            self._quantised.pop(name, None)
+            self.demoted[name] = f"what it read was wrong: {error}"
+            self.ways[name] = Broadcast(self.demoted[name])
 
     def reads_directly(self, name: str) -> bool:
         """Return True if engine `name` reads the trainers' memory in the next update."""
-        return is_direct(self.routes.get(name, ""))
+        return isinstance(self.ways.get(name), Direct)
 
     def note(self, loaded: Mapping[str, LoadReport]) -> None:
         """Note which engines that quantise can read directly from the next update on."""
-        self._ready |= {name for name, report in loaded.items() if report.takes_parts}
+        self._quantising |= {name for name, report in loaded.items() if report.takes_parts}
 
     @property
     def suffices(self) -> bool:
-        """Return True if every engine reads directly, now or later, or the plan has buckets."""
-        return suffices(self.routes.values(), self._plan.slots)
+        """Return True if no engine takes broadcasts, or the plan has buckets."""
+        return self._plan.slots > 0 or not any(isinstance(way, Broadcast) for way in self.ways.values())
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """The ways in words, see `SyncReport.routes`."""
+        return {name: str(way) for name, way in self.ways.items()}
 
     def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
@@ -240,26 +187,40 @@ class Router:
         `takers` gives each engine's holders. Without `frozen`, frozen tensors stay as they are. Holders that
         are not in the result have nothing to do.
         """
-        for name in self._ready & self._quantised.keys() & set(takers):
-            self.routes[name] = f"{DIRECT}: {self._quantised[name]}"
-        direct = {name for name in takers if self.reads_directly(name)}
-        cast = frozenset[int]().union(*(self._cast[name] for name in direct))
+        for name in self._quantising.intersection(takers):
+            if isinstance(way := self.ways[name], Broadcast) and isinstance(way.then, Direct):
+                self.ways[name] = way.then
+        direct = {name: way for name in takers if isinstance(way := self.ways[name], Direct)}
+        reading = {i for name in direct for i in takers[name]}
+        receiving = {i for holders in takers.values() for i in holders} - reading
+        cast = frozenset[int]().union(*(way.cast for way in direct.values()))
         # Every member of a communicator has to take part in its exchange.
-        crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
-        exchanging = frozenset(self.exchange.members if self.exchange and crosses else ())
+        crosses = any(way.far for way in direct.values())
+        exchanging = {*self.exchange.members} if self.exchange and crosses else set[int]()
+        sent = None if receiving else cast
+
+        def task(holder: int) -> UpdateTask:
+            exchanges = holder in exchanging
+            if holder in reading:
+                return Read(sent, exchanges, frozen, cast)
+            return (Receive if holder in receiving else Forward)(sent, exchanges, frozen)
+
         num_holders = self._plan.members.num_holders
-        return tasks(takers, self.routes, cast, exchanging, num_holders, frozen)
+        members = range(num_holders) if receiving or cast else sorted(reading | exchanging)
+        return {holder: task(holder) for holder in members}
 
-    async def _route(self, name: str, engine: Layout, devices: Sequence[str], near_only: bool = False) -> str:
-        """Have each rank's holder map the memory it reads. Returns why it cannot, or "".
+    async def _route(
+        self, name: str, engine: Layout, exports: Served, near_only: bool = False
+    ) -> Direct | Later | Broadcast:
+        """Have each rank's holder map the memory it reads. Returns `Broadcast` if it cannot.
 
-        `devices` are the ranks'. With `near_only`, nothing may come from other hosts or by broadcasts.
+        With `near_only`, nothing may come from other hosts or by broadcasts.
         """
-        holders = self._fleet.engines[name].holders
+        holders, devices = self._fleet.engines[name].holders, [each.device for each in exports if each]
         distances = [self._distances(holder, device) for holder, device in zip(holders, devices, strict=True)]
         some_far = any(_OTHER_HOST in near for near in distances)
         if near_only and some_far:
-            return FAR
+            return Broadcast(FAR)
         reasons, alike = self._pair_alike(name, engine) if some_far else ({}, None)
         reshards: list[Reshard] = []
         if not alike:
@@ -267,7 +228,7 @@ class Router:
             apart = not any(_OTHER_HOST in near for near in distances)
             reasons, reshards = self._pair(name, engine, apart)
             if not reshards or (near_only and reasons):
-                return next(iter(reasons.values()))
+                return Broadcast(next(iter(reasons.values())))
         local: dict[int, _Local] = {}
         far: dict[int, Needs] = {}
         for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
@@ -277,15 +238,16 @@ class Router:
             elif _OTHER_HOST in near:
                 local[holder], remote = self._split(engine, reshards[0], rank, near)
             else:
-                start = self._start(holder)
+                # Another first trainer for each holder, to spread the load.
+                start = holder * len(self._exports) // len(self._fleet.holders)
                 local[holder] = _Local.of([each.reads(rank, near, start=start) for each in reshards])
             if remote is not None:
                 far[holder] = remote
         if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
-                return LATER
+                return Later()
             if not self.exchange.agrees(holders, far):
-                return UNPLANNED
+                return Broadcast(UNPLANNED)
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(
                 its.reads, self._memory(its.by_trainer), its.alike
@@ -294,11 +256,8 @@ class Router:
         }
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
-            return str(error)
-        self.read[name] = [dict(its.by_trainer) for its in local.values()]
-        self._far[name] = far
-        self._cast[name] = self._buckets(reasons.keys())
-        return ""
+            return Broadcast(str(error))
+        return Direct([its.by_trainer for its in local.values()], far, self._buckets(reasons.keys()))
 
     def _pair(self, name: str, engine: Layout, apart: bool) -> tuple[dict[str, str], list[Reshard]]:
         """Pair an engine's layout with the trainers', for all that equal it.
@@ -367,10 +326,6 @@ class Router:
             local = _Local(LocalReads.of(whole, [*its], first), its, self._shared[engine, rank])
         return local, whole if len(its) < len(by_trainer) else None
 
-    def _start(self, holder: int) -> int:
-        """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
-        return holder * len(self._exports) // len(self._fleet.holders)
-
     def _memory(self, trainers: Collection[int]) -> dict[int, DeviceMemory]:
         """Return the memory of trainer ranks that are read."""
         exports = {trainer: self._exports[trainer] for trainer in sorted(trainers)}
@@ -378,10 +333,8 @@ class Router:
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
         """Return the buckets that contain any of `tensors`."""
-        if not tensors:
-            return frozenset()
         numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
-        buckets = self._plan.buckets()
+        buckets = self._plan.buckets() if numbers else ()
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
 
 

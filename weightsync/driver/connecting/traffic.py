@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.driver.connecting.connect import Connection
+from weightsync.driver.connecting.ways import Direct
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.plan.figures.estimate import LinkRates
 from weightsync.protocol.timing import seconds_of
@@ -22,18 +23,20 @@ def links(connection: Connection, fleet: Fleet) -> list[Link]:
     sent = connection.plan.explain().sent
     found: list[Link] = []
     for name, member in fleet.engines.items():
-        if connection.router.reads_directly(name):
-            found += _reads(connection, fleet, name, member)
+        if isinstance(way := connection.router.ways.get(name), Direct):
+            found += _reads(connection, fleet, name, member, way)
         else:
             found += _broadcasts(sent, fleet, name, member)
     return found
 
 
-def _reads(connection: Connection, fleet: Fleet, name: str, member: EngineMember) -> Iterator[Link]:
-    router = connection.router
-    for rank, (holder, by_trainer) in enumerate(zip(member.holders, router.read[name], strict=True)):
+def _reads(
+    connection: Connection, fleet: Fleet, name: str, member: EngineMember, way: Direct
+) -> Iterator[Link]:
+    exchange = connection.router.exchange
+    for rank, (holder, by_trainer) in enumerate(zip(member.holders, way.read, strict=True)):
         read = {(f"trainer {t}", fleet.trainers[t][1]): nbytes for t, nbytes in by_trainer.items()}
-        sent = router.exchange.arrivals(holder) if router.exchange else {}
+        sent = exchange.arrivals(holder) if exchange else {}
         for (source, at), nbytes in sorted([*read.items(), *sent.items()]):
             yield Link(source, f"engine {name} rank {rank}", _distance(fleet, at, holder), nbytes)
 

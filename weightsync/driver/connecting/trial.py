@@ -56,9 +56,9 @@ async def run_trial(
                 config,
                 demoted.get(name, ""),
                 failures.get(name, ""),
-                trainers_export=trainers_export,
-                engine_exports=exports[name],
-                converts=ranks[0].converts,
+                trainers_export,
+                exports[name],
+                ranks[0].converts,
             )
             for name, ranks in engines.items()
         }

@@ -1,25 +1,93 @@
-"""Decides the way of each engine: it reads the trainers' memory directly, or takes broadcasts, and why."""
+"""Decides the way of each engine's weights: its holders read the trainers' memory, or it takes broadcasts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from weightsync.config import SyncConfig
-from weightsync.protocol.messages import Forward, Read, Receive, UpdateTask
-from weightsync.report import DIRECT, is_direct
+from weightsync.driver.connecting.linking import Served
+from weightsync.plan import Layout
+from weightsync.plan.cross_host.cross_host_parts import Needs
+from weightsync.protocol.device_memory import LiveMemory, RankMemory
+from weightsync.report import DIRECT
 
-LATER = "its holder came after connecting, and meets those of other hosts with the next update"
-JOINING = "it has joined, and its reads are planned before the next update"
-UNPLANNED = "what it needs of other hosts was not planned when all connected"
 FAR = "some trainers are on other hosts"
 INCOMPLETE = "no rank keeps some part of a tensor"
+UNPLANNED = "what it needs of other hosts was not planned when all connected"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Direct:
+    """The engine's holders read the trainers' memory.
+
+    Attributes:
+        read: by rank, the bytes from each trainer on the rank's host.
+        far: the reads of which some are from other hosts, by holder.
+        cast: buckets that are broadcast to the engine, too, since a dtype differs.
+        quantises: how the holders quantise what they read, in words.
+    """
+
+    read: Sequence[Mapping[int, int]]
+    far: Mapping[int, Needs]
+    cast: frozenset[int]
+    quantises: str = ""
+
+    def __str__(self) -> str:
+        return f"{DIRECT}: {self.quantises}" if self.quantises else DIRECT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joining:
+    """The engine has joined, and will be `Direct`.
+
+    Attributes:
+        layout: shared by engines of equal layout, since it is paired with the trainers' layout once.
+        exports: the ranks' memory, which holders have mapped.
+        converts: see `obstacle`.
+    """
+
+    layout: Layout
+    exports: Served
+    converts: str
+
+    def __str__(self) -> str:
+        return "it has joined, and its reads are planned before the next update"
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The engine will be `Direct` once the fleet has connected again, before the next update."""
+
+    def __str__(self) -> str:
+        return "its holder came after connecting, and meets those of other hosts with the next update"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """The engine takes broadcasts, for which the plan needs buckets.
+
+    Attributes:
+        reason: why the engine is not `Direct`.
+        then: the way once the engine knows how to quantise; None if it takes broadcasts for good.
+    """
+
+    reason: str
+    then: Joining | Direct | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+Way: TypeAlias = Direct | Joining | Later | Broadcast
+"""The way of an engine's weights. `str()` gives a route as in `SyncReport.routes`."""
 
 
 def obstacle(
     config: SyncConfig,
     demoted: str,
     failed: str,
-    *,
     trainers_export: bool,
     engine_exports: bool,
     converts: str,
@@ -29,8 +97,7 @@ def obstacle(
     Args:
         demoted: why the engine was demoted before, or "".
         failed: why holders could not map trainers' memory in a trial, or "".
-        trainers_export: every trainer rank exports memory or, before `attach`, can export memory.
-        engine_exports: the same for the engine's ranks.
+        trainers_export, engine_exports: all ranks export memory or, before `attach`, can export memory.
         converts: the ranks' conversion of the tensors, see `RankLayout`.
     """
     if converts:
@@ -46,38 +113,12 @@ def obstacle(
     return failed
 
 
-def suffices(routes: Iterable[str], num_slots: int) -> bool:
-    """Return True if every engine reads directly, now or later, or the plan has buckets."""
-    return num_slots > 0 or all(route in (DIRECT, LATER, JOINING) for route in routes)
-
-
-def tasks(
-    takers: Mapping[str, Sequence[int]],
-    routes: Mapping[str, str],
-    cast: frozenset[int],
-    exchanging: frozenset[int],
-    num_holders: int,
-    frozen: bool,
-) -> dict[int, UpdateTask]:
-    """Return the update task of each holder that has one.
-
-    Args:
-        takers: the engines that take part, with each engine's holders.
-        routes: see `Router`.
-        cast: buckets that are broadcast to engines which read directly.
-        exchanging: the holders of the cross-host exchange; empty if no engine needs the exchange.
-        num_holders: all of the plan.
-        frozen: whether frozen tensors move, too.
-    """
-    reading = {i for name, holders in takers.items() if is_direct(routes.get(name, "")) for i in holders}
-    receiving = {i for holders in takers.values() for i in holders} - reading
-    sent = None if receiving else cast
-
-    def task(holder: int) -> UpdateTask:
-        exchanges = holder in exchanging
-        if holder in reading:
-            return Read(sent, exchanges, frozen, cast)
-        return (Receive if holder in receiving else Forward)(sent, exchanges, frozen)
-
-    members = range(num_holders) if receiving or cast else sorted(reading | exchanging)
-    return {holder: task(holder) for holder in members}
+def first_way(
+    config: SyncConfig, demoted: str, failed: str, trainers_export: bool, joining: Joining
+) -> Joining | Broadcast:
+    """Return the way of an engine that joins. See `obstacle` for the arguments."""
+    engine_exports = all(isinstance(each, RankMemory) for each in joining.exports)
+    reason = obstacle(config, demoted, failed, trainers_export, engine_exports, joining.converts)
+    has_places = all(isinstance(each, LiveMemory) and each.reads for each in joining.exports)
+    may_quantise = joining.converts and config.mode == "auto" and trainers_export and not demoted
+    return Broadcast(reason, joining if may_quantise and has_places else None) if reason else joining

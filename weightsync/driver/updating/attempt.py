@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from weightsync.driver.gather import GRACE_S, Outcome
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError
-from weightsync.protocol.deadlines import within
 from weightsync.protocol.messages import Moved
+from weightsync.protocol.timing import within
 
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
 """Errors of an engine that no holder has to explain; other errors may repeat a holder's error."""
@@ -37,21 +37,13 @@ class Attempt(Generic[T]):
         # Engines may use up their time one after another; the holders come on top.
         self._limit_s = (len(loads) + 1) * timeout_s + GRACE_S
         with within(self._limit_s):
-            self._begin(moves, loads, feeds)
-
-    def _begin(
-        self,
-        moves: Mapping[str, Awaitable[Moved]],
-        loads: Mapping[str, Coroutine[object, object, T]],
-        feeds: Mapping[str, Sequence[str]],
-    ) -> None:
-        self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
-        first_error = asyncio.wait(self._moves.values(), return_when=asyncio.FIRST_EXCEPTION)
-        self._broken = asyncio.create_task(first_error)  # ends as well once all moves have
-        self._loads = {
-            name: asyncio.create_task(self._load(name, call, [self._moves[each] for each in feeds[name]]))
-            for name, call in loads.items()
-        }
+            self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
+            first_error = asyncio.wait(self._moves.values(), return_when=asyncio.FIRST_EXCEPTION)
+            self._broken = asyncio.create_task(first_error)  # ends as well once all moves have
+            self._loads = {
+                name: asyncio.create_task(self._load(name, call, [self._moves[each] for each in feeds[name]]))
+                for name, call in loads.items()
+            }
 
     async def run(self) -> tuple[Outcome[Moved], Outcome[T]]:
         """Wait for every move and every load. Errors other than WeightSyncError are bugs and propagate."""

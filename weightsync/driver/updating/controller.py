@@ -22,7 +22,7 @@ from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.gpu_peaks import peaks, sampled
 from weightsync.driver.updating.joint_commit import JointMember
 from weightsync.driver.updating.refill import Refiller
-from weightsync.driver.updating.takeover import require_newer, take_over
+from weightsync.driver.updating.takeover import take_over
 from weightsync.driver.updating.update import Parts, Update
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.driver.verifying.frozen import FrozenTensors
@@ -163,7 +163,7 @@ class Controller:
         """
         if not self.connected or self._connection is None:
             raise StateError("call connect() before update_weights()")
-        require_newer(version, self.version, self._fleet)
+        self._fleet.require_newer(version, self.version)
         if self._connection.router.is_unsettled and not await self._refiller.late_reads.finish(
             self._connection
         ):
@@ -306,7 +306,7 @@ class Controller:
             num_buckets=update.num_buckets if update else connection.plan.num_buckets,
             epoch=connection.plan.epoch,
             connect_phases=connection.seconds,
-            routes=dict(connection.router.routes),
+            routes=connection.router.routes,
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
             bytes_from=read.bytes_from if read else {},

@@ -35,7 +35,7 @@ class LateReads:
 
     def begin(self, connected: Callable[[], Connection], name: str) -> None:
         """Start to plan the reads of engine `name`, if it was adopted and they are not planned yet."""
-        if connected().router.is_joining(name):
+        if connected().router.joining(name):
             task = asyncio.create_task(self._plan_between_updates(connected, name), name=name)
             self._tasks.add(task)
             task.add_done_callback(self._ended)
@@ -70,7 +70,7 @@ class LateReads:
 
     async def _plan(self, connection: Connection, name: str) -> None:
         router = connection.router
-        if not self._fleet.engines[name].attached or not router.is_joining(name):
+        if not self._fleet.engines[name].attached or not router.joining(name):
             return
         try:
             await router.plan_reads(name)

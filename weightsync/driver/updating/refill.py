@@ -20,10 +20,9 @@ from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.late_reads import LateReads
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.errors import ConfigError, DeadlineError, ReadError, StateError, WeightSyncError
-from weightsync.protocol.deadlines import within
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
-from weightsync.protocol.timing import PhaseClock
+from weightsync.protocol.timing import PhaseClock, within
 
 
 class GaveWayError(StateError):

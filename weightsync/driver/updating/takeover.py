@@ -11,7 +11,6 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
-from weightsync.errors import ConfigError
 
 logger = logging.getLogger("weightsync.driver")
 
@@ -48,20 +47,3 @@ async def note_served(fleet: Fleet, config: SyncConfig) -> None:
     calls = {f"engine {name}": member.peer.serving() for name, member in fleet.live().items()}
     answers = (await gather_named(calls, "serving", config.timeout_s)).require()
     fleet.served = {name: version for name, version in answers.items() if version}
-
-
-def newest(committed: int, fleet: Fleet) -> int:
-    """Return the newest version that is committed, or that an engine served before. 0 if there is none."""
-    return max(committed, *fleet.served.values(), 0)
-
-
-def require_newer(version: int, committed: int, fleet: Fleet) -> None:
-    """Raise ConfigError unless `version` is greater than `newest`: rollouts would repeat numbers."""
-    if version <= committed:
-        raise ConfigError("version", version, f"versions grow: give more than {committed}")
-    if version <= (highest := newest(committed, fleet)):
-        name = next(name for name, served in fleet.served.items() if served == highest)
-        remedy = (
-            f"{name} serves version {highest} of an earlier WeightSync: give more than {highest}, or nothing"
-        )
-        raise ConfigError("version", version, remedy)

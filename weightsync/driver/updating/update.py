@@ -22,14 +22,13 @@ from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import StagedVersion, Stager
 from weightsync.driver.updating.attempt import Attempt
 from weightsync.driver.updating.joint_commit import JointMember
-from weightsync.driver.updating.moves import Moves
 from weightsync.driver.updating.refill import Refiller
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.driver.verifying.frozen import FrozenTensors
 from weightsync.driver.verifying.rewritten_sources import rewritten
 from weightsync.driver.verifying.trainers import Publication, Publishing, Trainers
 from weightsync.errors import StateError, VerifyError, WeightSyncError
-from weightsync.protocol.messages import Fingerprint, LoadReport, UpdateTask
+from weightsync.protocol.messages import Fingerprint, LoadReport
 from weightsync.protocol.timing import PhaseClock, Span
 
 logger = logging.getLogger("weightsync.driver")
@@ -279,18 +278,19 @@ class Update:
         members = {name: self._fleet.engines[name] for name in takers}
         holders = {name: member.holders for name, member in members.items()}
         tasks = self._connection.router.tasks(holders, self.sends_frozen)
-        self.num_buckets = self._count_buckets(next(iter(tasks.values())))
-        moves = Moves(self._fleet, attempt, tasks, timeout_s)
+        self.num_buckets = len(next(iter(tasks.values())).buckets(self._connection.plan))
+        moves = {
+            f"holder {i}": self._fleet.holders[i].move(attempt, task, timeout_s) for i, task in tasks.items()
+        }
         loads = {name: self._engines.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
-        moving = Attempt(moves.calls, loads, feeds, timeout_s)
+        moving = Attempt(moves, loads, feeds, timeout_s)
         aborting = asyncio.create_task(self._abort_if_lost(moving))
         try:
             moved, outcome = await moving.run()
             await aborting
         finally:
             aborting.cancel()
-            moves.close()
         loaded = outcome.answers
         self._engines.blame("move", outcome.failures)
         if moved.failures:
@@ -301,12 +301,6 @@ class Update:
         self.spans |= {name: [each.span] for name, each in moved.answers.items()}
         self._connection.router.note(loaded)
         return self._timed(loaded)
-
-    def _count_buckets(self, task: UpdateTask) -> int:
-        """Return how many buckets are broadcast. All holders' tasks have the same."""
-        plan = self._connection.plan
-        num_buckets = plan.num_buckets if self.sends_frozen else plan.num_changing_buckets
-        return len(task.buckets(num_buckets))
 
     def _timed(self, loaded: Mapping[str, LoadReport]) -> Mapping[str, LoadReport]:
         for name, report in loaded.items():

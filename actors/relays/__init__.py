@@ -1,1 +1,0 @@
-"""Calls that one process of a host forwards for the others."""
