@@ -546,6 +546,23 @@ def test_a_node_that_does_not_come_back_is_lost() -> None:
     run(test)
 
 
+def test_a_hello_that_was_recorded_takes_nobodys_place() -> None:
+    async def test(links: Links) -> None:
+        process = Process(links, Adder())
+        async with Cable(process.offer.endpoint) as cable:
+            process.dial(cable.endpoint)
+            assert await process.call("add", 1) == 11
+            host, port = process.offer.endpoint.removeprefix("tcp://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(bytes(cable.recorded))
+            assert await asyncio.wait_for(reader.read(), patient(2)) == b"", "the driver hangs up"
+            writer.close()
+            assert await process.call("add", 2) == 12
+            assert not cable.has_dials(2), "the process has kept its connection"
+
+    run(test)
+
+
 def dialled(offer: NodeOffer, secret: str = "") -> Stream:
     """Connect as a process that is not a node."""
     return Stream(offer.endpoint, secret or offer.secret, 1 << 20, patient(10))

@@ -34,7 +34,7 @@ from weightsync.node.messages import (
     from_node,
 )
 from weightsync.protocol.deadlines import left_s
-from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.listener import Connection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
 
@@ -223,12 +223,13 @@ class Links:
         """
         listening = listen(host, ports, "the driver cannot listen for nodes")
         self._listener = Listener(listening, self._admit, MAX_NBYTES)
-        self._by_secret: dict[bytes, Link] = {}
+        self._by_secret: dict[str, Link] = {}
 
     def offer(self, link: Link) -> NodeOffer:
         """Return how the node of `link` dials."""
-        secret = secrets.token_hex(SECRET_NBYTES // 2)
-        self._by_secret[secret.encode()] = link
+        secret = secrets.token_hex(32)
+        self._by_secret[secret] = link
+        self._listener.secrets.add(secret)
         return NodeOffer(self._listener.endpoint, secret, log_level())
 
     async def close(self) -> None:
@@ -237,9 +238,8 @@ class Links:
             link.end(PeerError(link.name, "the driver has closed"))
         await self._listener.close()
 
-    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
-        link = self._by_secret.get(secret)
-        return link.admit(connection) if link else None
+    def _admit(self, connection: Connection, secret: str) -> Receive:
+        return self._by_secret[secret].admit(connection)
 
 
 def _nothing(*_: object) -> None:

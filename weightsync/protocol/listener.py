@@ -1,4 +1,4 @@
-"""Accepts connections of processes that show a secret, on an event loop.
+"""Accepts connections of processes that know a secret, on an event loop.
 
 See `weightsync.protocol.stream` for their messages, and for the end that dials.
 """
@@ -13,15 +13,15 @@ from typing import TypeAlias, cast
 
 from weightsync.errors import WireError
 from weightsync.protocol.descriptors import shortage
+from weightsync.protocol.proof import PROOF_NBYTES, Secrets
 from weightsync.protocol.stream import Splitter, endpoint_of, framed, keep_alive
 
 logger = logging.getLogger("weightsync.protocol")
 
-SECRET_NBYTES = 64
 _PAUSE_S = 1.0
 """How long nobody is accepted once this process has no descriptor left: to try again at once would spin."""
 HANDSHAKE_S = 5.0
-"""A process that has not shown a secret after this time is disconnected, which frees its descriptor."""
+"""A process that has not proven a secret after this time is disconnected, which frees its descriptor."""
 _SAY_S = 60.0
 """How long nothing more is said of pauses."""
 
@@ -30,23 +30,26 @@ Receive: TypeAlias = Callable[[bytes], None]
 
 
 class Listener:
-    """Accepts connections until `close`. Used on the event loop on which it was made."""
+    """Accepts connections until `close`. Used on the event loop on which it was made.
+
+    Attributes:
+        secrets: the secrets of processes that may connect.
+    """
 
     def __init__(
         self,
         listening: socket.socket,
-        admit: Callable[[Connection, bytes], Receive | None],
+        admit: Callable[[Connection, str], Receive],
         max_nbytes: int,
     ) -> None:
         """
         Args:
             listening: as `weightsync.protocol.ports.listen` returns it. `close` closes it.
-            admit: returns the receiver of a connection's messages, by the secret that the peer showed, or
-                None for a wrong secret.
-            max_nbytes: limit for each message after the secret, which has at most `SECRET_NBYTES`.
+            admit: returns the receiver of a connection's messages, by the secret that the peer knows.
+            max_nbytes: limit for each message after the proof.
         """
         self.endpoint = endpoint_of(listening)
-        self.admit, self.max_nbytes = admit, max_nbytes
+        self.admit, self.max_nbytes, self.secrets = admit, max_nbytes, Secrets()
         self.connections: set[Connection] = set()
         self._listening, self._loop = listening, asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
@@ -102,7 +105,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._messages = Splitter(SECRET_NBYTES)
+        self._messages = Splitter(PROOF_NBYTES)
         self._receive: Receive | None = None
         self.when_lost: Callable[[], None] = _nothing
 
@@ -144,14 +147,14 @@ class Connection(asyncio.Protocol):
         """Hang up, without sending pending messages."""
         self._transport.abort()
 
-    def _admitted(self, secret: bytes) -> bool:
-        self._receive = self._listener.admit(self, secret)
-        if self._receive:
-            self._limit.cancel()
-            self._messages.max_nbytes = self._listener.max_nbytes
-        else:
+    def _admitted(self, proof: bytes) -> bool:
+        if not (secret := self._listener.secrets.proven(proof)):
             self._transport.abort()
-        return self._receive is not None
+            return False
+        self._receive = self._listener.admit(self, secret)
+        self._limit.cancel()
+        self._messages.max_nbytes = self._listener.max_nbytes
+        return True
 
 
 def _nothing() -> None:

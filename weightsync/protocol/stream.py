@@ -1,8 +1,7 @@
-"""Messages on a TCP connection, with their lengths. The process that dials first shows a secret.
+"""Messages on a TCP connection, with their lengths. The process that dials first proves a secret.
 
-Neither the secret nor the traffic is encrypted. The thread that sends a message gives it to the kernel, which
-wakes the thread that waits for it. ZeroMQ has an extra thread at either end, and waking it takes long on an
-idle host.
+The thread that sends a message gives it to the kernel, which wakes the thread that waits for it. ZeroMQ has
+an extra thread at either end, and waking it takes long on an idle host.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from weightsync.errors import WireError
+from weightsync.protocol.proof import proof_of
 from weightsync.protocol.routes import joined
 
 _LENGTH = struct.Struct("!I")
@@ -77,7 +77,7 @@ class Stream:
     """
 
     def __init__(self, endpoint: str, secret: str, max_nbytes: int, timeout_s: float) -> None:
-        """Connect, and show the secret.
+        """Connect, and prove to know the secret.
 
         Args:
             endpoint: as `endpoint_of` returns it.
@@ -95,7 +95,7 @@ class Stream:
         self._splitter = Splitter(max_nbytes)
         self._came: Iterator[bytes] = iter(())
         try:
-            self.send(secret.encode())
+            self.send(proof_of(secret))
         except OSError:
             self.close()
             raise

@@ -1,13 +1,12 @@
 """A key-value store for rendezvous, with the interface of torch's stores.
 
 Torch's `TCPStore` needs no secret, listens on every address, and random bytes can make it stop answering.
-This store only accepts clients that show the secret, and listens on one address. Waits are in the client.
+This store only accepts clients that know the secret, and listens on one address. Waits are in the client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import socket
 import threading
@@ -21,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.protocol.decoding import decoded
-from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.listener import Connection, Listener, Receive
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream, endpoint_of
 
@@ -59,7 +58,7 @@ class StoreServer:
     def __init__(self, host: str, ports: Ports | None = None) -> None:
         """Raises ConfigError or TransportError, as `weightsync.protocol.ports.listen`."""
         listening = listen(host, ports, "no rendezvous can be served")
-        self._secret, self._values = secrets.token_hex(SECRET_NBYTES // 2), dict[str, bytes]()
+        self._secret, self._values = secrets.token_hex(32), dict[str, bytes]()
         self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
         self._loop, self._ending = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
@@ -86,16 +85,17 @@ class StoreServer:
     def _serve(self, listening: socket.socket) -> None:
         async def serve() -> None:
             listener = Listener(listening, self._admit, MAX_MESSAGE_NBYTES)
+            listener.secrets.add(self._secret)
             await self._ending.wait()
             await listener.close()
 
         self._loop.run_until_complete(serve())
 
-    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+    def _admit(self, connection: Connection, secret: str) -> Receive:
         def receive(data: bytes) -> None:
             connection.send(self.answer(data))
 
-        return receive if hmac.compare_digest(secret, self._secret.encode()) else None
+        return receive
 
     def _do(self, request: _Request) -> bytes | None:
         if request.do == "check":
