@@ -92,7 +92,7 @@ class Membership:
         self._holders = Holders(config, run, shared)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._links = NodeLinks(config.ports)
+        self._links = NodeLinks(config.ports, config.tls_files)
         self._relays = Relays(self._links, fleet)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()

@@ -278,6 +278,29 @@ def schema(
 
 
 @app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them, for sync.tls.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host with its own certificate, in FOLDER/HOST. Without any, one for all."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long they are valid.", min=1, max=36500)] = 90,
+) -> None:
+    """Make the files of sync.tls: a CA, and a certificate with its key. Overwrites nothing.
+
+    Copy FOLDER, or FOLDER/HOST, to the same path of each host. Whoever has a key can join the run.
+    """
+    from weightsync.protocol.certificates import make_keys  # imports a library that only TLS needs
+
+    try:
+        made, until = make_keys(folder, host or [], days)
+    except OSError as error:
+        raise ConfigError("FOLDER", str(folder), f"{error.strerror}: give a folder to write to") from None
+    for each in made:
+        print(f"{each}: ca.pem, certificate.pem and key.pem, valid until {until:%Y-%m-%d}")
+
+
+@app.command()
 def doctor(
     what: Annotated[
         str | None,

@@ -21,7 +21,7 @@ from weightsync.actors.relays.host_moves import HostMoves, Moving
 from weightsync.actors.relays.move_once import MoveOnce
 from weightsync.actors.relays.move_relay import HostMoving
 from weightsync.actors.relays.publish_relay import HostPublisher, HostPublishing
-from weightsync.config import Ports
+from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
@@ -39,7 +39,7 @@ _NUM_THREADS = 12
 
 
 def spawn_holder(
-    name: str, placement: Placement, transport: str, ports: Ports | None, outlives_as: str = ""
+    name: str, placement: Placement, transport: str, config: SyncConfig, outlives_as: str = ""
 ) -> ActorHandle[WeightHolder]:
     """Start a WeightHolder actor on the host of `placement`.
 
@@ -55,16 +55,18 @@ def spawn_holder(
     return (
         actor_class(WeightHolder)
         .options(**options)
-        .remote(**holder_settings(name, placement, transport, ports))
+        .remote(**holder_settings(name, placement, transport, config))
     )
 
 
 class WeightHolder(Holder):
     """A holder's actor, which also calls other processes of the host for the driver."""
 
-    def __init__(self, name: str, host: str, transport: str, device: str, ports: Ports | None) -> None:
+    def __init__(
+        self, name: str, host: str, transport: str, device: str, ports: Ports | None, tls: TlsFiles | None
+    ) -> None:
         """See `Holder`."""
-        super().__init__(name, host, transport, device, ports=ports)
+        super().__init__(name, host, transport, device, ports=ports, tls=tls)
         self._once = MoveOnce(name)
         self._relaying: dict[type, Node] = {}
 
@@ -135,10 +137,10 @@ class HolderStandby(WeightHolder):
                 load_copies()
                 on_daemon(load_for_16_bits, "weightsync-kernels")
 
-    def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
+    def sit(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> None:
         """Become the holder `name` at `placement`."""
         os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
-        super().__init__(**holder_settings(name, placement, transport, ports))
+        super().__init__(**holder_settings(name, placement, transport, config))
         for log in (sys.stdout, sys.stderr):  # as Ray writes when an actor starts: logs are known by it
             log.write(f":actor_name:{self!r}\n")
             log.flush()
@@ -166,7 +168,7 @@ def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby
     )
 
 
-def holder_settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
+def holder_settings(name: str, placement: Placement, transport: str, config: SyncConfig) -> dict[str, Any]:
     """Return the arguments of `Holder`."""
     device = placement.device if transport == "nccl" else ""
     return {
@@ -174,7 +176,8 @@ def holder_settings(name: str, placement: Placement, transport: str, ports: Port
         "host": placement.address,
         "transport": transport,
         "device": device,
-        "ports": ports,
+        "ports": config.ports,
+        "tls": config.tls_files,
     }
 
 

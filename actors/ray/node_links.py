@@ -9,7 +9,7 @@ from typing import Protocol
 
 import ray
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
@@ -32,9 +32,9 @@ class Served(Protocol):
 class NodeLinks:
     """One link for each actor, by the actor's key. Used on one event loop."""
 
-    def __init__(self, ports: Ports | None) -> None:
-        """`ports`: the range of the port to listen on; by default any free port."""
-        self._ports = ports
+    def __init__(self, ports: Ports | None, tls: TlsFiles | None = None) -> None:
+        """See `Links`."""
+        self._ports, self._tls = ports, tls
         self._listening: Links | None = None
         self._links: dict[Hashable, Link] = {}
         self._starting: set[asyncio.Task[None]] = set()
@@ -42,11 +42,11 @@ class NodeLinks:
     def open(self, peer: Served) -> None:
         """Give `peer` the link to its actor, whose node Ray starts if it has none.
 
-        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        Raises ConfigError or TransportError as `Links`.
         """
         if peer.key not in self._links:
             if self._listening is None:
-                self._listening = Links(ray.util.get_node_ip_address(), self._ports)
+                self._listening = Links(ray.util.get_node_ip_address(), self._ports, self._tls)
             link = self._links[peer.key] = Link(peer.name, peer.protocol)
             starting = asyncio.ensure_future(self._start(peer, link, self._listening.offer(link)))
             self._starting.add(starting)

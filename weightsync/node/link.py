@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError, WireError
 from weightsync.node.calls import Method, methods_of
 from weightsync.node.codec import decode
@@ -37,6 +37,7 @@ from weightsync.protocol.deadlines import left_s
 from weightsync.protocol.listener import Connection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
+from weightsync.protocol.tls import accepting
 
 __all__ = ["Link", "Links"]
 
@@ -216,13 +217,15 @@ class Link:
 class Links:
     """The links of a driver. Used on one event loop."""
 
-    def __init__(self, host: str, ports: Ports | None = None) -> None:
+    def __init__(self, host: str, ports: Ports | None = None, tls: TlsFiles | None = None) -> None:
         """Listen at `host`, on a port of the range `ports`, by default on any free port.
 
-        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        Nodes dial with TLS if there are `tls`. Raises ConfigError or TransportError as `accepting` and
+        `weightsync.protocol.ports.listen`.
         """
+        accepts = accepting(tls)
         listening = listen(host, ports, "the driver cannot listen for nodes")
-        self._listener = Listener(listening, self._admit, MAX_NBYTES)
+        self._listener, self._tls = Listener(listening, self._admit, MAX_NBYTES, accepts), tls
         self._by_secret: dict[str, Link] = {}
 
     def offer(self, link: Link) -> NodeOffer:
@@ -230,7 +233,7 @@ class Links:
         secret = secrets.token_hex(32)
         self._by_secret[secret] = link
         self._listener.secrets.add(secret)
-        return NodeOffer(self._listener.endpoint, secret, log_level())
+        return NodeOffer(self._listener.endpoint, secret, log_level(), self._tls)
 
     async def close(self) -> None:
         """Hang up. Nodes end."""

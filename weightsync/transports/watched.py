@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsync.config import TlsFiles
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Watch
 
@@ -9,7 +10,9 @@ from weightsync.transports.watchdog import Watch
 class WatchedTransport:
     """Base class of transports. A subclass sets the fields in `offer` and `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        """`tls`: this process's files, if the rendezvous speaks TLS. Bytes are moved without TLS."""
+        self._tls = tls
         self._server: StoreServer | None = None
         self._store: NetworkStore | None = None
         self._opened: Watch | None = None
