@@ -323,6 +323,10 @@ def doctor(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that each answer of a host may take; 10 if not given.")
     ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Also show what strangers may call at a server of vLLM or SGLang."),
+    ] = None,
 ) -> None:
     """Check this machine, and show a remedy for each missing thing. Exits with 1 if anything is missing.
 
@@ -330,16 +334,17 @@ def doctor(
     With --cluster, examine the hosts of a Ray cluster, and measure the links between them.
     """
     if cluster:
-        refuse({"RECIPE or DIR": what}, "leave it out: --cluster is about hosts")
+        refuse({"RECIPE or DIR": what, "--server": server}, "leave it out: --cluster is about hosts")
         raise typer.Exit(
             _examine_cluster(address or "auto", ports, 10.0 if timeout is None else timeout, as_json)
         )
     refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
     from weightsync.recipes.doctor.probes import diagnose  # imports torch and looks for engines
+    from weightsync.recipes.doctor.servers import server as examine_server
 
     planned = what is not None and not Path(what).is_dir()
     served = None if what is None else _served(what)
-    rows = diagnose()
+    rows = [*map(examine_server, server or ()), *diagnose()]
     print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served, planned=planned))
     raise typer.Exit(DONE if is_fit(rows) else FAILED)
 
