@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.actors.vllm_actor import VllmActor
     from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
-    from weightsync.config import SyncConfig, parse_size
+    from weightsync.config import SyncConfig, TlsFiles, parse_size
     from weightsync.driver.connecting.traffic import efficiency
     from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
@@ -64,6 +64,7 @@ __all__ = [
     "StateError",
     "SyncConfig",
     "SyncReport",
+    "TlsFiles",
     "TrainerShard",
     "VerifyError",
     "VllmActor",
@@ -97,6 +98,7 @@ _HOMES = {
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
+    "TlsFiles": "weightsync.config",
     "TrainerShard": "weightsync.actors.trainer_shard",
     "VerifyError": "weightsync.errors",
     "VllmActor": "weightsync.actors.vllm_actor",

@@ -33,9 +33,7 @@ def server(url: str, timeout_s: float = _TIMEOUT_S) -> Row:
     base = url.rstrip("/")
     try:
         if found := _there(base, _VLLM, timeout_s):
-            remedy = (
-                "unset VLLM_SERVER_DEV_MODE, or let no other host reach the port: vLLM's key is not asked for"
-            )
+            remedy = "unset VLLM_SERVER_DEV_MODE, or let no other host reach the port: no key guards these"
             return Row(base, f"vLLM: everyone may call {', '.join(found)}", "warn", remedy)
         if found := _there(base, _SGLANG, timeout_s):
             # What is no JSON is refused before anything is done, but after the key.

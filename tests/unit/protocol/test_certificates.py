@@ -11,6 +11,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from tests.certificates import expired_files, run_files
+from tests.pages import run_block
 from weightsync import SyncConfig
 from weightsync.config import TlsFiles
 from weightsync.errors import ConfigError
@@ -33,9 +34,8 @@ def test_one_set_for_the_fleet_that_only_its_owner_reads(tmp_path: Path) -> None
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     made = x509.load_pem_x509_certificate((folder / "certificate.pem").read_bytes())
     assert abs(made.not_valid_after_utc - until) < datetime.timedelta(minutes=5)
-    files = SyncConfig(tls=str(folder)).tls_files
-    assert files
-    check(files)
+    page = run_block("docs/security.md", 0, {"SyncConfig": SyncConfig}, {"/etc/weightsync/tls": str(folder)})
+    check(page["config"].tls_files)
 
 
 def test_a_set_for_each_host_of_the_same_ca(tmp_path: Path) -> None:
