@@ -63,7 +63,13 @@ class WeightHolder(Holder):
     """A holder's actor, which also calls other processes of the host for the driver."""
 
     def __init__(
-        self, name: str, host: str, transport: str, device: str, ports: Ports | None, tls: TlsFiles | None
+        self,
+        name: str,
+        host: str,
+        transport: str,
+        device: str,
+        ports: Ports | None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """See `Holder`."""
         super().__init__(name, host, transport, device, ports=ports, tls=tls)

@@ -8,7 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,10 @@ def fleet(folder: Path) -> Iterator[Fleet]:
 
 
 def pid(actor: Any) -> int:
-    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
-def certificates(pids: Collection[int]) -> Iterator[bytes]:
+def certificates(pids: Iterable[int]) -> Iterator[bytes]:
     """Yield the certificates at ports of these processes that speak TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
