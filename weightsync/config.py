@@ -10,6 +10,7 @@ remedy. An unknown key is a mistake.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -317,6 +318,11 @@ class TlsFiles:
     ca: str
     certificate: str
     key: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="sync.tls")
+        for name in ("ca", "certificate", "key"):  # processes on other hosts have other working directories
+            object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
 
     @classmethod
     def within(cls, folder: str) -> TlsFiles:

@@ -47,6 +47,23 @@ def test_a_set_for_each_host_of_the_same_ca(tmp_path: Path) -> None:
         check(files)
 
 
+def test_paths_are_the_same_for_processes_that_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = SyncConfig(tls="tls").tls_files
+    assert files == TlsFiles.within(str(tmp_path / "tls"))
+    given = {name: f"tls/{name}.pem" for name in ("ca", "certificate", "key")}
+    assert SyncConfig.from_dict({"tls": given}).tls_files == files
+    assert SyncConfig(tls=TlsFiles(**given)).tls_files == files
+
+
+@pytest.mark.parametrize("tls", [3, {"ca": "ca.pem"}, {"ca": 1, "certificate": "c", "key": "k"}])
+def test_anything_else_than_a_folder_or_three_paths_is_refused(tls: object) -> None:
+    with pytest.raises(ConfigError, match=r"sync\.tls"):
+        SyncConfig.from_dict({"tls": tls})
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run_files(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
