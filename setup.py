@@ -42,6 +42,7 @@ setup(
         "numba>=0.62",
         "msgspec>=0.19",
         "pyzmq>=26",
+        "cryptography>=42",
         "psutil>=7.2",
         "pyyaml>=6.0",
         "rich>=13",

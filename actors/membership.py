@@ -34,7 +34,7 @@ from weightsync.actors.ray.remote import (
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import ProcessHandle, Server
-from weightsync.config import Ports, SyncConfig
+from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineBack
@@ -94,7 +94,7 @@ class Membership:
         self._door = Door(config, self._server_joined)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._links = NodeLinks(config.ports, self._door)
+        self._links = NodeLinks(config.ports, config.tls_files, self._door)
         self._holders = Holders(config, run, shared, self._start_beside_server)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
@@ -113,10 +113,10 @@ class Membership:
                 self._links.expect(name, handle)
 
     def _start_beside_server(
-        self, name: str, placement: Placement, transport: str, ports: Ports | None
+        self, name: str, placement: Placement, transport: str, config: SyncConfig
     ) -> ProcessHandle | None:
         if server := self._door.starter(placement):
-            return server.start_holder(name, placement, transport, ports, self._links.offer)
+            return server.start_holder(name, placement, transport, config.ports, self._links.offer)
         return None
 
     def _server_joined(self, server: Server) -> None:

@@ -5,7 +5,7 @@
 Every peer is a process that serves the same bytes over ZeroMQ and, if Mooncake loads, over Mooncake's TCP.
 This process reads equal parts from all peers at once,
 
-- ``mapped``, ``zeromq``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
+- ``mapped``, ``zeromq``, ``curve``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
 - ``Mooncake sync``, ``Mooncake async``: by bare Mooncake, in a process that only uses our memory, from the
   same memory as ``tcp``: one `batch_transfer_sync_read` per peer, in threads, and
   `batch_transfer_async_read` with as many pieces in flight as ours, polled in the same way.
@@ -87,7 +87,7 @@ def main() -> None:
 
 def _measure(nbytes: int, num_peers: int, num_rounds: int, mooncake: bool) -> list[dict[str, object]]:
     part = nbytes // num_peers // 4096 * 4096
-    protocols = ["zeromq", "tcp"] if mooncake else ["zeromq"]
+    protocols = ["zeromq", "curve", *(["tcp"] if mooncake else [])]
     wanted = _content(part * num_peers)
     with ExitStack() as stack:
         target = SharedBuffer.create(part * num_peers)

@@ -65,7 +65,9 @@ class Rounds:
         for first in range(0, len(names), at_once):
             stage(f"start of {names[first]}")
             some = names[first : first + at_once]
-            started = [remote_holder(name, spawn_holder(name, placements[0], "gloo", None)) for name in some]
+            started = [
+                remote_holder(name, spawn_holder(name, placements[0], "gloo", SyncConfig())) for name in some
+            ]
             self.holders += started
             await asyncio.gather(*(holder.ready() for holder in started))
 

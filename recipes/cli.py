@@ -278,6 +278,29 @@ def schema(
 
 
 @app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them, for sync.tls.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host with its own certificate, in FOLDER/HOST. Without any, one for all."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long they are valid.", min=1, max=36500)] = 90,
+) -> None:
+    """Make the files of sync.tls: a CA, and a certificate with its key. Overwrites nothing.
+
+    Copy FOLDER, or FOLDER/HOST, to the same path of each host. Whoever has a key can join the run.
+    """
+    from weightsync.protocol.certificates import make_keys  # imports a library that only TLS needs
+
+    try:
+        made, until = make_keys(folder, host or [], days)
+    except OSError as error:
+        raise ConfigError("FOLDER", str(folder), f"{error.strerror}: give a folder to write to") from None
+    for each in made:
+        print(f"{each}: ca.pem, certificate.pem and key.pem, valid until {until:%Y-%m-%d}")
+
+
+@app.command()
 def doctor(
     what: Annotated[
         str | None,
@@ -300,6 +323,10 @@ def doctor(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds that each answer of a host may take; 10 if not given.")
     ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Also show what strangers may call at a server of vLLM or SGLang."),
+    ] = None,
 ) -> None:
     """Check this machine, and show a remedy for each missing thing. Exits with 1 if anything is missing.
 
@@ -307,16 +334,17 @@ def doctor(
     With --cluster, examine the hosts of a Ray cluster, and measure the links between them.
     """
     if cluster:
-        refuse({"RECIPE or DIR": what}, "leave it out: --cluster is about hosts")
+        refuse({"RECIPE or DIR": what, "--server": server}, "leave it out: --cluster is about hosts")
         raise typer.Exit(
             _examine_cluster(address or "auto", ports, 10.0 if timeout is None else timeout, as_json)
         )
     refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
     from weightsync.recipes.doctor.probes import diagnose  # imports torch and looks for engines
+    from weightsync.recipes.doctor.servers import server as examine_server
 
     planned = what is not None and not Path(what).is_dir()
     served = None if what is None else _served(what)
-    rows = diagnose()
+    rows = [*map(examine_server, server or ()), *diagnose()]
     print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served, planned=planned))
     raise typer.Exit(DONE if is_fit(rows) else FAILED)
 

@@ -12,11 +12,13 @@ class Cable:
 
     Attributes:
         endpoint: where to dial in place of the other end.
+        recorded: all bytes of the processes that dialled.
     """
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host, self._port, self._num_dials = host, int(port), 0
+        self.recorded = bytearray()
         self._carries = asyncio.Event()
         self._carries.set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,14 +63,17 @@ class Cable:
         self._writers.append(writer)
         there, back = await asyncio.open_connection(self._host, self._port)
         self._writers.append(back)
-        for end, other in ((reader, back), (there, writer)):
-            self._tasks.append(asyncio.ensure_future(self._carry(end, other)))
+        for end, other, record in ((reader, back, self.recorded), (there, writer, bytearray())):
+            self._tasks.append(asyncio.ensure_future(self._carry(end, other, record)))
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray
+    ) -> None:
         try:
             with suppress(ConnectionError):
                 while data := await reader.read(1 << 16):
                     await self._carries.wait()
+                    record += data
                     writer.write(data)
         finally:
             writer.close()

@@ -67,6 +67,7 @@ USERS_OWN = ("weightsync.recipes.loops.openrlhf_loop",)
 """Recipes that stand for a user's own loop and engines."""
 WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
+    "weightsync/protocol/certificates.py": "when a certificate expires",
     "weightsync/sources/checkpoint/stored_files.py": "times of files are compared",
     "recipes/report/run_report.py": "when a run started, and a step committed",
     "recipes/report/bench_report.py": "when a benchmark started",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.actors.vllm_actor import VllmActor
     from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
-    from weightsync.config import SyncConfig, parse_size
+    from weightsync.config import SyncConfig, TlsFiles, parse_size
     from weightsync.driver.connecting.traffic import efficiency
     from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
@@ -66,6 +66,7 @@ __all__ = [
     "StateError",
     "SyncConfig",
     "SyncReport",
+    "TlsFiles",
     "TrainerShard",
     "VerifyError",
     "VllmActor",
@@ -100,6 +101,7 @@ _HOMES = {
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
+    "TlsFiles": "weightsync.config",
     "TrainerShard": "weightsync.actors.trainer_shard",
     "VerifyError": "weightsync.errors",
     "VllmActor": "weightsync.actors.vllm_actor",

@@ -10,6 +10,7 @@ remedy. An unknown key is a mistake.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -305,6 +306,37 @@ def _names_checked(cls: type[T]) -> type[T]:
     return cls
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsFiles:
+    """Files in PEM by which the processes of a run know each other. Each host has files at these paths.
+
+    Attributes:
+        ca: the certificate of the CA, of which all hosts have certificates.
+        certificate: this host's certificate.
+        key: the private key of this host's certificate.
+    """
+
+    ca: str
+    certificate: str
+    key: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="sync.tls")
+        for name in ("ca", "certificate", "key"):  # processes on other hosts have other working directories
+            object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
+
+    @classmethod
+    def within(cls, folder: str) -> TlsFiles:
+        """Return the files in a folder that ``weightsync keys`` has made."""
+        ca, certificate, key = (f"{folder}/{name}.pem" for name in ("ca", "certificate", "key"))
+        return cls(ca=ca, certificate=certificate, key=key)
+
+    @property
+    def paths(self) -> tuple[str, str, str]:
+        """All three."""
+        return self.ca, self.certificate, self.key
+
+
 @_names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
@@ -361,6 +393,9 @@ class SyncConfig:
         join_port: the port on which servers that Ray did not start dial in, see docs/servers.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             By default holders listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
+        tls: encrypt connections between hosts with TLS 1.3, and refuse processes without a certificate. The
+            folder that ``weightsync keys`` made, or the paths of `ca`, `certificate` and `key`. Each host
+            needs the files at the same path. gloo, NCCL and Mooncake stay unencrypted. See docs/security.md.
 
     Raises:
         ConfigError: a value is not valid. The error names the field, such as ``sync.timeout_s``.
@@ -389,6 +424,7 @@ class SyncConfig:
     components: Components = field(default_factory=dict, hash=False)
     join_port: Port | None = None
     ports: Ports | None = None
+    tls: str | TlsFiles | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
@@ -408,3 +444,8 @@ class SyncConfig:
             ConfigError: a key is unknown, or a value has another type or is not valid.
         """
         return load_dataclass(cls, data, field="sync")
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of `tls`, None without TLS."""
+        return TlsFiles.within(self.tls) if isinstance(self.tls, str) else self.tls

@@ -179,7 +179,8 @@ class SyncReport:
             engines with the same live bytes. If the engine was filled with copies of these bytes, ``live
             weights with what its loader had made of them``.
         bytes_from: in a refill, the bytes that were read from each holder.
-        ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
+        ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp``, ``zeromq`` or
+            ``curve``.
         spans: by process, names and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
             ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
             has no spans.
@@ -285,7 +286,7 @@ class HealReport:
         respawned_at: when the new process was ready; None if the engine has the same process.
         serving_at: when the engine served again; None if the engine waits for the next update.
         bytes_from: bytes that were read from each holder; empty if an update came first.
-        ways: how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
+        ways: how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp``, ``zeromq`` or ``curve``.
         gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes per second.
         verified: True if the engine's digests were compared and equal the digests of the committed version.
     """

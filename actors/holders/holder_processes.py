@@ -20,7 +20,7 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.process import ask_pid, kill
 from weightsync.actors.ray.remote import RemoteHolder, answer, remote_holder, remote_part
 from weightsync.actors.servers.handle import ProcessHandle
-from weightsync.config import Ports
+from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError
 
@@ -30,7 +30,7 @@ _CLOSE_S = 15.0
 """Time for a holder to end running work and free memory."""
 
 
-Starts: TypeAlias = Callable[[str, Placement, str, Ports | None], ProcessHandle | None]
+Starts: TypeAlias = Callable[[str, Placement, str, SyncConfig], ProcessHandle | None]
 """Starts a holder beside a server, as `HolderProcesses.start`. Returns None where Ray starts it."""
 
 
@@ -44,7 +44,7 @@ class HolderProcesses(Protocol):
     def runs(self, placement: Placement, transport: str) -> bool:
         """Return whether a holder there would share a process that has started."""
 
-    def start(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> RemoteHolder:
+    def start(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> RemoteHolder:
         """Return a new holder."""
 
     def end(self, holder: RemoteHolder, placement: tuple[str, str]) -> None:
@@ -77,11 +77,11 @@ class OwnProcesses:
     def runs(self, placement: Placement, transport: str) -> bool:
         return False
 
-    def start(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> RemoteHolder:
-        if served := self._starts(name, placement, transport, ports):
+    def start(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> RemoteHolder:
+        if served := self._starts(name, placement, transport, config):
             return remote_holder(name, served)
         outlives_as = actor_name(self._run, *placement.key) if self._run else ""
-        handle = spawn_holder(name, placement, transport, ports, outlives_as)
+        handle = spawn_holder(name, placement, transport, config, outlives_as)
         return self.keep(remote_holder(name, handle), ask_pid(handle))
 
     def keep(self, holder: RemoteHolder, pid: ObjectRef[int]) -> RemoteHolder:
@@ -137,13 +137,13 @@ class SharedProcesses:
         process = self._on.get((*placement.key, transport))
         return process is not None and process.first is not None and process.first.done()
 
-    def start(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> RemoteHolder:
+    def start(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> RemoteHolder:
         key = (*placement.key, transport)
         if key not in self._on:
             handle = spawn_parts(placement, transport)
             self._on[key] = _Process(handle, ask_pid(handle))
         process, part = self._on[key], next(self._numbers)
-        settings = holder_settings(name, placement, transport, ports)
+        settings = holder_settings(name, placement, transport, config)
         opening = asyncio.ensure_future(answer(name, process.handle.open_part.remote(part, settings)))
         holder = remote_part(name, process.handle, part, opening)
         process.first = process.first or opening

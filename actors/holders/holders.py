@@ -127,8 +127,7 @@ class Holders:
         for index, placement in enumerate(placements):
             if placement.key not in self._on:
                 missing[_unused(index, self._names() | missing.keys())] = placement
-        ports, timeout_s = self._config.ports, self._config.timeout_s
-        bound = await self._standbys.bind(missing, self._transport, ports, timeout_s)
+        bound = await self._standbys.bind(missing, self._transport, self._config)
         for name, (holder, pid) in bound.items():
             self._on[missing[name].key] = self._own.keep(holder, pid)
 
@@ -184,7 +183,7 @@ class Holders:
     async def _change(self, transport: str, apart: bool) -> None:
         """Switch to `transport`: end other holders, take over an earlier driver's holders.
 
-        Holders that listen on other ports than this driver's are ended, too.
+        Holders that listen on other ports than this driver's, or with other files of TLS, are ended, too.
         """
         for key in [*self._on]:
             self._end(key)
@@ -193,8 +192,8 @@ class Holders:
         pings = {name: holder.ready() for name, holder in left.items()}
         answers = (await gather_named(pings, "ping", self._config.timeout_s)).answers
         for name, holder in left.items():
-            called, *settings = answers.get(name, ("", "", None))
-            if settings == [transport, self._config.ports]:
+            called, *settings = answers.get(name, ("", "", None, None))
+            if settings == [transport, self._config.ports, self._config.tls_files]:
                 found = self._own.keep(remote_holder(called, holder.handle), ask_pid(holder.handle))
                 self._on[_key(name, self._prefix)] = found
             else:
@@ -212,9 +211,7 @@ class Holders:
     def _start(self, placement: Placement, index: int) -> RemoteHolder:
         if placement.key not in self._on:
             name = _unused(index, self._names())
-            self._on[placement.key] = self._processes.start(
-                name, placement, self._transport, self._config.ports
-            )
+            self._on[placement.key] = self._processes.start(name, placement, self._transport, self._config)
         return self._on[placement.key]
 
     def _names(self) -> set[str]:

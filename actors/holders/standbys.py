@@ -15,7 +15,7 @@ from weightsync.actors.holders.weight_holder import HolderStandby, spawn_standby
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.process import ask_pid
 from weightsync.actors.ray.remote import RemoteHolder, answer, remote_holder
-from weightsync.config import Ports
+from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError, WeightSyncError
 
@@ -134,27 +134,27 @@ class Standbys:
         return any(each.key == placement.key for each in self._standbys)
 
     async def bind(
-        self, placements: Mapping[str, Placement], transport: str, ports: Ports | None, timeout_s: float
+        self, placements: Mapping[str, Placement], transport: str, config: SyncConfig
     ) -> dict[str, tuple[RemoteHolder, ObjectRef[int]]]:
         """Turn processes into the holders of `placements`, by name. Returns holders and process ids.
 
         All other processes end, and `follow` is over.
 
         A placement is left out if no process fits, or if the process has ended. A process that was started
-        for any placement is not used if it does not answer in `timeout_s` seconds. Other processes may still
+        for any placement is not used if it does not answer in ``config.timeout_s``. Other processes may still
         start, or hang: calls to their holders wait.
         """
         self._stop_following()
-        taken = await self._match(placements, transport, timeout_s)
+        taken = await self._match(placements, transport, config.timeout_s)
         self._end([each for each in self._standbys if each not in taken.values()])
         becoming = {
             name: asyncio.ensure_future(
-                answer(name, each.handle.sit.remote(name, placements[name], transport, ports))
+                answer(name, each.handle.sit.remote(name, placements[name], transport, config))
             )
             for name, each in taken.items()
         }
         quick = {name: asyncio.shield(each) for name, each in becoming.items() if taken[name].has_started}
-        failures = (await gather_named(quick, "start", timeout_s)).failures
+        failures = (await gather_named(quick, "start", config.timeout_s)).failures
         self._end([taken.pop(name) for name, e in failures.items() if isinstance(e, PeerLostError)])
         self._standbys.clear()
         return {

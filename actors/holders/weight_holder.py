@@ -18,7 +18,7 @@ from weightsync.actors.ray.actor_class import actor_class
 from weightsync.actors.ray.placement import Placement, threaded
 from weightsync.actors.ray.publish_notices import HolderNode, Told
 from weightsync.actors.ray.publish_relay import TrainerActors, publish_all
-from weightsync.config import Ports
+from weightsync.config import SyncConfig
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
@@ -33,7 +33,7 @@ _NUM_THREADS = 12
 
 
 def spawn_holder(
-    name: str, placement: Placement, transport: str, ports: Ports | None, outlives_as: str = ""
+    name: str, placement: Placement, transport: str, config: SyncConfig, outlives_as: str = ""
 ) -> ActorHandle[WeightHolder]:
     """Start a WeightHolder actor on the host of `placement`.
 
@@ -49,7 +49,7 @@ def spawn_holder(
     return (
         actor_class(WeightHolder)
         .options(**options)
-        .remote(**holder_settings(name, placement, transport, ports))
+        .remote(**holder_settings(name, placement, transport, config))
     )
 
 
@@ -103,10 +103,10 @@ class HolderStandby(WeightHolder):
                 load_copies()
                 on_daemon(load_for_16_bits, "weightsync-kernels")
 
-    def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
+    def sit(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> None:
         """Become the holder `name` at `placement`."""
         os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
-        super().__init__(**holder_settings(name, placement, transport, ports))
+        super().__init__(**holder_settings(name, placement, transport, config))
         for log in (sys.stdout, sys.stderr):  # as Ray writes when an actor starts: logs are known by it
             log.write(f":actor_name:{self!r}\n")
             log.flush()
@@ -134,7 +134,7 @@ def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby
     )
 
 
-def holder_settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
+def holder_settings(name: str, placement: Placement, transport: str, config: SyncConfig) -> dict[str, Any]:
     """Return the arguments of `Holder`."""
     device = placement.device if transport == "nccl" else ""
     return {
@@ -142,7 +142,8 @@ def holder_settings(name: str, placement: Placement, transport: str, ports: Port
         "host": placement.address,
         "transport": transport,
         "device": device,
-        "ports": ports,
+        "ports": config.ports,
+        "tls": config.tls_files,
     }
 
 

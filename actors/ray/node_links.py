@@ -11,7 +11,7 @@ import ray
 
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import ProcessHandle, Server
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
@@ -34,13 +34,9 @@ class Served(Protocol):
 class NodeLinks:
     """One link for each actor, by the actor's key. Used on one event loop."""
 
-    def __init__(self, ports: Ports | None, door: Door | None = None) -> None:
-        """
-        Args:
-            ports: the range of the port to listen on; by default any free port.
-            door: where servers that Ray did not start join, if any may.
-        """
-        self._ports, self._door = ports, door
+    def __init__(self, ports: Ports | None, tls: TlsFiles | None = None, door: Door | None = None) -> None:
+        """See `Links`. `door`: where servers that Ray did not start join, if any may."""
+        self._ports, self._tls, self._door = ports, tls, door
         self._listening: Links | None = None
         self._joining: Links | None = None
         self._links: dict[Hashable, Link] = {}
@@ -49,7 +45,7 @@ class NodeLinks:
     def open(self, peer: Served) -> None:
         """Give `peer` the link to its actor, whose node Ray starts if it has none.
 
-        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        Raises ConfigError or TransportError as `Links`.
         """
         if isinstance(handle := getattr(peer, "handle", None), ProcessHandle):
             peer.node = handle.link
@@ -64,7 +60,7 @@ class NodeLinks:
     def offer(self, link: Link) -> NodeOffer:
         """Return how the node of `link` dials. Raises as `open`."""
         if self._listening is None:
-            self._listening = Links(ray.util.get_node_ip_address(), self._ports)
+            self._listening = Links(ray.util.get_node_ip_address(), self._ports, self._tls)
         return self._listening.offer(link)
 
     def expect(self, name: str, server: Server) -> None:
@@ -72,7 +68,7 @@ class NodeLinks:
         assert self._door
         host, port = ray.util.get_node_ip_address(), self._door.port
         if self._joining is None and port:
-            self._joining = Links(host, (port, port), self._door)
+            self._joining = Links(host, (port, port), self._tls, self._door)
         self._door.expect(name, server, host)
 
     async def _start(self, peer: Served, link: Link, offer: NodeOffer) -> None:

@@ -26,7 +26,7 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.node.link import Link
@@ -312,7 +312,7 @@ class RemoteEngine(_Actor, Served, ClaimedPeer, EnginePeer, Protocol):
 class RemoteHolder(_Actor, Served, HolderNode, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
-    async def ready(self) -> tuple[str, str, Ports | None]: ...
+    async def ready(self) -> tuple[str, str, Ports | None, TlsFiles | None]: ...
     async def watch(self) -> None: ...
     async def relay(self, trainers: Mapping[int, ActorHandle[Any]]) -> None: ...
     async def close(self) -> None: ...

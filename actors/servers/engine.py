@@ -18,10 +18,9 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.versions import own_versions
 from weightsync.actors.servers.door import JOIN, TOKEN, server_url
 from weightsync.actors.servers.peers import ServedEngine
-from weightsync.config import Ports
+from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.engines import Engine
 from weightsync.errors import WeightSyncError
-from weightsync.node.link import token_secret
 from weightsync.node.messages import MAX_NBYTES, Join, NodeOffer, Refused, joined
 from weightsync.node.node import Node
 from weightsync.protocol.daemon import on_daemon
@@ -31,7 +30,7 @@ from weightsync.protocol.stream import Stream
 
 logger = logging.getLogger("weightsync.actors")
 
-URL = "WEIGHTSYNC_URL"
+URL, TLS = "WEIGHTSYNC_URL", "WEIGHTSYNC_TLS"
 _DIAL_S, _AGAIN_S, _PAUSE_S = 10.0, 10.0, 2.0
 
 
@@ -49,6 +48,7 @@ class JoinedEngine(EngineCalls):
         self._process, self._address = secrets.token_hex(8), ""
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
+        self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None
 
     def join(self) -> None:
         """Join the driver whose address is in ``WEIGHTSYNC_JOIN``, on a thread."""
@@ -79,7 +79,7 @@ class JoinedEngine(EngineCalls):
     def _ask(self, endpoint: str) -> NodeOffer:
         """Ask the driver for a place. Raises OSError if it does not answer or has none."""
         self._address = own_address(endpoint)
-        stream = Stream(endpoint, token_secret(os.environ.get(TOKEN, "")), MAX_NBYTES, _DIAL_S)
+        stream = Stream(endpoint, os.environ.get(TOKEN, ""), MAX_NBYTES, _DIAL_S, self._tls)
         try:
             stream.send(msgspec.msgpack.encode(Join(self._url, self._process)))
             if (came := stream.receive(_DIAL_S)) is None:
@@ -91,7 +91,7 @@ class JoinedEngine(EngineCalls):
         answer = joined(came)
         if isinstance(answer, Refused):
             raise ConnectionRefusedError(answer.why)
-        return answer.offer
+        return msgspec.structs.replace(answer.offer, tls=self._tls)
 
     @property
     def _url(self) -> str:
@@ -106,7 +106,8 @@ class JoinedEngine(EngineCalls):
     ) -> None:
         """Start the process of a holder, which dials the driver by itself."""
         await self.sync_end_holder(name)
-        settings = holder_settings(name, placement, transport, ports)
+        settings = holder_settings(name, placement, transport, SyncConfig(ports=ports, tls=self._tls))
+        offer = msgspec.structs.replace(offer, tls=self._tls)
         visible = {"CUDA_VISIBLE_DEVICES": placement.gpu if transport == "nccl" else ""}
         child = subprocess.Popen(
             [sys.executable, "-m", "weightsync.actors.servers.holder_process"],

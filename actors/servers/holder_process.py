@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weightsync.actors.servers.peers import ServedHolder
-from weightsync.config import Ports
+from weightsync.config import TlsFiles
 from weightsync.engines.rank.rank_process import RankProcess
 from weightsync.errors import WeightSyncError
 from weightsync.holder.holder import Holder
@@ -26,8 +26,9 @@ def main() -> None:
     )
     if RankProcess.join(0, parent) is None:
         return  # the server has ended
-    ports: Ports | None = settings.pop("ports")
-    holder = Holder(**settings, ports=ports and (ports[0], ports[1]))
+    kinds = {"ports": tuple[int, int] | None, "tls": TlsFiles | None}
+    settings |= {name: msgspec.convert(settings[name], kind) for name, kind in kinds.items()}
+    holder = Holder(**settings)
     try:
         Node(offer, holder, ServedHolder).run()
     except WeightSyncError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from weightsync.actors.ray.placement import Placement
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.faults import Fault
 from weightsync.node.messages import NodeOffer
 from weightsync.protocol.peers import EnginePeer, HolderPeer
@@ -22,7 +22,7 @@ class Process(Protocol):
 class ServedHolder(HolderPeer, Process, Protocol):
     """A holder's process beside a server."""
 
-    async def ready(self) -> tuple[str, str, Ports | None]: ...
+    async def ready(self) -> tuple[str, str, Ports | None, TlsFiles | None]: ...
 
 
 class ServedEngine(EnginePeer, Process, Protocol):

@@ -124,7 +124,7 @@ async def relayed(may_end: Path, timeout_s: float) -> AsyncIterator[tuple[Traine
     """Trainers that are read in place and digest until a file is there, their relay, and its holder's pid."""
     trainers = [remote_trainer(f"trainer {rank}", ray.remote(Digests).remote(may_end)) for rank in range(2)]
     placement, links = await trainers[0].placement(), NodeLinks(None)
-    holder = remote_holder("holder 0", spawn_holder("holder 0", placement, "gloo", None))
+    holder = remote_holder("holder 0", spawn_holder("holder 0", placement, "gloo", SyncConfig()))
     links.open(holder)
     relay = PublishRelay(holder, dict(enumerate(trainers)))
     watches = Watches(patient(5))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
+from tests.certificates import run_files
 from tests.fleets.actors import Engine, Trainer, until
 from tests.fleets.served import APART, ServedProcess, can_be_apart, digest
 from tests.pages import run_block
@@ -28,10 +30,15 @@ def free_port() -> int:
 class Fleet:
     """Two trainers, an actor as an engine, and a server as another, on a host of its own or on this one."""
 
-    def __init__(self, apart: bool) -> None:
+    def __init__(self, apart: bool, tls: Path | None) -> None:
         self.port, self.apart = free_port(), apart
+        self.env = {"WEIGHTSYNC_TLS": str(tls)} if tls else {}
         config = SyncConfig(
-            join_port=self.port, timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1)
+            join_port=self.port,
+            tls=str(tls) if tls else None,
+            timeout_s=patient(20),
+            connect_timeout_s=patient(40),
+            heartbeat_s=patient(1),
         )
         self.sync = WeightSync(config)
         self.trainer = ray.remote(num_cpus=0)(Trainer).remote(WIDTH, "t")
@@ -41,6 +48,7 @@ class Fleet:
     def start(self, token: str = TOKEN, port: int = 8000) -> ServedProcess:
         driver = f"{ray.util.get_node_ip_address()}:{self.port}"
         env = os.environ | {"WEIGHTSYNC_JOIN": driver, "WEIGHTSYNC_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        env |= self.env
         return ServedProcess(port, WIDTH, env, APART if self.apart else ())
 
     def update(self, version: int) -> None:
@@ -57,12 +65,16 @@ class Fleet:
         ray.kill(self.actor)
 
 
-@pytest.fixture(params=[False, True], ids=["on the driver's host", "on another host"])
-def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    if request.param and not can_be_apart():
+@pytest.fixture(params=["on the driver's host", "on another host", "on another host, with TLS"])
+def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fleet]:
+    apart = request.param != "on the driver's host"
+    if apart and not can_be_apart():
         pytest.skip("this user cannot make namespaces")
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
-    made = Fleet(request.param)
+    tls = tmp_path / "tls" if "TLS" in request.param else None
+    if tls:
+        run_files(tls)
+    made = Fleet(apart, tls)
     yield made
     made.close()
 
@@ -89,7 +101,7 @@ def test_strangers_are_refused_while_the_pages_example_runs(fleet: Fleet) -> Non
     """One with another token, and one that is not registered, take no place, and keep nobody from it."""
     others = [fleet.start("a token of somebody else"), fleet.start(port=8001)]
     names = {"trainers": [fleet.trainer], "WeightSync": WeightSync, "SyncConfig": SyncConfig}
-    replaced = {"29500": str(fleet.port), "10.0.0.7": "127.0.0.1"}
+    replaced = {"29500": f"{fleet.port}, tls={fleet.env.get('WEIGHTSYNC_TLS')!r}", "10.0.0.7": "127.0.0.1"}
     with run_block("docs/servers.md", 0, names, replaced)["sync"]:
         assert fleet.server.holds() == (1, digest(ray.get(fleet.trainer.weights.remote())))
         for other in others:

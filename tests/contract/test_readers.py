@@ -37,11 +37,12 @@ NO_MOONCAKE = probe("tcp", "")
 WAYS = [
     "mapped",
     "zeromq",
+    "curve",
     "unmapped",
     pytest.param("tcp", marks=pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)),
 ]
 NETWORK = WAYS[1:]
-PROTOCOLS = ["zeromq"] if NO_MOONCAKE else ["zeromq", "tcp"]
+PROTOCOLS = ["zeromq", "curve"] if NO_MOONCAKE else ["zeromq", "curve", "tcp"]
 SERVED = [*PROTOCOLS, "unmapped"]
 NBYTES = (16 << 20) + 13
 SHORT_S = patient(0.5)
@@ -343,11 +344,21 @@ def test_a_process_of_mooncake_ends_with_its_parent(rig: Targets, mortals: Itera
         assert time.monotonic() < deadline
 
 
-def test_a_wrong_secret_is_refused(rig: Targets) -> None:
-    target = rig.buffer(10)
-    offer = dataclasses.replace(rig.peers[0].offer("zeromq"), secret=secrets.token_hex(32))
-    reader = rig.open([target], {"peer 1": offer}, "zeromq")
+@pytest.mark.parametrize("way", ["zeromq", "curve"])
+def test_a_wrong_secret_is_refused(rig: Targets, way: str) -> None:
+    target, offer = rig.buffer(10), rig.peers[0].offer(way)
+    own = zmq.curve_keypair()[1].decode()
+    secret = offer.secret[:40] + own if way == "curve" else secrets.token_hex(32)
+    reader = rig.open([target], {"peer 1": dataclasses.replace(offer, secret=secret)}, way)
     with pytest.raises(ReadError, match="peer 1 could not be read: the secret is wrong"):
+        reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
+    assert not target.tensor.any()
+
+
+def test_what_is_encrypted_is_not_read_without_encryption(rig: Targets) -> None:
+    target, offer = rig.buffer(10), rig.peers[0].offer("curve")
+    reader = rig.open([target], {"peer 1": dataclasses.replace(offer, protocol="zeromq")}, "zeromq")
+    with pytest.raises(ReadError, match="peer 1 could not be read"):
         reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
     assert not target.tensor.any()
 

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from tests.fleets.actors import Engine, Trainer
-from tests.hosts import direct, host_copies, live_sources, lost_links, quickstart_loop, servers
+from tests.hosts import direct, encrypted, host_copies, live_sources, lost_links, quickstart_loop, servers
 from tests.hosts.lost_links import FOREVER_S
 from tests.hosts.network import KERNELS_PORTS, SUBNET, second_address
 from tests.hosts.outside import ask, put, say
@@ -247,6 +247,7 @@ SCENARIOS = {
         two_addresses,
         direct.direct,
         live_sources.live_sources,
+        encrypted.encrypted,
         host_copies.host_copies,
         lost_links.lost_links,
         lost_links.hasty_ray,

@@ -43,6 +43,7 @@ def why_not() -> str:
         "two_addresses",
         "direct",
         "live_sources",
+        "encrypted",
         "host_copies",
         "lost_links",
         "hasty_ray",

@@ -460,7 +460,7 @@ def test_a_process_does_not_speak_for_another(other: str, caplog: pytest.LogCapt
         offer = own.offer if other == "with its own secret" else process.offer
         with closing(dialled(offer)) as stranger:
             stranger.send(msgspec.msgpack.encode(Answer(1, encode(99, int))))
-            await until(stranger.is_lost)
+            await until(partial(is_lost, stranger))
         assert not waiting.done()
         peer.may_answer[1].set()
         assert await waiting == 1
@@ -543,9 +543,35 @@ def test_a_node_that_does_not_come_back_is_lost() -> None:
     run(test)
 
 
+def test_a_hello_that_was_recorded_takes_nobodys_place() -> None:
+    async def test(links: Links) -> None:
+        process = Process(links, Adder())
+        async with Cable(process.offer.endpoint) as cable:
+            process.dial(cable.endpoint)
+            assert await process.call("add", 1) == 11
+            host, port = process.offer.endpoint.removeprefix("tcp://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(bytes(cable.recorded))
+            assert await asyncio.wait_for(reader.read(), patient(2)) == b"", "the driver hangs up"
+            writer.close()
+            assert await process.call("add", 2) == 12
+            assert not cable.has_dials(2), "the process has kept its connection"
+
+    run(test)
+
+
 def dialled(offer: NodeOffer, secret: str = "") -> Stream:
     """Connect as a process that is not a node."""
     return Stream(offer.endpoint, secret or offer.secret, 1 << 20, patient(10))
+
+
+def is_lost(stream: Stream) -> bool:
+    """Return True if the driver has hung up."""
+    try:
+        stream.receive(0)
+    except OSError:
+        return True
+    return False
 
 
 STRANGERS = {
@@ -630,7 +656,7 @@ def test_garbage_after_the_right_secret_ends_that_connection_alone(
         assert await process.call("add", 3) == 13
         with closing(dialled(other.offer)) as friend:
             friend.send(GARBAGE[garbage])
-            await until(friend.is_lost)
+            await until(partial(is_lost, friend))
         assert await process.call("add", 3) == 13
         other.dial()
         assert await other.call("add", 3) == 13, "its place is free"

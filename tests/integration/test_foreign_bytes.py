@@ -262,9 +262,10 @@ def answering(*answers: bytes, came: Queue[FromNode] | None = None) -> Iterator[
 
     async def begin() -> str:
         made.append(Listener(listen("127.0.0.1", None, "no test"), admit, 1 << 20))
+        made[0].secrets.add(secret)
         return made[0].endpoint
 
-    def admit(connection: Any, shown: bytes) -> Callable[[bytes], None]:
+    def admit(connection: Any, shown: str) -> Callable[[bytes], None]:
         for each in answers:
             connection.send(each)
         return lambda data: came.put(from_node(data)) if came else None

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from weightsync.channel.engine_end import HolderFeed
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
@@ -65,6 +65,7 @@ from weightsync.protocol.messages import (
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.routes import keep_to_interface_of
 from weightsync.protocol.timing import PhaseClock
+from weightsync.readers import ENCRYPTED
 from weightsync.transports import Transport, transport_class
 
 
@@ -88,6 +89,7 @@ class Holder:
         device: str = "",
         make_staging: Callable[[Plan, int, SendBuffer | None, bool], Staging] = HostStaging,
         ports: Ports | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """
         Args:
@@ -95,10 +97,12 @@ class Holder:
             device: ``cuda:<UUID>`` of the buckets' GPU, the first that this process sees; "" for host memory.
             make_staging: makes the bucket slots in host memory.
             ports: the range of the ports on which it listens; any free ones without it.
+            tls: this process's files, to encrypt connections between hosts.
         """
         keep_to_interface_of(host)
         self.name, self._host, self._ports, self._device = name, host, ports, device
-        self._transport_name, self._transport = transport, transport_class(transport)
+        self._transport_name, self._tls = transport, tls
+        self._transport = partial(transport_class(transport), tls)
         self._sampler: MemorySampler | None = None
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
@@ -112,7 +116,8 @@ class Holder:
         self._feed: HolderFeed | None = None
         self.snapshot_store: SnapshotStore | None = None
         self._staged_parts: StagedParts | None = None
-        self._live_source, self._runs = LiveSource(name, host, ports), RefillRuns(name)
+        self._live_source = LiveSource(name, host, ports, ENCRYPTED if tls else "zeromq")
+        self._runs = RefillRuns(name)
         self._moving, self._preparing, self._make_staging = threading.Lock(), threading.Lock(), make_staging
         self._watched = threading.Event()
         self._node: Node | None = None
@@ -129,11 +134,11 @@ class Holder:
         """
         return self._groups.transports if self._groups else {}
 
-    def ready(self) -> tuple[str, str, Ports | None]:
-        """Return name, transport and ports. Raises the device's error, which is permanent."""
+    def ready(self) -> tuple[str, str, Ports | None, TlsFiles | None]:
+        """Return name, transport, ports and files of TLS. Raises the device's error, which is permanent."""
         if self._device:
             torch.cuda.current_stream().query()
-        return self.name, self._transport_name, self._ports
+        return self.name, self._transport_name, self._ports, self._tls
 
     def watch(self) -> None:
         """Block until this process ends, until `close`, or until a new driver calls `watch`."""
@@ -352,7 +357,12 @@ class Holder:
             return digest_parts(plan, published_parts(plan, trainer, self._send_buffer, read))
 
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
-        """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
+        """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`.
+
+        With TLS, only Mooncake's protocols are not encrypted, which are not chosen by ``auto`` then.
+        """
+        if self._tls and protocol in ("auto", "zeromq"):
+            protocol = ENCRYPTED
         if self.snapshot_store is None:
             self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device, self._ports)
 

@@ -57,8 +57,8 @@ class LiveSource:
     withdrawal of a later attempt has begun.
     """
 
-    def __init__(self, name: str, host: str, ports: Ports | None) -> None:
-        self._name, self._host, self._ports = name, host, ports
+    def __init__(self, name: str, host: str, ports: Ports | None, protocol: str = "zeromq") -> None:
+        self._name, self._host, self._ports, self._protocol = name, host, ports, protocol
         self._lock = threading.Lock()
         self._served: tuple[LiveMemory, SnapshotHeader, Server] | None = None
         self._is_whole, self._num_ends = False, 0
@@ -78,7 +78,7 @@ class LiveSource:
                 self._close()
             if self._served is None:
                 memory = LiveMemory(flat, header)
-                server = serve_unmapped(memory, self._name, self._host, self._ports)
+                server = serve_unmapped(memory, self._name, self._host, self._ports, self._protocol)
                 self._served = memory, header, server
             return self._served[2].offer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import secrets
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError, WireError
 from weightsync.node.calls import Method, methods_of
 from weightsync.node.codec import decode
@@ -37,10 +36,11 @@ from weightsync.node.messages import (
     from_node,
     joining,
 )
-from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.listener import Connection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
 from weightsync.protocol.timing import left_s
+from weightsync.protocol.tls import accepting
 
 __all__ = ["Link", "Links"]
 
@@ -234,23 +234,29 @@ class Link:
 class Links:
     """The links of a driver. Used on one event loop."""
 
-    def __init__(self, host: str, ports: Ports | None = None, door: Door | None = None) -> None:
+    def __init__(
+        self, host: str, ports: Ports | None = None, tls: TlsFiles | None = None, door: Door | None = None
+    ) -> None:
         """Listen at `host`, on a port of the range `ports`, by default on any free port.
 
-        Processes that show the token of `door`, if there is one, join if it has a link for them.
-
-        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        Nodes dial with TLS if there are `tls`. Processes that know the token of `door`, if there is one, join
+        if it has a link for them. Raises ConfigError or TransportError as `accepting` and
+        `weightsync.protocol.ports.listen`.
         """
+        accepts = accepting(tls)
         listening = listen(host, ports, "the driver cannot listen for nodes")
-        self._listener = Listener(listening, self._admit, MAX_NBYTES)
-        self._by_secret: dict[bytes, Link] = {}
+        self._listener, self._tls = Listener(listening, self._admit, MAX_NBYTES, accepts), tls
+        self._by_secret: dict[str, Link] = {}
         self._door = door
+        if door:
+            self._listener.secrets.add(door.token)
 
     def offer(self, link: Link) -> NodeOffer:
         """Return how the node of `link` dials."""
-        secret = secrets.token_hex(SECRET_NBYTES // 2)
-        self._by_secret[secret.encode()] = link
-        return NodeOffer(self._listener.endpoint, secret, log_level())
+        secret = secrets.token_hex(32)
+        self._by_secret[secret] = link
+        self._listener.secrets.add(secret)
+        return NodeOffer(self._listener.endpoint, secret, log_level(), self._tls)
 
     async def close(self) -> None:
         """Hang up. Nodes end."""
@@ -258,11 +264,10 @@ class Links:
             link.end(PeerError(link.name, "the driver has closed"))
         await self._listener.close()
 
-    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
-        if self._door and secrets.compare_digest(secret, token_secret(self._door.token).encode()):
+    def _admit(self, connection: Connection, secret: str) -> Receive:
+        if self._door and secret == self._door.token:
             return partial(self._join, connection)
-        link = self._by_secret.get(secret)
-        return link.admit(connection) if link else None
+        return self._by_secret[secret].admit(connection)
 
     def _join(self, connection: Connection, data: bytes) -> None:
         assert self._door
@@ -270,11 +275,6 @@ class Links:
         answer = Place(self.offer(found)) if isinstance(found, Link) else Refused(found)
         connection.send(msgspec.msgpack.encode(answer))
         connection.hang_up()
-
-
-def token_secret(token: str) -> str:
-    """Return what a process shows that knows the token: texts of one length, whatever the token's."""
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _nothing(*_: object) -> None:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from weightsync.channel.wire import SentError
+from weightsync.config import TlsFiles
 from weightsync.protocol.decoding import decoded
 
 __all__ = [
@@ -38,11 +39,13 @@ class NodeOffer(msgspec.Struct, frozen=True):
     Each node has a secret of its own, by which the driver knows the node.
 
     `log_level`: the level from which the node's process logs, see `use_log_level`.
+    `tls`: where a host has its files, if the driver speaks TLS.
     """
 
     endpoint: str
     secret: str
     log_level: str = ""
+    tls: TlsFiles | None = None
 
     def __repr__(self) -> str:
         return f"NodeOffer(endpoint={self.endpoint!r})"

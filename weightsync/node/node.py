@@ -203,27 +203,29 @@ class Node:
 
     def _dial(self, timeout_s: float) -> list[Ask]:
         """Connect, until the driver answers. Returns the first calls. Ends the node if that takes longer."""
-        deadline = time.monotonic() + timeout_s
+        deadline, cause = time.monotonic() + timeout_s, ""
         while not self._over.is_set():
             try:
                 return self._greet(max(_PAUSE_S, deadline - time.monotonic()))
-            except WireError as error:
+            except WeightSyncError as error:
                 self._end(error)
             except OSError as error:
                 logger.debug("the driver is not reached: %s", error)
+                cause = f" ({error})"
             if self._stream:
                 self._stream.close()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 where = self._offer.endpoint
-                why = f"the driver does not answer at {where}: open that port, or set sync.ports"
+                why = f"the driver does not answer at {where}: open that port, or set sync.ports{cause}"
                 self._end(TransportError(why))
             self._over.wait(min(_PAUSE_S, max(0.0, left_s)))
         return []
 
     def _greet(self, timeout_s: float) -> list[Ask]:
         """Dial, and say hello. Returns the first calls. Raises OSError if the driver does not answer."""
-        stream = Stream(self._offer.endpoint, self._offer.secret, MAX_NBYTES, min(timeout_s, _SEND_S))
+        offer, send_s = self._offer, min(timeout_s, _SEND_S)
+        stream = Stream(offer.endpoint, offer.secret, MAX_NBYTES, send_s, offer.tls)
         with self._sending:
             if self._stream:
                 self._stream.close()

@@ -1,8 +1,7 @@
-"""Messages on a TCP connection, with their lengths. The process that dials first shows a secret.
+"""Messages on a TCP connection, with their lengths. The process that dials first proves a secret.
 
-Neither the secret nor the traffic is encrypted. The thread that sends a message gives it to the kernel, which
-wakes the thread that waits for it. ZeroMQ has an extra thread at either end, and waking it takes long on an
-idle host.
+The thread that sends a message gives it to the kernel, which wakes the thread that waits for it. ZeroMQ has
+an extra thread at either end, and waking it takes long on an idle host.
 """
 
 from __future__ import annotations
@@ -10,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from weightsync.config import TlsFiles
 from weightsync.errors import WireError
+from weightsync.protocol.proof import proof_of
 from weightsync.protocol.routes import joined
+from weightsync.protocol.tls import TlsSocket, dialling, wrapped
 
 _LENGTH = struct.Struct("!I")
 _CHUNK_NBYTES = 1 << 18
@@ -76,26 +79,33 @@ class Stream:
     All methods raise OSError once it is lost. It is then of no more use.
     """
 
-    def __init__(self, endpoint: str, secret: str, max_nbytes: int, timeout_s: float) -> None:
-        """Connect, and show the secret.
+    def __init__(
+        self, endpoint: str, secret: str, max_nbytes: int, timeout_s: float, tls: TlsFiles | None = None
+    ) -> None:
+        """Connect, and prove to know the secret.
 
         Args:
             endpoint: as `endpoint_of` returns it.
             max_nbytes: limit for each message that comes.
             timeout_s: for the connection, and for each message that is sent.
+            tls: this process's files, if the listener speaks TLS.
 
         Raises:
             OSError: nobody listens there, or it takes longer.
+            WireError: the listener is refused, see `wrapped`.
+            ConfigError: a file of `tls` is bad.
         """
         where = urlsplit(endpoint)
-        self._socket = socket.create_connection((where.hostname or "", where.port or 0), timeout_s)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(self._socket)
+        context = dialling(tls)
+        dialled = socket.create_connection((where.hostname or "", where.port or 0), timeout_s)
+        dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(dialled)
+        self._socket: socket.socket | TlsSocket = wrapped(dialled, context, endpoint) if context else dialled
         self._timeout_s = timeout_s
         self._splitter = Splitter(max_nbytes)
         self._came: Iterator[bytes] = iter(())
         try:
-            self.send(secret.encode())
+            self.send(proof_of(secret))
         except OSError:
             self.close()
             raise
@@ -124,28 +134,22 @@ class Stream:
 
     def _read(self, timeout_s: float) -> bytes | None:
         """Return the next bytes, None if none came by then."""
+        deadline = time.monotonic() + timeout_s
         ready = select.poll()  # another thread may set the socket's timeout, to send
         ready.register(self._socket, select.POLLIN)
-        if not ready.poll(max(0.0, timeout_s) * 1e3):
-            return None
-        data = self._socket.recv(_CHUNK_NBYTES)
-        if not data:
-            raise ConnectionResetError("the other end has hung up")
-        return data
+        while ready.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            try:
+                data = self._socket.recv(_CHUNK_NBYTES)
+            except ssl.SSLWantReadError:  # half a record
+                continue
+            if not data:
+                raise ConnectionResetError("the other end has hung up")
+            return data
+        return None
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
         return self._socket.fileno()
-
-    def is_lost(self) -> bool:
-        """Return True if the other end, which sends nothing, has hung up."""
-        self._socket.setblocking(False)
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def shut(self) -> None:
         """Hang up. A thread that receives, or is about to, gets an error. `close` frees the descriptor."""

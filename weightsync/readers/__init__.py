@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync.readers.base import Read, Readable, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
-from weightsync.readers.ways import NETWORK, way_of
+from weightsync.readers.ways import ENCRYPTED, NETWORK, way_of
 
 if TYPE_CHECKING:
     from weightsync.config import Ports
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightsync.protocol.handles import Offer
 
 __all__ = [
+    "ENCRYPTED",
     "NETWORK",
     "Read",
     "Readable",
@@ -47,12 +48,17 @@ def serve(
     return server
 
 
-def serve_unmapped(memory: Readable, holder: str, host: str, ports: Ports | None = None) -> Server:
-    """Let peers read `memory`, which they cannot map, over ZeroMQ. Raises the errors of `serve`."""
+def serve_unmapped(
+    memory: Readable, holder: str, host: str, ports: Ports | None = None, protocol: str = "zeromq"
+) -> Server:
+    """Let peers read `memory`, which they cannot map, over ZeroMQ. Raises the errors of `serve`.
+
+    `protocol`: "zeromq", or "curve" to encrypt.
+    """
     from weightsync.protocol.handles import BufferHandle
     from weightsync.readers.zeromq_server import ZeroMqServer
 
-    return ZeroMqServer(memory, BufferHandle.unmapped(memory.nbytes), holder, host, ports)
+    return ZeroMqServer(memory, BufferHandle.unmapped(memory.nbytes), holder, host, ports, protocol)
 
 
 def open_reader(

@@ -33,8 +33,11 @@ NETWORK: Mapping[str, Way] = {
     "rdma": Way("weightsync.readers.mooncake", num_ports=2),
     "tcp": Way("weightsync.readers.mooncake", num_ports=2),
     "zeromq": Way("weightsync.readers.zeromq", is_fast=False),
+    "curve": Way("weightsync.readers.zeromq", is_fast=False),
 }
 """Ways by protocol, in the order in which ``auto`` tries them."""
+ENCRYPTED = "curve"
+"""ZeroMQ with encryption. Takes the place of ``auto`` and ``zeromq`` if ``sync.tls`` is set."""
 
 
 def way_of(protocol: str, field: str = "protocol") -> Way:

@@ -1,4 +1,4 @@
-"""Reads a peer's memory over ZeroMQ, in chunks requested one by one.
+"""Reads a peer's memory over ZeroMQ, in chunks requested one by one. Way "curve" encrypts them.
 
 Only the reading thread copies bytes into a target, so no byte is written after the end of a read."""
 
@@ -22,6 +22,7 @@ from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import Offer
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
+from weightsync.readers.ways import ENCRYPTED
 from weightsync.readers.zeromq_handshake import dial, hang_up
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, SharedMemory, ZeroMqServer, answers
 
@@ -39,10 +40,10 @@ _CAUSES: dict[int, str] = {
 
 
 class ZeroMqReader:
-    """The reader of way "zeromq": one connection per peer, read in one thread."""
+    """The reader of ways "zeromq" and "curve": one connection per peer, read in one thread."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
-        self.ways = dict.fromkeys(offers, "zeromq")
+        self.ways = {peer: offer.protocol for peer, offer in offers.items()}
         self._targets = [target.tensor.numpy() for target in targets]
         self._context = zmq.Context(io_threads=max(1, min(MAX_IO_THREADS, len(offers))))
         self._peers = {peer: _Peer(self._context, peer, offer) for peer, offer in offers.items()}
@@ -94,7 +95,9 @@ class _Peer:
         self._asked: dict[int, Read] = {}
         self._ticket = 0
         self._lost = ""
-        self.socket, self.monitor = dial(context, offer.endpoint, offer.secret, CHUNK_NBYTES)
+        self.socket, self.monitor = dial(
+            context, offer.endpoint, offer.secret, CHUNK_NBYTES, encrypts=offer.protocol == ENCRYPTED
+        )
 
     @property
     def owes(self) -> bool:
@@ -159,13 +162,13 @@ READER = ZeroMqReader
 def serve(
     buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str, ports: Ports | None
 ) -> ZeroMqServer:
-    """Serve `buffer`. `protocol` and `rdma_device` are not used."""
-    return ZeroMqServer(SharedMemory(buffer), buffer.handle, holder, host, ports)
+    """Serve `buffer`. `rdma_device` is not used."""
+    return ZeroMqServer(SharedMemory(buffer), buffer.handle, holder, host, ports, protocol)
 
 
 def absence(protocol: str) -> str:
-    """Return "": ZeroMQ is always there."""
-    return ""
+    """Return what is missing: ZeroMQ is always there, and nearly always built with CURVE."""
+    return "" if protocol != ENCRYPTED or zmq.has("curve") else "this libzmq is built without CURVE"
 
 
 def probe(protocol: str, rdma_device: str) -> str:
@@ -175,4 +178,4 @@ def probe(protocol: str, rdma_device: str) -> str:
 
 def text(protocol: str, rdma_device: str) -> str:
     """Describe the protocol for a log line."""
-    return "ZeroMQ"
+    return "ZeroMQ, encrypted by CURVE" if protocol == ENCRYPTED else "ZeroMQ"

@@ -1,6 +1,7 @@
-"""Serves peers over ZeroMQ that show a secret, the password of PLAIN.
+"""Serves peers over ZeroMQ that know a secret: the password of PLAIN, or the keys of CURVE.
 
-Without the secret a peer can send nothing but a handshake. Neither the secret nor the traffic is encrypted.
+Without the secret a peer can send nothing but a handshake. CURVE encrypts the traffic. PLAIN encrypts
+nothing, and shows the password.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _USER = "peer"
+_KEY_LENGTH = 40  # of a key of CURVE, as text
+_MORE_NBYTES = 1024
+"""More than CURVE needs for a step of its handshake, or adds to a frame."""
 
 _log = logging.getLogger("weightsync.protocol")
 _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
@@ -43,30 +47,31 @@ class Server(ABC):
     """Answers requests on its own port in one thread, and checks secrets in another thread.
 
     Attributes:
-        secret: the secret that peers have to show.
+        secret: the secret that peers have to know.
         endpoint: the address of the server.
     """
 
-    def __init__(self, host: str, ports: Ports | None, max_nbytes: int, problem: str) -> None:
+    def __init__(
+        self, host: str, ports: Ports | None, max_nbytes: int, problem: str, *, encrypts: bool = False
+    ) -> None:
         """
         Args:
             ports: the range of the port; by default any free port.
             max_nbytes: limit for a request's frame and for each step of the handshake.
+            encrypts: use CURVE.
 
         Raises:
             ConfigError, TransportError: as `listen`.
         """
         listening = listen(host, ports, problem)
-        self.secret = secrets.token_hex(32)
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context, log=_log)
-        self._authenticator.configure_plain(passwords={_USER: self.secret})
-        self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        self.secret = self._ask_for_keys() if encrypts else self._ask_for_password()
+        self._authenticator.start()
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many messages wait for them
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes + encrypts * _MORE_NBYTES)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         port = listening.getsockname()[1]
         self._socket.setsockopt(zmq.USE_FD, listening.detach())
@@ -80,6 +85,21 @@ class Server(ABC):
         self._authenticator.stop()
         self._context.term()  # ends the thread, which closes the socket
         self._thread.join()
+
+    def _ask_for_password(self) -> str:
+        password = secrets.token_hex(32)
+        self._authenticator.configure_plain(passwords={_USER: password})
+        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        return password
+
+    def _ask_for_keys(self) -> str:
+        """Let peers in that have one private key. Returns this server's public key, and that private key."""
+        (public, private), (peers_public, peers_private) = zmq.curve_keypair(), zmq.curve_keypair()
+        self._authenticator.configure_curve_callback(credentials_provider=_Only(peers_public))
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+        return (public + peers_private).decode()
 
     @abstractmethod
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
@@ -96,18 +116,30 @@ class Server(ABC):
             self._socket.close(linger=0)
 
 
-def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple[Socket, Socket]:
-    """Connect to a `Server`. Frames of answers may have at most `max_nbytes`.
+class _Only:
+    """Lets in peers with one public key of CURVE."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def dial(
+    context: Context, endpoint: str, secret: str, max_nbytes: int, *, encrypts: bool = False
+) -> tuple[Socket, Socket]:
+    """Connect to a `Server` that `encrypts`, or does not. Frames of answers have at most `max_nbytes`.
 
     Returns the socket and a monitor. Any event on the monitor means that the connection is lost for good.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes + encrypts * _MORE_NBYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     _keep_alive(socket)
-    show_secret(socket, secret)
+    (use_keys if encrypts else show_secret)(socket, secret)
     monitor = socket.get_monitor_socket(_LOST)
     socket.connect(endpoint)
     return socket, monitor
@@ -135,3 +167,11 @@ def show_secret(socket: Socket, secret: str) -> None:
     """Have `socket` show `secret` when it connects. Must be called before it connects."""
     socket.setsockopt_string(zmq.PLAIN_USERNAME, _USER)
     socket.setsockopt_string(zmq.PLAIN_PASSWORD, secret)
+
+
+def use_keys(socket: Socket, secret: str) -> None:
+    """Have `socket` encrypt with the keys in `secret`. Must be called before it connects."""
+    private = secret[_KEY_LENGTH:].encode()
+    socket.setsockopt_string(zmq.CURVE_SERVERKEY, secret[:_KEY_LENGTH])
+    socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(private))

@@ -1,4 +1,4 @@
-"""Serves memory over ZeroMQ to peers that show the offer's secret.
+"""Serves memory over ZeroMQ to peers that know the offer's secret.
 
 A request is one frame, a `Request`. An answer is an `Answer`, followed by a frame of data unless refused.
 Secrets are checked as in `weightsync.readers.zeromq_handshake`.
@@ -17,6 +17,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.readers.base import Readable
+from weightsync.readers.ways import ENCRYPTED
 from weightsync.readers.zeromq_handshake import Server
 
 MAX_FRAME_NBYTES = 256
@@ -63,17 +64,24 @@ class ZeroMqServer(Server):
     """Answers requests for parts of `memory`."""
 
     def __init__(
-        self, memory: Readable, handle: BufferHandle, holder: str, host: str, ports: Ports | None
+        self,
+        memory: Readable,
+        handle: BufferHandle,
+        holder: str,
+        host: str,
+        ports: Ports | None,
+        protocol: str = "zeromq",
     ) -> None:
-        """Start to serve. Processes of this host map the memory by `handle`.
+        """Start to serve, over "zeromq" or "curve". Processes of this host map the memory by `handle`.
 
         Raises ConfigError or TransportError, as `weightsync.protocol.ports.listen`.
         """
         self._memory = memory
-        super().__init__(host, ports, MAX_FRAME_NBYTES, f"{holder} cannot serve")
+        problem, encrypts = f"{holder} cannot serve", protocol == ENCRYPTED
+        super().__init__(host, ports, MAX_FRAME_NBYTES, problem, encrypts=encrypts)
         self.offer = Offer(
             holder=holder,
-            protocol="zeromq",
+            protocol=protocol,
             memory=handle,
             endpoint=self.endpoint,
             secret=self.secret,

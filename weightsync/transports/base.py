@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class Pending(Protocol):
 
 class Transport(Protocol):
     """One rank's end of one communicator. A holder calls it from one thread at a time, except for `abort`."""
+
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        """`tls`: this process's files, if the rendezvous is to speak TLS."""
 
     def offer(self, host: str, ports: Ports | None = None) -> str:
         """Start the rendezvous and return its address, one line. Called on rank 0 only, before `open`.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
@@ -41,15 +41,15 @@ class GlooTransport(WatchedTransport):
     write its data, until the peers' connections close or gloo's own time-out.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        super().__init__(tls)
         self._group: Any = None  # a ProcessGroupGloo, whose stub lacks the collectives
         self._works: list[Future[object]] = []
         self._timeout = timedelta(0)
 
     def offer(self, host: str, ports: Ports | None = None) -> str:
         """Serve the rendezvous on one of `ports`, or a free one, and return ``secret@host:port``."""
-        self._server = StoreServer(host, ports)
+        self._server = StoreServer(host, ports, self._tls)
         return self._server.address
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.protocol.daemon import on_daemon
@@ -39,8 +39,8 @@ class NcclTransport(WatchedTransport):
     use_all_gather = True
     """Send equal contiguous parts, one per rank, as one all-gather."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        super().__init__(tls)
         self._nccl: Any = None  # the module cupy.cuda.nccl; CuPy has no types
         self._comm: Any = None  # its NcclCommunicator
         self._gate = Gate()
@@ -49,7 +49,7 @@ class NcclTransport(WatchedTransport):
     def offer(self, host: str, ports: Ports | None = None) -> str:
         """Serve the rendezvous, as gloo does. Returns ``secret@host:port/unique id in hex``."""
         unique_id: bytes = cuda.nccl().get_unique_id()
-        self._server = StoreServer(host, ports)
+        self._server = StoreServer(host, ports, self._tls)
         return f"{self._server.address}/{unique_id.hex()}"
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:

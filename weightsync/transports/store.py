@@ -1,13 +1,12 @@
 """A key-value store for rendezvous, with the interface of torch's stores.
 
 Torch's `TCPStore` needs no secret, listens on every address, and random bytes can make it stop answering.
-This store only accepts clients that show the secret, and listens on one address. Waits are in the client.
+This store only accepts clients that know the secret, and listens on one address. Waits are in the client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import socket
 import threading
@@ -18,12 +17,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from weightsync.config import Ports
+from weightsync.config import Ports, TlsFiles
 from weightsync.errors import WireError
 from weightsync.protocol.decoding import decoded
-from weightsync.protocol.listener import SECRET_NBYTES, Connection, Listener, Receive
+from weightsync.protocol.listener import Connection, Listener, Receive
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream, endpoint_of
+from weightsync.protocol.tls import accepting
 
 MAX_MESSAGE_NBYTES = 1 << 20
 _POLL_S = 0.05
@@ -56,10 +56,11 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 class StoreServer:
     """Serves a store on a port of `ports`, or a free port; `address` is ``secret@host:port``."""
 
-    def __init__(self, host: str, ports: Ports | None = None) -> None:
-        """Raises ConfigError or TransportError, as `weightsync.protocol.ports.listen`."""
+    def __init__(self, host: str, ports: Ports | None = None, tls: TlsFiles | None = None) -> None:
+        """Raises ConfigError or TransportError, as `accepting` and `weightsync.protocol.ports.listen`."""
+        self._tls = accepting(tls)
         listening = listen(host, ports, "no rendezvous can be served")
-        self._secret, self._values = secrets.token_hex(SECRET_NBYTES // 2), dict[str, bytes]()
+        self._secret, self._values = secrets.token_hex(32), dict[str, bytes]()
         self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
         self._loop, self._ending = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
@@ -85,17 +86,18 @@ class StoreServer:
 
     def _serve(self, listening: socket.socket) -> None:
         async def serve() -> None:
-            listener = Listener(listening, self._admit, MAX_MESSAGE_NBYTES)
+            listener = Listener(listening, self._admit, MAX_MESSAGE_NBYTES, self._tls)
+            listener.secrets.add(self._secret)
             await self._ending.wait()
             await listener.close()
 
         self._loop.run_until_complete(serve())
 
-    def _admit(self, connection: Connection, secret: bytes) -> Receive | None:
+    def _admit(self, connection: Connection, secret: str) -> Receive:
         def receive(data: bytes) -> None:
             connection.send(self.answer(data))
 
-        return receive if hmac.compare_digest(secret, self._secret.encode()) else None
+        return receive
 
     def _do(self, request: _Request) -> bytes | None:
         if request.do == "check":
@@ -122,8 +124,9 @@ class NetworkStore(Store):
     Calls raise RuntimeError if the server is gone or does not answer within `timeout_s`.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, tls: TlsFiles | None = None) -> None:
         super().__init__()
+        self._tls = tls
         self._secret, _, self._place = address.rpartition("@")
         self._timeout_s = timeout_s
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -192,8 +195,8 @@ class NetworkStore(Store):
 
     def _answer(self, request: bytes, deadline: float) -> bytes | None:
         if self._stream is None:
-            where = f"tcp://{self._place}"
-            self._stream = Stream(where, self._secret, MAX_MESSAGE_NBYTES, self._timeout_s)
+            where, limits = f"tcp://{self._place}", (MAX_MESSAGE_NBYTES, self._timeout_s)
+            self._stream = Stream(where, self._secret, *limits, self._tls)
         self._stream.send(request)
         while time.monotonic() < deadline:
             if (data := self._stream.receive(_POLL_S)) is not None:

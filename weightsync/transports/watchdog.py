@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import partial
 
+from weightsync.config import TlsFiles
 from weightsync.errors import TransportError, WireError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op
@@ -263,7 +264,9 @@ class Watch:
 class WatchedTransport:
     """Base class of transports. A subclass sets the fields in `offer` and `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        """`tls`: this process's files, if the rendezvous speaks TLS. Bytes are moved without TLS."""
+        self._tls = tls
         self._server: StoreServer | None = None
         self._store: NetworkStore | None = None
         self._opened: Watch | None = None
@@ -278,7 +281,7 @@ class WatchedTransport:
         """
         assert self._opened is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
-        store = NetworkStore(address, timeout_s)
+        store = NetworkStore(address, timeout_s, self._tls)
         roll = RollCall(store, rank, num_ranks)
         try:
             on_daemon(partial(roll.sign_in, timeout_s)).result(timeout_s + SLACK_S)
