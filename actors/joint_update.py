@@ -52,7 +52,7 @@ async def update_together(
 
     async def move(name: str, part: Part) -> SyncReport:
         try:
-            return await part.move(version, held, JointMember(joint, name))
+            return await part.move(version, held, joint.member(name))
         except BaseException:  # cancelled, too: the others would wait for ever
             joint.fail(name)
             raise

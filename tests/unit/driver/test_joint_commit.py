@@ -27,14 +27,14 @@ async def outcomes(ends: dict[str, tuple[bool, int]]) -> dict[str, BaseException
         for _ in range(staging):
             await asyncio.sleep(0)
         staged.add(model)
-        await joint.meet_before_pause(model)
+        await joint.member(model).before_pause()
         assert staged == ends.keys(), "nobody pauses before all are staged"
         for _ in range(moving):
             await asyncio.sleep(0)
         if fails:
             joint.fail(model)
             raise RuntimeError(model)
-        await joint.meet_before_commit(model)
+        await joint.member(model).before_commit()
 
     done = await asyncio.gather(*map(update, ends), return_exceptions=True)
     assert not joint.failed or ends[joint.failed][0]
@@ -55,9 +55,9 @@ def test_all_commit_or_none(ends: dict[str, tuple[bool, int]]) -> None:
 def test_a_failure_after_all_have_met_keeps_nobody_from_the_commit() -> None:
     async def both() -> None:
         joint = JointCommit("ab")
-        await asyncio.gather(joint.meet_before_commit("a"), joint.meet_before_commit("b"))
+        await asyncio.gather(joint.member("a").before_commit(), joint.member("b").before_commit())
         joint.fail("a")
-        await joint.meet_before_commit("b")
+        await joint.member("b").before_commit()
 
     asyncio.run(both())
 
@@ -66,7 +66,7 @@ def test_the_error_names_the_first_that_failed() -> None:
     async def failed() -> None:
         joint = JointCommit(["policy", "reward"])
         joint.fail("reward")
-        await joint.meet_before_commit("policy")
+        await joint.member("policy").before_commit()
 
     with pytest.raises(StateError, match="reward failed, and policy was to commit with it"):
         asyncio.run(failed())

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Generic, TypeVar
 
 from weightsync.driver.gather import GRACE_S, Outcome
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError
-from weightsync.protocol.messages import Moved
+from weightsync.protocol.messages import LoadReport, Moved
 from weightsync.protocol.timing import within
 
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
 """Errors of an engine that no holder has to explain; other errors may repeat a holder's error."""
 
-T = TypeVar("T")
 
-
-class Attempt(Generic[T]):
+class Attempt:
     """The calls of one attempt, run in parallel.
 
     An engine's time runs while its holders wait for it and after their moves end, not while they wait for
@@ -28,7 +25,7 @@ class Attempt(Generic[T]):
     def __init__(
         self,
         moves: Mapping[str, Awaitable[Moved]],
-        loads: Mapping[str, Coroutine[object, object, T]],
+        loads: Mapping[str, Coroutine[object, object, LoadReport]],
         feeds: Mapping[str, Sequence[str]],
         timeout_s: float,
     ) -> None:
@@ -45,7 +42,7 @@ class Attempt(Generic[T]):
                 for name, call in loads.items()
             }
 
-    async def run(self) -> tuple[Outcome[Moved], Outcome[T]]:
+    async def run(self) -> tuple[Outcome[Moved], Outcome[LoadReport]]:
         """Wait for every move and every load. Errors other than WeightSyncError are bugs and propagate."""
         try:
             await self._wait()
@@ -88,8 +85,8 @@ class Attempt(Generic[T]):
             await asyncio.wait(waiting, timeout=self._timeout_s + GRACE_S)
 
     async def _load(
-        self, name: str, call: Coroutine[object, object, T], moves: Sequence[asyncio.Future[Moved]]
-    ) -> T:
+        self, name: str, call: Coroutine[object, object, LoadReport], moves: Sequence[asyncio.Future[Moved]]
+    ) -> LoadReport:
         load, moving = asyncio.create_task(call), asyncio.create_task(asyncio.wait(moves))
         try:
             await asyncio.wait([load, moving], return_when=asyncio.FIRST_COMPLETED)

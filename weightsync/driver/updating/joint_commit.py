@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from weightsync.errors import StateError
 
@@ -24,13 +25,9 @@ class JointCommit:
         self._pause, self._commit = _Meeting(models), _Meeting(models)
         self.failed = ""
 
-    async def meet_before_pause(self, model: str) -> None:
-        """Wait until all models can pause. Raises StateError, which names one, if one has failed."""
-        await self._meet(self._pause, model)
-
-    async def meet_before_commit(self, model: str) -> None:
-        """Wait until all models can commit. Raises StateError, which names one, if one of them cannot."""
-        await self._meet(self._commit, model)
+    def member(self, model: str) -> JointMember:
+        """Return the waits of one model. They raise StateError, which names one, if a model has failed."""
+        return JointMember(partial(self._meet, self._pause, model), partial(self._meet, self._commit, model))
 
     async def _meet(self, meeting: _Meeting, model: str) -> None:
         await meeting.join(model)
@@ -47,18 +44,10 @@ class JointCommit:
 
 @dataclass(frozen=True, slots=True)
 class JointMember:
-    """One model in a `JointCommit`."""
+    """One model in a `JointCommit`. It waits until all models can pause, or can commit."""
 
-    joint: JointCommit
-    model: str
-
-    async def before_pause(self) -> None:
-        """Wait for the others, see `JointCommit.meet_before_pause`."""
-        await self.joint.meet_before_pause(self.model)
-
-    async def before_commit(self) -> None:
-        """Wait for the others, see `JointCommit.meet_before_commit`."""
-        await self.joint.meet_before_commit(self.model)
+    before_pause: Callable[[], Awaitable[None]]
+    before_commit: Callable[[], Awaitable[None]]
 
 
 class _Meeting:

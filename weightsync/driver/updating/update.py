@@ -319,7 +319,7 @@ class Update:
         tables, timeout_s = self._parts.comparison.tables, self._config.timeout_s
         return await rewritten(self._fleet, self._connection, published, tables, suspects, timeout_s)
 
-    async def _abort_if_lost(self, attempt: Attempt[LoadReport]) -> None:
+    async def _abort_if_lost(self, attempt: Attempt) -> None:
         """Stop all holders' broadcasts if one is lost: others may wait for it."""
         if lost := await attempt.lost_holder():
             calls = {name: each.abort(str(lost)) for name, each in self._fleet.named_holders().items()}
