@@ -21,6 +21,7 @@ RUN_BY = {
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],
+    "docs/verl.md": ["tests/contract/test_verl.py"],
 }
 """The tests of commands in ``sh`` blocks."""
 
