@@ -20,6 +20,9 @@ class _Device(ModuleType):
             raise AttributeError(name)
         return getattr(torch.cpu, name, lambda *_, **__: 0)
 
+    def get_device_name(self, *_: object) -> str:
+        return "CPU"
+
     def mem_get_info(self, *_: object) -> tuple[int, int]:
         return 1, 1
 
