@@ -1,28 +1,47 @@
-"""The checkpoint engine under verl's own manager."""
+"""verl's own trainers and rollouts get their weights through weightsync, in an environment that has verl."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.engine_versions import environment
 from tests.patience import patient
+from weightsync.engines.serving.checks import installed
+
+ROOT = Path(__file__).parents[2]
+VLLM = "0.29.0"
+SETTINGS = {
+    "VERL_USE_EXTERNAL_MODULES": "tests.contract.verl_on_cpus",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP2 engine is registered for GPUs
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="verl is not installed")
-def test_verls_manager_moves_weights_from_update_to_update(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.contract.verl_fleet", str(tmp_path)]
+@pytest.mark.versions
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
+@pytest.mark.parametrize("what", ["fleet", "trainer", "one_step"])
+def test_verls_rollouts_have_the_trainers_weights(what: str, tmp_path: Path) -> None:
+    python = environment(VLLM, "verl==0.9.1", "TransferQueue==0.1.11")
+    # verl looks for a distribution called vllm, and here is vllm-cpu.
+    info = tmp_path / "vllm-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: vllm\nVersion: {VLLM}+cpu\n")
     done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
+        [python, "-m", "tests.contract.verl_run", what, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
         capture_output=True,
         text=True,
-        timeout=patient(200),
+        timeout=patient(900),
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

@@ -59,4 +59,4 @@ def test_vllm_holds_what_the_trainer_sent(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="verl is not installed")
 def test_verls_manager_moves_weights_from_update_to_update(tmp_path: Path) -> None:
-    run("tests.contract.verl_fleet", str(tmp_path), "nccl")
+    run("tests.gpu.verl_over_nccl", str(tmp_path))

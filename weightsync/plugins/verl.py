@@ -5,7 +5,8 @@
       custom_backend_module: weightsync.plugins.verl
       engine_kwargs: {weightsync: {transport: nccl, timeout_s: 600}}
 
-verl's class documents the methods. Actor rank 0 sends, every rollout rank receives and verifies.
+verl's class documents the methods. Actor rank 0 sends, every rollout rank receives and verifies. verl's
+default trainer ignores this setting: use `separate_async`, see docs/verl.md.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ RUN_BY = {
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
     "docs/servers.md": ["tests/contract/test_server.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],
+    "docs/verl.md": ["tests/contract/test_verl.py"],
 }
 """The tests of commands in ``sh`` blocks."""
 

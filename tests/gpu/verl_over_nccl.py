@@ -1,10 +1,10 @@
-"""verl's own CheckpointEngineManager over Ray, with its rollout workers; run by test_verl.py.
+"""verl's own CheckpointEngineManager over Ray and NCCL, with its rollout workers.
 
-    python -m tests.contract.verl_fleet FOLDER [nccl]
+    python -m tests.gpu.verl_over_nccl FOLDER
 
-With gloo, two actors, of which one sends, and two replicas; one leaves after the second update, and comes
-back. NCCL takes one rank for each GPU: one actor has the first GPU, one replica the second, and another
-replica takes its place after the second update.
+NCCL takes one rank for each GPU: one actor has the first GPU, one replica the second, and another replica
+takes its place after the second update. On CPUs, `tests.contract.verl_run` has verl's own actors and
+replicas.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from tests.patience import patient
 PATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
-def configured(transport: str) -> CheckpointEngineConfig:
-    return CheckpointEngineConfig(
-        backend="weightsync",
-        custom_backend_module="weightsync.plugins.verl",
-        update_weights_bucket_megabytes=1,
-        engine_kwargs={"weightsync": {"transport": transport, "timeout_s": patient(60)}},
-    )
+CONFIG = CheckpointEngineConfig(
+    backend="weightsync",
+    custom_backend_module="weightsync.plugins.verl",
+    update_weights_bucket_megabytes=1,
+    engine_kwargs={"weightsync": {"transport": "nccl", "timeout_s": patient(60)}},
+)
 
 
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,19 +51,18 @@ def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
 class Actor(Worker):
     """The part of verl's ActorRolloutRefWorker that moves weights."""
 
-    def __init__(self, config: CheckpointEngineConfig, is_master: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        import_external_libs(config.custom_backend_module)
-        options = config.engine_kwargs["weightsync"]
-        self.device = "cuda" if options["transport"] == "nccl" else "cpu"
+        import_external_libs(CONFIG.custom_backend_module)
+        options = CONFIG.engine_kwargs["weightsync"]
         self.engine = CheckpointEngineRegistry.new(
-            config.backend, is_master=is_master, bucket_size=1 << 20, **options
+            CONFIG.backend, is_master=True, bucket_size=1 << 20, **options
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, object]:
         assert mode == "weightsync"
-        sent = ((name, tensor.to(self.device)) for name, tensor in weights(global_steps))
+        sent = ((name, tensor.cuda()) for name, tensor in weights(global_steps))
         return await self.engine.send_weights(sent, global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -104,20 +102,19 @@ class Replica:
 
 
 class Fleet:
-    """The actors, verl's manager, and replicas in the order in which they came."""
+    """The actor, verl's manager, and replicas in the order in which they came."""
 
-    def __init__(self, folder: Path, transport: str, num_actors: int, num_gpus: int) -> None:
-        """`num_gpus` are those of each actor and each replica."""
-        self._folder, self._num_gpus, self._config = folder, num_gpus, configured(transport)
-        self._actors = [self._start(Actor, self._config, index == 0) for index in range(num_actors)]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._actor = self._start(Actor)
         self.group = RayWorkerGroup(
-            worker_handles=self._actors, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor))
+            worker_handles=[self._actor], ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor))
         )
-        self.manager = CheckpointEngineManager(self._config, self.group, [])
+        self.manager = CheckpointEngineManager(CONFIG, self.group, [])
         self._workers: list[Any] = []
 
     def add(self) -> Replica:
-        settings = SimpleNamespace(name="vllm", checkpoint_engine=self._config)
+        settings = SimpleNamespace(name="vllm", checkpoint_engine=CONFIG)
         self._workers.append(self._start(CheckpointEngineWorker, settings, None, Adapter()))
         replica = Replica(self._workers[-1])
         self.manager.add_replicas([replica])
@@ -134,7 +131,7 @@ class Fleet:
         began = time.monotonic()
         self.manager.update_weights(global_steps=version)
         say(f"version {version} is there after {time.monotonic() - began:.1f} s")
-        asked = [self._actors[0].__ray_call__.remote(lambda self: self.engine.epoch)]
+        asked = [self._actor.__ray_call__.remote(lambda self: self.engine.epoch)]
         asked += [
             each.__ray_call__.remote(lambda self: self.checkpoint_engine.epoch) for each in self._workers
         ]
@@ -150,27 +147,12 @@ class Fleet:
         # Of the GPUs, Ray shows an actor its own, as verl has it.
         env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": "0", "DIST_INIT_METHOD": f"file://{self._folder}/{uuid4().hex}"}
-        options = {"num_gpus": self._num_gpus, "runtime_env": {"env_vars": env | {"PYTHONPATH": PATH}}}
+        options = {"num_gpus": 1, "runtime_env": {"env_vars": env | {"PYTHONPATH": PATH}}}
         return ray.remote(kind).options(**options).remote(*args)
 
 
-def over_gloo(folder: Path) -> None:
-    fleet = Fleet(folder, "gloo", num_actors=2, num_gpus=0)
-    _, second = fleet.add(), fleet.add()
-    epochs = [fleet.update(1), fleet.update(2)]
-    assert epochs[0] == epochs[1], "the communicator was not kept"
-    assert len(set(epochs[0])) == 1
-    fleet.manager.remove_replicas([second])
-    epochs.append(fleet.update(3))
-    assert epochs[2][0] == epochs[2][1] != epochs[1][0], "who left is waited for"
-    fleet.manager.add_replicas([second])
-    assert len(set(fleet.update(4))) == 1
-    equal = fleet.equal()
-    assert equal == [[(each, "cpu") for each in versions] for versions in ([1, 2, 3, 4], [1, 2, 4])], equal
-
-
-def over_nccl(folder: Path) -> None:
-    fleet = Fleet(folder, "nccl", num_actors=1, num_gpus=1)
+def update(folder: Path) -> None:
+    fleet = Fleet(folder)
     first = fleet.add()
     epochs = [fleet.update(1), fleet.update(2)]
     assert epochs[0] == epochs[1], "the communicator was not kept"
@@ -190,7 +172,7 @@ def say(what: str) -> None:
     sys.stdout.flush()
 
 
-def main(folder: Path, transport: str = "gloo") -> None:
+def main(folder: Path) -> None:
     ray.init(
         address="local",
         num_cpus=4,
@@ -201,9 +183,9 @@ def main(folder: Path, transport: str = "gloo") -> None:
         _system_config={"memory_monitor_refresh_ms": 0},
     )
     say("Ray is up")
-    {"gloo": over_gloo, "nccl": over_nccl}[transport](folder)
+    update(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))
     ray.shutdown()
