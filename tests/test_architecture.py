@@ -84,8 +84,8 @@ FLOORS = (
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
     ("weightsync.collectives", "weightsync.node"),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
-    ("weightsync.testing", "weightsync.extend", *PLUGINS, "weightsync.actors"),
-    ("weightsync.recipes",),
+    ("weightsync.testing", "weightsync.extend", "weightsync.actors"),
+    ("weightsync.recipes", *PLUGINS),
 )
 """Rooms, from the ground up."""
 DRIVER = [
@@ -336,7 +336,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
         ("weightsync/transports/base.py", "import weightsync.engines.base", "points upwards"),
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
         ("weightsync/holder/holder.py", "import weightsync.plugins.verl", "its framework imports"),
-        ("weightsync/plugins/verl.py", "import weightsync.actors.ray.remote", "do not know each other"),
+        ("weightsync/plugins/verl.py", "import weightsync.recipes.loops", "do not know each other"),
         ("weightsync/channel/engine_end.py", "def f():\n    from pickle import loads", "never unpickled"),
         (
             "actors/holders/weight_holder.py",
