@@ -89,7 +89,7 @@ def refuse() -> None:
     calls: list[object] = []
     trainer = object.__new__(Synced)
     trainer.args, trainer.vllm_engines = SimpleNamespace(vllm=SimpleNamespace(enable_sleep=True)), []
-    trainer._sync = SimpleNamespace(update_weights=lambda: calls.append("update"))
+    trainer.weight_sync = SimpleNamespace(update_weights=lambda: calls.append("update"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             vllm_engine, "batch_vllm_engine_call", lambda _, method, tags: calls.append((method, tags))

@@ -32,7 +32,7 @@ class Synced(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]  # OpenRLHF is n
     """A trainer that updates engines by a `WeightSync`. OpenRLHF's class documents the method."""
 
     sync_config: SyncConfig
-    _sync: WeightSync | None = None
+    weight_sync: WeightSync | None = None
 
     def __init__(self, strategy: Any, *others: object) -> None:  # noqa: ANN401 - OpenRLHF's
         ds = strategy.args.ds
@@ -46,9 +46,9 @@ class Synced(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]  # OpenRLHF is n
     def broadcast_to_vllm(self) -> None:
         if self.args.vllm.enable_sleep:  # caches sleep until OpenRLHF generates
             vllm_engine.batch_vllm_engine_call(self.vllm_engines, "wake_up", tags=["weights"])
-        if self._sync is None:
-            self._sync = self._connected()
-        self._sync.update_weights()
+        if self.weight_sync is None:
+            self.weight_sync = self._connected()
+        self.weight_sync.update_weights()
 
     def _connected(self) -> WeightSync:
         engines = {f"vllm-{index}": engine for index, engine in enumerate(self.vllm_engines)}
