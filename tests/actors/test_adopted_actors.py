@@ -20,6 +20,7 @@ from tests.fleets.actors import until
 from tests.fleets.foreign_actors import (
     AsyncEngine,
     AsyncTrainer,
+    DozingRollout,
     PlainEngine,
     PlainTrainer,
     TransformersTrainer,
@@ -29,7 +30,7 @@ from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.ray import publish_relay
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 
 CONFIG = SyncConfig(timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1))
 
@@ -86,12 +87,19 @@ def test_each_version_arrives_and_a_killed_engine_is_filled(fleet: Fleet) -> Non
     fleet.update(4)
 
 
-@pytest.mark.faults
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
-def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path: Path) -> None:
+def save_config(path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 64}
-    Qwen3Config(**sizes, **heads, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    Qwen3Config(**sizes, **heads, architectures=["Qwen3ForCausalLM"]).save_pretrained(path)
+
+
+with_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+
+
+@pytest.mark.faults
+@with_vllm
+def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path: Path) -> None:
+    save_config(tmp_path)
     trainer = ray.remote(num_cpus=0)(TransformersTrainer).remote(str(tmp_path))
     prompt = [1, 2, 3], 8
 
@@ -111,6 +119,30 @@ def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path
         assert until(lambda: first not in sync.serving().values() and sync.serving() != {}, patient(120))
         assert sync.engine_versions() == {"e0": 3}
         assert ray.get(sync.engines()["e0"].complete.remote(*prompt)) == wanted
+
+
+@with_vllm
+def test_weights_that_others_put_to_sleep_are_not_written_until_others_wake_them(tmp_path: Path) -> None:
+    save_config(tmp_path)
+    trainer = ray.remote(num_cpus=0)(TransformersTrainer).remote(str(tmp_path))
+    engine = ray.remote(num_cpus=0)(DozingRollout).remote(str(tmp_path))
+    prompt = [1, 2, 3], 8
+    with WeightSync(replace(CONFIG, connect_timeout_s=patient(120), heal_attempts=0)) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": engine}, llm="llm")
+        ray.get(engine.doze.remote(["weights", "kv_cache"]))
+        with pytest.raises(StateError, match="weights of rank 0 are asleep: wake them"):
+            sync.connect()
+        ray.get(engine.doze.remote([]))
+        sync.connect()
+        assert sync.update_weights(1).verified
+        ray.get(engine.doze.remote(["weights", "kv_cache"]))
+        with pytest.raises(EngineError, match=r"engine e0.*weights of rank 0 are asleep: wake them"):
+            sync.update_weights(2)
+        ray.get(engine.doze.remote([]))
+        wanted = ray.get(trainer.complete.remote(*prompt, 3))
+        assert sync.update_weights(3).verified
+        assert ray.get(engine.complete.remote(*prompt)) == wanted
 
 
 def test_an_engine_that_the_actor_replaced_is_not_called_verified() -> None:

@@ -111,7 +111,7 @@ class AsyncLlm:
     async def collective_rpc(self, method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
         name, _ = pickle.loads(args[0])
         self.calls.append(name)
-        return [pickle.dumps((None, ()))]
+        return [pickle.dumps(set() if name == "asleep" else (None, ()))]
 
 
 class Adopted(Settable, AdoptedVllm):
@@ -129,7 +129,7 @@ class Adopted(Settable, AdoptedVllm):
 # What each says of giving all back, of taking a part back, and of going on.
 WORDS = {
     Vllm: ("sleep {} keep", "wake ['{}']", ("reset True", "wake ['scheduling']")),
-    Adopted: ("sleep {} keep", "wake ['{}']", ("go on",)),
+    Adopted: ("sleep {} keep", "wake ['{}']", ("asleep", "go on")),
     Sglang: ("release weights kv_cache", "resume {}", ("label 1", "go on")),
 }
 Make = Callable[[type], Any]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.fleets.actors import build
+from weightsync import WeightSyncWorker
 from weightsync.testing import DictEngine
 
 WIDTH = 16
@@ -68,8 +69,21 @@ class AsyncEngine:
         return os.getpid()
 
 
+class DozingWorker(WeightSyncWorker):
+    """Says in vLLM's own record that memory sleeps: on a CPU none does."""
+
+    def doze(self, parts: list[str]) -> None:
+        from vllm.device_allocator import AllocationData
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        held = {n: AllocationData((0, 0, n, 0), part, is_asleep=True) for n, part in enumerate(parts)}
+        CuMemAllocator.instance = SimpleNamespace(pointer_to_data=held)
+
+
 class VllmRollout:
     """An actor around vLLM, as a framework has it."""
+
+    worker = "weightsync.WeightSyncWorker"
 
     def __init__(self, path: str) -> None:
         from vllm import AsyncEngineArgs, AsyncLLMEngine
@@ -84,7 +98,7 @@ class VllmRollout:
                 max_model_len=64,
                 max_num_seqs=2,
                 kv_cache_memory_bytes=1 << 26,
-                worker_extension_cls="weightsync.WeightSyncWorker",
+                worker_extension_cls=self.worker,
             )
         )
 
@@ -98,6 +112,13 @@ class VllmRollout:
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class DozingRollout(VllmRollout):
+    worker = "tests.fleets.foreign_actors.DozingWorker"
+
+    async def doze(self, parts: list[str]) -> None:
+        await self.llm.collective_rpc("doze", args=(parts,))
 
 
 class TransformersTrainer:

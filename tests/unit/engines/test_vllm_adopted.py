@@ -16,8 +16,10 @@ import torch
 
 from tests.pages import run_block
 from tests.patience import patient
+from weightsync.engines.rank.rank import Rank
+from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.vllm.adopted import AdoptedVllm
-from weightsync.engines.vllm.api import require_updatable
+from weightsync.engines.vllm.api import asleep, require_updatable
 from weightsync.engines.vllm.worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.faults import Fault
@@ -27,6 +29,8 @@ class FakeVllm:
     """Two ranks that load; `fails` is what they answer instead."""
 
     def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
+        self.asleep, self.hosts = set(), [this_host()] * 2
         self.errored, self.paused, self.asked = False, False, []
         self.fails: Exception | None = None
         self.drained = asyncio.Event()
@@ -46,8 +50,12 @@ class FakeVllm:
         assert method == "ws_call"
         name, given = pickle.loads(args[0])
         self.asked.append((name, given))
-        answer = self.fails or ((np.zeros(1, np.uint64), []) if name == "load" else None)
-        return [pickle.dumps(answer)] * 2
+        answers = {
+            "load": [(np.zeros(1, np.uint64), [])] * 2,
+            "asleep": [self.asleep] * 2,
+            "host": self.hosts,
+        }
+        return [pickle.dumps(self.fails or answer) for answer in answers.get(name, [None] * 2)]
 
 
 @pytest.fixture
@@ -89,6 +97,53 @@ def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(ado
 
 
 async def _at_once(*_: object) -> None: ...
+
+
+def test_caches_that_others_put_to_sleep_stay_asleep_and_vllm_paused(adopted) -> None:
+    llm, engine = adopted
+    llm.vllm_config.model_config.enable_sleep_mode, llm.asleep = True, {"kv_cache"}
+    engine.pause("keep", patient(1))
+    engine.load(1, patient(1))
+    engine.resume(1)
+    assert (llm.paused, engine.serving()) == (True, 1)
+    llm.asleep = set()
+    engine.resume(1)
+    assert not llm.paused
+
+
+def test_ranks_on_another_host_than_their_actor_are_refused_by_name(
+    adopted,
+) -> None:
+    llm, engine = adopted
+    llm.hosts = [this_host(), "node-7 b00t"]
+    with pytest.raises(ConfigError, match=r"llm.*'rank 1 on node-7 b00t'.*keep all ranks"):
+        engine.layout()
+
+
+class Sleeper:
+    """A host whose weights others put to sleep."""
+
+    def asleep(self) -> list[str]:
+        return ["weights"]
+
+
+@pytest.mark.parametrize("call", [("layout", ()), ("attach", (None, [], 1.0, False))])
+def test_a_rank_whose_weights_others_put_to_sleep_touches_no_memory(call: tuple[str, tuple[object]]) -> None:
+    rank = Rank("vllm", 3, torch.device("cpu"), Sleeper())
+    error = rank.answer(*call)
+    assert isinstance(error, StateError)
+    assert "the weights of rank 3 are asleep: wake them" in str(error)
+
+
+def test_vllms_own_record_says_what_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+    data = pytest.importorskip("vllm.device_allocator").AllocationData
+    assert asleep() == set()
+    held = {1: data((0, 0, 1, 0), "weights"), 2: data((0, 0, 2, 0), "kv_cache", is_asleep=True)}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=held))
+    assert asleep() == {"kv_cache"}
+    held[1].is_asleep = True
+    assert asleep() == {"kv_cache", "weights"}
 
 
 def test_a_load_that_failed_leaves_it_paused(adopted) -> None:

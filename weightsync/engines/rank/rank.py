@@ -23,7 +23,7 @@ from weightsync.engines.loading.loader_trace import UnprovableError, trace
 from weightsync.engines.loading.whole_loads import Converts, WholeLoads
 from weightsync.engines.loading.whole_sink import Loader, synchronize
 from weightsync.engines.lora.adapter_rank import AdapterRank, AdapterSlots
-from weightsync.engines.rank.rank_process import RankProcess
+from weightsync.engines.rank.rank_process import RankProcess, this_host
 from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels.device_kernels import load_digests
@@ -69,6 +69,14 @@ class Rehearses(Protocol):
         """
 
 
+@runtime_checkable
+class KnowsSleep(Protocol):
+    """A host that knows which of its memory sleeps, whoever put it to sleep."""
+
+    def asleep(self) -> Collection[str]:
+        """Return the parts that have no memory now, such as ``weights``."""
+
+
 class Rank:
     """One rank. `answer` calls its methods by name, one at a time."""
 
@@ -105,6 +113,10 @@ class Rank:
         """Return this process as a rank of the engine, which has just started, see `RankProcess.join`."""
         self._begin_loading([2])  # weights mostly have 16 bits
         return RankProcess.join(self._rank, engine_pid)
+
+    def host(self) -> str:
+        """Return this process's host, see `this_host`."""
+        return this_host()
 
     def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
         """Set this rank's part of `faults`, which has a list per rank."""
@@ -147,6 +159,7 @@ class Rank:
         if not self._is_treated:
             self.treat(None)
         if self._layout is None:
+            self._require_awake()
             self._layout = self._with_draft(self._find_layout())
             if self._layout.buffers:
                 self._begin_loading({meta.itemsize for meta in self._layout.tensors})
@@ -170,7 +183,12 @@ class Rank:
         return exported(self._live) if not asleep and self._own_layout().buffers else None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
-        """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
+        """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory.
+
+        Raises StateError if the weights sleep and the caller does not know it.
+        """
+        if not asleep:
+            self._require_awake()
         self.close()
         layout, ticket = self._own_layout(), tickets[self._rank]
         names = {meta.name for meta in plan.tensors}
@@ -202,6 +220,10 @@ class Rank:
         export = None if asleep else self._writer.export()
         return Attached(self._feed.plan_digest, export, casts=casts)
 
+    def asleep(self) -> Collection[str]:
+        """Return the parts that have no memory now, as far as the engine says."""
+        return self._host.asleep() if isinstance(self._host, KnowsSleep) else ()
+
     def settle(self) -> None:
         """Wait for a step that may still run with the old weights."""
         synchronize(self._device)
@@ -214,12 +236,15 @@ class Rank:
         synchronize(self._device)
 
     def load(self, attempt: int, timeout_s: float) -> Loaded:
-        """Take one attempt's buckets. Raises EngineError if a draft's own tensors changed."""
+        """Take one attempt's buckets.
+
+        Raises EngineError if a draft's own tensors changed, or if the weights sleep: then nothing is written.
+        """
         if self._feed is None:
             raise StateError("a rank is not attached: connect first")
         with naming_load(self._engine, self._rank):
+            self._begin(self._feed, attempt)
             if self._writer:
-                self._begin(self._feed, self._writer, attempt)
                 loaded = Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
             else:
                 assert self._whole
@@ -253,6 +278,10 @@ class Rank:
         assert self._slots, "an engine of this kind gives its ranks slots"
         getattr(self._slots, method)(*args)
 
+    def _require_awake(self) -> None:
+        if "weights" in self.asleep():
+            raise StateError(f"the weights of rank {self._rank} are asleep: wake them before an update")
+
     def _with_draft(self, layout: RankLayout) -> RankLayout:
         if self._draft is None:
             return layout
@@ -267,9 +296,11 @@ class Rank:
             )
             raise EngineError(self._engine, "verify", cause, self._rank)
 
-    def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
+    def _begin(self, feed: EngineFeed, attempt: int) -> None:
         try:
-            writer.begin(self._current())
+            self._require_awake()
+            if self._writer:
+                self._writer.begin(self._current())
         except StateError as error:
             feed.refuse(attempt, error)
             raise

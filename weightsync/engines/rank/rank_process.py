@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +26,12 @@ def process_state(pid: int) -> tuple[int, str]:
     except psutil.NoSuchProcess:
         return 0, ""
     return (0, "") if status in _ENDED else (hash(process), status)
+
+
+def this_host() -> str:
+    """Return a name that is equal for processes of one host, and differs between containers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".rstrip()
 
 
 _LOOK_S = 0.05

@@ -8,12 +8,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
+from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
 from weightsync.faults import Fault
 from weightsync.plan import Plan
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.messages import Attached, FeedTicket
 
 T = TypeVar("T")
@@ -57,6 +59,17 @@ class AdoptedVllm(VllmRanks):
         if self._llm.errored:
             raise PeerLostError(f"engine {self._name}", "vLLM's engine core is dead")
 
+    def layout(self) -> Sequence[LayoutTable]:
+        """Return the layout of each rank.
+
+        Raises ConfigError if ranks, as of vLLM's executor ``ray``, are on other hosts than this process.
+        """
+        hosts = self.on_ranks("host")
+        if elsewhere := [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host != this_host()]:
+            remedy = f"keep all ranks on their actor's host {this_host()}: holders are made there"
+            raise ConfigError("llm", ", ".join(elsewhere), remedy)
+        return super().layout()
+
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect all ranks to their holders, and read the engine's name from the tickets."""
         self._name = tickets[0].engine
@@ -99,7 +112,8 @@ class AdoptedVllm(VllmRanks):
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
-        self._wait(self._llm.resume_generation())
+        if not self._sleeps or CACHES not in self.on_ranks("asleep")[0]:  # else vLLM resumes when they wake
+            self._wait(self._llm.resume_generation())
         self._serving = version
 
     def serving(self) -> int:
@@ -110,8 +124,12 @@ class AdoptedVllm(VllmRanks):
         """Disconnect from the holders. The engine itself continues."""
         self.on_ranks("close")
 
+    @property
+    def _sleeps(self) -> bool:
+        return bool(self._llm.vllm_config.model_config.enable_sleep_mode)
+
     def _sleep_option(self, level: int) -> tuple[str, bool]:
-        return "enable_sleep_mode", self._llm.vllm_config.model_config.enable_sleep_mode
+        return "enable_sleep_mode", self._sleeps
 
     def _release(self, level: int) -> None:
         self._wait(self._llm.sleep(level, "keep"))

