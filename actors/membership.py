@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import ProcessHandle, Server
+from weightsync.actors.servers.handle import Server
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -95,7 +95,7 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._links = NodeLinks(config.ports, config.tls_files, self._door)
-        self._holders = Holders(config, run, shared, self._start_beside_server)
+        self._holders = Holders(config, run, shared, self._links.start_holder)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
@@ -106,18 +106,6 @@ class Membership:
     def _trainers(self) -> dict[str, RemoteTrainer]:
         named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
         return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
-
-    def _expect_servers(self, engines: Mapping[str, ActorHandle[Any] | Server]) -> None:
-        for name, handle in engines.items():
-            if isinstance(handle, Server):
-                self._links.expect(name, handle)
-
-    def _start_beside_server(
-        self, name: str, placement: Placement, transport: str, config: SyncConfig
-    ) -> ProcessHandle | None:
-        if server := self._door.starter(placement):
-            return server.start_holder(name, placement, transport, config.ports, self._links.offer)
-        return None
 
     def _server_joined(self, server: Server) -> None:
         """Have a server that was lost before take part again, once it answers."""
@@ -140,7 +128,7 @@ class Membership:
             placement = await trainer.placement_so_far()
             return [placement] if placement else []
 
-        self._expect_servers(self.engines)
+        self._links.expect(self.engines)
         engines = [self._engine(name, handle) for name, handle in self.engines.items()]
         self._holders.follow(
             {trainer.handle: partial(ask, trainer) for trainer in self._trainers().values()},
@@ -262,7 +250,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
-        self._expect_servers({name: handle})
+        self._links.expect({name: handle})
         engine, process = self._engine(name, handle), f"engine {name}"
         asked = {process: self._placements_of(engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
@@ -382,7 +370,7 @@ class Membership:
         """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
-        self._expect_servers(self.engines)
+        self._links.expect(self.engines)
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = self._trainers()

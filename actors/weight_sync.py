@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from ray.actor import ActorHandle
 
@@ -27,8 +27,8 @@ from weightsync.actors.ray.handles import check_deployments, check_engines, chec
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
 from weightsync.actors.ray.remote import share
-from weightsync.actors.servers.door import check_door, parse_url
-from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.door import with_servers
+from weightsync.actors.servers.handle import EngineHandle, as_registered
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
@@ -45,8 +45,6 @@ from weightsync.plan import Cluster, Plan
 from weightsync.protocol.log_level import log_level, use_log_level
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.text import count_text
-
-EngineHandle: TypeAlias = ActorHandle[Any] | Server
 
 _POLL_S = 0.02
 
@@ -184,7 +182,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             ConfigError: the mapping is empty, an entry is something else or is given twice, `respawn`
                 cannot be called, or a deployment names an engine that is not registered, or is in another.
         """
-        known = self._servers(handles)
+        known = with_servers(handles, self.config)
         check_engines(known, "" if llm is None else "llm")
         check_deployments(deployments or {}, known)
         if respawn is not None and not callable(respawn):
@@ -259,7 +257,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """
         registered = self._members.engines
         names = [name for name in self._fleet.serving(any_version) if name in registered]
-        return {name: _as_registered(registered[name]) for name in names}
+        return {name: as_registered(registered[name]) for name in names}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
         """The actors of the registered trainer ranks, in rank order."""
@@ -270,7 +268,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         After a respawn this is the new actor.
         """
-        return {name: _as_registered(handle) for name, handle in self._members.engines.items()}
+        return {name: as_registered(handle) for name, handle in self._members.engines.items()}
 
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
@@ -417,7 +415,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
-        known = self._servers({name: handle})
+        known = with_servers({name: handle}, self.config)
         check_engines({**others, **known}, "llm" if self._members.llms else "")
         check_own_actor((), known)
         return self._loop.submit(lambda: self._join(name, known[name])).result()
@@ -518,16 +516,6 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._metrics.heal(event.report)
         self._adapters.follow()
 
-    def _servers(self, handles: Mapping[str, ActorHandle[Any] | str]) -> Mapping[str, EngineHandle]:
-        """Return `handles` with the servers at URLs. Raises ConfigError if servers cannot join."""
-        if not isinstance(handles, Mapping) or not any(isinstance(each, str) for each in handles.values()):
-            return handles  # `check_engines` checks them
-        check_door(self.config)
-        return {
-            name: parse_url(f"engines[{name!r}]", each) if isinstance(each, str) else each
-            for name, each in handles.items()
-        }
-
     async def _join(self, name: str, handle: EngineHandle) -> SyncReport | None:
         await self._members.check_free(name)
         self._healer.forget(name)
@@ -548,7 +536,3 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     def _known(self, name: str) -> None:
         if name not in self._members.engines:
             raise ConfigError("engine", name, nearest(name, self._members.engines))
-
-
-def _as_registered(handle: EngineHandle) -> ActorHandle[Any] | str:
-    return handle.url if isinstance(handle, Server) else handle

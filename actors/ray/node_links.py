@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 import ray
 
+from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import ProcessHandle, Server
-from weightsync.config import Ports, TlsFiles
+from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
@@ -52,24 +53,33 @@ class NodeLinks:
             return
         if peer.key not in self._links:
             link = self._links[peer.key] = Link(peer.name, peer.protocol)
-            starting = asyncio.ensure_future(self._start(peer, link, self.offer(link)))
+            starting = asyncio.ensure_future(self._start(peer, link, self._offer(link)))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
         peer.node = self._links[peer.key]
 
-    def offer(self, link: Link) -> NodeOffer:
-        """Return how the node of `link` dials. Raises as `open`."""
+    def start_holder(
+        self, name: str, placement: Placement, transport: str, config: SyncConfig
+    ) -> ProcessHandle | None:
+        """Start a holder beside the server there, see `Starts`. Raises as `open`."""
+        server = self._door and self._door.starter(placement)
+        return server.start_holder(name, placement, transport, config.ports, self._offer) if server else None
+
+    def _offer(self, link: Link) -> NodeOffer:
         if self._listening is None:
             self._listening = Links(ray.util.get_node_ip_address(), self._ports, self._tls)
         return self._listening.offer(link)
 
-    def expect(self, name: str, server: Server) -> None:
-        """Let a server that Ray did not start join as engine `name`. Raises as `open`."""
-        assert self._door
-        host, port = ray.util.get_node_ip_address(), self._door.port
-        if self._joining is None and port:
-            self._joining = Links(host, (port, port), self._tls, self._door)
-        self._door.expect(name, server, host)
+    def expect(self, engines: Mapping[str, object]) -> None:
+        """Let those of `engines` join that are servers. Raises as `open`."""
+        host = ray.util.get_node_ip_address()
+        for name, server in engines.items():
+            if isinstance(server, Server):
+                assert self._door
+                assert self._door.port
+                ports = self._door.port, self._door.port
+                self._joining = self._joining or Links(host, ports, self._tls, self._door)
+                self._door.expect(name, server, host)
 
     async def _start(self, peer: Served, link: Link, offer: NodeOffer) -> None:
         try:

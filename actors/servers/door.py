@@ -6,11 +6,14 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
+from ray.actor import ActorHandle
+
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.handle import EngineHandle, Server
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.node.link import Link
@@ -69,8 +72,23 @@ class Door:
         return next((each for each in self._servers if each.starts(placement)), None)
 
 
-def parse_url(field: str, url: str) -> Server:
-    """Return the server at `url`. Raises ConfigError for another text than ``http://host:port``."""
+def with_servers(
+    handles: Mapping[str, ActorHandle[Any] | str], config: SyncConfig
+) -> Mapping[str, EngineHandle]:
+    """Return `handles` of engines with the servers at URLs.
+
+    Raises ConfigError if a URL is none, or if no server could join.
+    """
+    if not isinstance(handles, Mapping) or not any(isinstance(each, str) for each in handles.values()):
+        return handles  # `check_engines` checks them
+    _check_door(config)
+    return {
+        name: _server(f"engines[{name!r}]", each) if isinstance(each, str) else each
+        for name, each in handles.items()
+    }
+
+
+def _server(field: str, url: str) -> Server:
     where = urlsplit(url)
     try:
         is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
@@ -81,8 +99,7 @@ def parse_url(field: str, url: str) -> Server:
     return Server(url)
 
 
-def check_door(config: SyncConfig) -> None:
-    """Raise ConfigError if no server could join."""
+def _check_door(config: SyncConfig) -> None:
     if config.join_port is None:
         raise ConfigError("sync.join_port", None, "servers dial in there: give a free port, such as 29500")
     if len(os.environ.get(TOKEN, "")) < _LEAST_TOKEN:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.peers import ServedEngine, ServedHolder
@@ -112,6 +113,14 @@ class _ServedHolder(ProcessHandle):
     def kill(self) -> None:
         super().kill()
         asyncio.ensure_future(self._server._call("end_holder", self.link.name)).add_done_callback(_no_log)
+
+
+EngineHandle: TypeAlias = ActorHandle[Any] | Server
+
+
+def as_registered(handle: EngineHandle) -> ActorHandle[Any] | str:
+    """Return what the user gave for an engine."""
+    return handle.url if isinstance(handle, Server) else handle
 
 
 async def _nothing(*_: object) -> None:
