@@ -62,7 +62,7 @@ class Membership:
     """Keeps `fleet` in step with the registered actors.
 
     Attributes:
-        trainers, engines: the registered actors, in rank order and by name.
+        trainers, engines: the registered actors and servers, in rank order and by name.
         models, llms: where the trainers' models and the engines are, in actors of other people's classes.
         checkpoints: registered checkpoints, which stand for trainers while there are none.
         respawner: starts another actor for an engine; None if engines cannot be respawned.

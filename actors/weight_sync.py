@@ -273,7 +273,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
 
-        Empty before `connect`. ``plan.members`` maps the same numbers to trainers and engine ranks.
+        Empty before `connect`, and without holders beside servers. ``plan.members`` maps the same numbers to
+        trainers and engine ranks.
         """
         return self._members.holders()
 

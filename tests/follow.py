@@ -89,6 +89,8 @@ class NamedPeer:
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         call = getattr(self._peer, method)
+        if method == "ask_readable":  # returns no coroutine
+            return call
 
         async def named(*args: object) -> object:
             _process.set(self._name)

@@ -1,4 +1,4 @@
-"""The links to a driver's actors, whose nodes Ray starts."""
+"""The links to a driver's actors, whose nodes Ray starts, and to servers, which dial in by themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Served(Protocol):
 
 
 class NodeLinks:
-    """One link for each actor, by the actor's key. Used on one event loop."""
+    """One link for each actor, by the actor's key; a server has a link already. Used on one event loop."""
 
     def __init__(self, ports: Ports | None, tls: TlsFiles | None = None, door: Door | None = None) -> None:
         """See `Links`. `door`: where servers that Ray did not start join, if any may."""

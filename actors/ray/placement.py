@@ -25,7 +25,7 @@ class Placement:
     Actors on the same GPU or slot share one holder.
 
     Attributes:
-        node: Ray's node id.
+        node: Ray's node id; the host's id for a server that Ray did not start.
         address: the host's address as peers reach it.
         device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.

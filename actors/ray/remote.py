@@ -1,6 +1,6 @@
 """Calls actors as awaitable peers and turns Ray's errors into ours.
 
-Only this file knows both.
+Only this file knows both. A server's `ProcessHandle` is called as an actor's handle.
 """
 
 from __future__ import annotations

@@ -108,9 +108,9 @@ class DraftCounts:
 
 
 class Engine(Protocol):
-    """One inference engine with all ranks, in the process of the engine's actor.
+    """One inference engine with all ranks, in the process of the engine's actor or server.
 
-    The driver calls most methods through the actor. Methods block and are called from worker threads. An
+    The driver calls most methods through this process. Methods block and are called from worker threads. An
     engine serves nothing until the first ``resume(version)``. Abilities of only some engines have their own
     protocols: `Generates`, `ExportsMemory`, `ExportsAhead`, `Sleeps`, `HasRankProcesses`.
     """
