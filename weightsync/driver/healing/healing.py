@@ -25,7 +25,7 @@ logger = logging.getLogger("weightsync.driver")
 _WHOLE = (EngineState.SERVING, EngineState.READY)
 """States of an engine that holds a verified version."""
 
-_REMEDY = "; bring another with add_engine(), or give register_engines(respawn=)"
+_REMEDY = "; start its server again, bring another with add_engine(), or give register_engines(respawn=)"
 
 
 class Healer:
