@@ -255,7 +255,7 @@ def test_holders_let_go_of_a_dead_engine_that_nobody_starts_anew(
             loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         assert links == ([("holder 2", None)] if case == "dead" else [])
-        assert ("killed; bring another with add_engine()" in caplog.text) == (
+        assert ("killed; start its server again, bring another with add_engine()" in caplog.text) == (
             case != "slow" and heal_attempts > 0
         )
 

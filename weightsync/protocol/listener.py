@@ -100,10 +100,12 @@ class Listener:
             )
         )
         self._opening.add(opening)
-        opening.add_done_callback(partial(self._opened, peer))
+        opening.add_done_callback(partial(self._opened, peer, connection))
 
-    def _opened(self, peer: str, opening: asyncio.Task[object]) -> None:
+    def _opened(self, peer: str, connection: socket.socket, opening: asyncio.Task[object]) -> None:
         self._opening.discard(opening)
+        if opening.cancelled():  # before a transport owned the socket
+            connection.close()
         error = None if opening.cancelled() else opening.exception()
         if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
             self.refuse(peer, refusal(error))
