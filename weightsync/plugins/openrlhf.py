@@ -36,11 +36,11 @@ class Synced(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]  # OpenRLHF is n
 
     def __init__(self, strategy: Any, *others: object) -> None:  # noqa: ANN401 - OpenRLHF's
         ds = strategy.args.ds
-        if ds.lora.rank:
-            raise ConfigError("ds.lora.rank", ds.lora.rank, "give 0: engines would not get the adapter")
         if ds.tensor_parallel_size > 1:
             remedy = "give 1: DeepSpeed does not say how AutoTP cuts parameters"
             raise ConfigError("ds.tensor_parallel_size", ds.tensor_parallel_size, remedy)
+        if ds.load_in_4bit:
+            raise ConfigError("ds.load_in_4bit", ds.load_in_4bit, "leave it out: engines read whole values")
         super().__init__(strategy, *others)
 
     def broadcast_to_vllm(self) -> None:
@@ -53,7 +53,8 @@ class Synced(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]  # OpenRLHF is n
     def _connected(self) -> WeightSync:
         engines = {f"vllm-{index}": engine for index, engine in enumerate(self.vllm_engines)}
         sync = WeightSync(replace(self.sync_config, min_engines=len(engines)))  # OpenRLHF asks all of them
-        sync.register_trainers(self.actor_model_group._actor_handlers, model="actor.model")
+        options = {"merge": "default"} if self.args.ds.lora.rank else {}  # PEFT's name for it
+        sync.register_trainers(self.actor_model_group._actor_handlers, model="actor.model", options=options)
         sync.register_engines(engines, llm="llm")
         sync.connect()
         return sync
