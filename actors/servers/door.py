@@ -37,7 +37,6 @@ class Door:
         """`when_joined` is called once a server has got its place, the first time and after a restart."""
         self._config, self._when_joined = config, when_joined
         self._servers: dict[Server, frozenset[str]] = {}
-        self._processes: dict[Server, str] = {}
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
 
@@ -51,7 +50,6 @@ class Door:
         """Let `server` join no more, and hang up."""
         if isinstance(server, Server) and server in self._servers:
             del self._servers[server]
-            self._processes.pop(server, None)
             server.kill()
 
     def link(self, join: Join) -> Link | str:
@@ -60,10 +58,9 @@ class Door:
         if found is None:
             known = ", ".join(each.url for each in self._servers) or "none"
             return f"{join.url} is not registered; registered: {known}"
-        if self._processes.get(found, join.process) != join.process:
-            found.link.end(PeerLostError(found.link.name, "its server was started again"))
+        if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
+            found.link.end(PeerLostError(found.link.name, "its server joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
-        self._processes[found] = join.process
         self._when_joined(found)
         return found.link
 

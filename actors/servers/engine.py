@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import subprocess
 import sys
 import threading
@@ -45,7 +44,7 @@ class JoinedEngine(EngineCalls):
             loop: on which coroutines of the engine run.
         """
         self._engine, self._port, self._loop = engine, port, loop
-        self._process, self._address = secrets.token_hex(8), ""
+        self._address = ""
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None
@@ -81,7 +80,7 @@ class JoinedEngine(EngineCalls):
         self._address = own_address(endpoint)
         stream = Stream(endpoint, os.environ.get(TOKEN, ""), MAX_NBYTES, _DIAL_S, self._tls)
         try:
-            stream.send(msgspec.msgpack.encode(Join(self._url, self._process)))
+            stream.send(msgspec.msgpack.encode(Join(self._url)))
             if (came := stream.receive(_DIAL_S)) is None:
                 raise TimeoutError("it does not answer")
         except ConnectionResetError as error:

@@ -110,6 +110,11 @@ class Link:
         return self._connection is not None
 
     @property
+    def was_dialled(self) -> bool:
+        """Return True if a node has, or had, this place."""
+        return bool(self._process)
+
+    @property
     def has_ended(self) -> bool:
         """Return True after `end`, or if the node has hung up for too long."""
         return self._error is not None

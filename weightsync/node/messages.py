@@ -52,10 +52,9 @@ class NodeOffer(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A server that Ray did not start -> driver, after the token: where users reach it, and its process."""
+    """A server that Ray did not start -> driver, after the token: where users reach it."""
 
     url: str
-    process: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
