@@ -97,6 +97,7 @@ def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
     fleet.update(4)
 
 
+@pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)
 def test_strangers_are_refused_while_the_pages_example_runs(fleet: Fleet) -> None:
     """One with another token, and one that is not registered, take no place, and keep nobody from it."""
     others = [fleet.start("a token of somebody else"), fleet.start(port=8001)]
