@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,6 +58,8 @@ from weightsync.report import SyncReport
 
 logger = logging.getLogger("weightsync.actors")
 
+_AGAIN_S = 0.5
+
 
 class Membership:
     """Keeps `fleet` in step with the registered actors.
@@ -98,6 +101,7 @@ class Membership:
         self._holders = Holders(config, run, shared, self._links.start_holder)
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
+        self._returning = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
 
     def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
@@ -108,18 +112,21 @@ class Membership:
         return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
 
     def _server_joined(self, server: Server) -> None:
-        """Have a server that was lost before take part again, once it answers."""
-        for name, handle in self.engines.items():
-            if handle is server and name in self._silent:
-                back = asyncio.ensure_future(self._take_back(name, server))
-                self._checking.add(back)
-                back.add_done_callback(self._checking.discard)
+        """Have a server that was lost take part again, once it answers. It may be lost by joining again."""
+        back = asyncio.ensure_future(self._take_back(server))
+        self._returning.add(back)
+        back.add_done_callback(self._returning.discard)
 
-    async def _take_back(self, name: str, server: Server) -> None:
-        await server.link.dialled()
-        while self._silent.get(name) is server and not server.link.has_ended:
-            self._controller.events.publish(EngineBack(name))
-            await asyncio.sleep(self._config.heartbeat_s)
+    async def _take_back(self, server: Server) -> None:
+        link = server.link
+        with suppress(WeightSyncError):
+            await link.dialled()
+        while lost := [name for name, silent in self._silent.items() if silent is server]:
+            if link.has_ended:
+                return
+            for name in lost:
+                self._controller.events.publish(EngineBack(name))
+            await asyncio.sleep(_AGAIN_S)  # it may not be heard while it is being given up
 
     async def follow(self) -> None:
         """Start processes of holders where the registered actors run, in the background. Raises nothing."""
@@ -530,6 +537,8 @@ class Membership:
 
     async def close(self) -> None:
         """End the holders, hang up, and release the actors, so that another WeightSync can connect them."""
+        for returning in self._returning:
+            returning.cancel()
         await self._controller.snapshot_index.stop()  # it would warn about holders that end
         self._holders.close()
         await self._watches.close()

@@ -264,9 +264,9 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return tuple(self._members.trainers)
 
     def engines(self) -> dict[str, Any]:
-        """The actor or URL of each registered engine in any state; send requests only to those of `serving`.
+        """The actor or URL of each registered engine in any state.
 
-        After a respawn this is the new actor.
+        Send requests only to engines of `serving`. After a respawn this is the new actor.
         """
         return {name: as_registered(handle) for name, handle in self._members.engines.items()}
 

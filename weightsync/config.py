@@ -311,7 +311,7 @@ class TlsFiles:
     """Files in PEM by which the processes of a run know each other. Each host has files at these paths.
 
     Attributes:
-        ca: the certificate of the CA, of which all hosts have certificates.
+        ca: the certificate of the CA that signed the certificates of all hosts.
         certificate: this host's certificate.
         key: the private key of this host's certificate.
     """

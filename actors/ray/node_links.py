@@ -71,7 +71,7 @@ class NodeLinks:
         return self._listening.offer(link)
 
     def expect(self, engines: Mapping[str, object]) -> None:
-        """Let those of `engines` join that are servers. Raises as `open`."""
+        """Let the servers among `engines` join. Raises as `open`."""
         host = ray.util.get_node_ip_address()
         for name, server in engines.items():
             if isinstance(server, Server):

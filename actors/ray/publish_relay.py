@@ -38,7 +38,7 @@ class PublishRelay:
     """
 
     def __init__(self, holder: RemoteHolder, trainers: Mapping[int, RemoteTrainer]) -> None:
-        """Tell the holder in the background. `trainers`: those of the holder's host, by rank."""
+        """Tell the holder in the background. `trainers`: the trainers of the holder's host, by rank."""
         self.name = f"trainers through {holder.name}"
         self.ranks: Sequence[int] = tuple(trainers)
         self._holder, self._trainers = holder, trainers
@@ -89,7 +89,7 @@ def publish_relays(
 
 
 def relayed_ranks(nodes: Sequence[str]) -> list[list[int]]:
-    """Group the ranks that are asked through relays by their hosts, of which `nodes` has one for each rank.
+    """Group the ranks that are asked through relays by host. `nodes` has the host of each rank.
 
     There are no groups where at most `MAX_DIRECT_HOSTS` hosts have some.
     """

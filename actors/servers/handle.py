@@ -58,14 +58,18 @@ class Server(ProcessHandle):
     def __init__(self, url: str) -> None:
         self.url = url
         self._remote = frozenset[tuple[str, str]]()
+        self._holders: list[Link] = []
 
     def __repr__(self) -> str:
         return self.url
 
     def expect(self, name: str, again_s: float) -> None:
-        """Give a server that has no link, or whose process has ended, a new link."""
+        """Give a server that has no link, or whose link has ended, a new link. It ended its holders, too."""
         if "link" not in vars(self) or self.link.has_ended:
             self.link = Link(name, self._protocol, again_s)
+            for holder in self._holders:
+                holder.end(PeerLostError(holder.name, f"its server {self.url} has left"))
+            self._holders.clear()
 
     @property
     def sync_claim(self) -> SimpleNamespace:
@@ -99,6 +103,7 @@ class Server(ProcessHandle):
     ) -> ProcessHandle:
         """Have the server start a holder's process. Calls to the holder wait until it has dialled."""
         handle = _ServedHolder(Link(name, ServedHolder, again_s=self.link.again_s), self)
+        self._holders.append(handle.link)
         settings = name, placement, transport, ports, offer(handle.link)
         starting = asyncio.ensure_future(self._call("start_holder", *settings))
         starting.add_done_callback(partial(_note, handle.link))

@@ -72,7 +72,8 @@ def install(config: SyncConfig | None = None) -> None:
     if _SCRIPT in sys.modules:
         raise StateError(f"{_SCRIPT} was imported already: call install() before the import")
 
-    # Ray pickles these classes whole. So rollout actors import neither this module nor DeepSpeed.
+    # mypy does not follow OpenRLHF. Ray pickles these classes whole, so rollout actors import neither this
+    # module nor DeepSpeed.
     class Rollout(_plain(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
         async def __init__(self, **settings: object) -> None:  # type: ignore[misc]  # as OpenRLHF does
             await super().__init__(**settings | {"worker_extension_cls": _WORKER})
