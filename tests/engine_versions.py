@@ -5,6 +5,7 @@ Such an environment has what differs from ``.venv``, and finds the rest there. I
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
+
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("0.29.0", "0.31.0", "0.32.0")
@@ -95,6 +98,26 @@ def environment(version: str, *more: str, alone: Sequence[str] = ()) -> Path:
         subprocess.run([*pip, "--no-deps", *alone], check=True)
     made.write_text(wanted)
     return python
+
+
+def run_module(
+    python: Path, module: str, *words: object, path: Sequence[Path], limit_s: float, **env: str
+) -> str:
+    """Run a module of tests with an interpreter of `environment`. Returns what it printed.
+
+    Raises AssertionError, with the end of the output, if the module fails.
+    """
+    done = subprocess.run(
+        [python, "-m", f"tests.contract.{module}", *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | env | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *path]))},
+        capture_output=True,
+        text=True,
+        timeout=patient(limit_s),
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout + done.stderr
 
 
 def _packages(folder: Path) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.engine_versions import environment
-from tests.patience import patient
+from tests.engine_versions import environment, run_module
 from weightsync.engines.serving.checks import installed
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +29,6 @@ def test_after_each_step_vllm_has_the_tokens_of_openrlhfs_checkpoint(
     tmp_path: Path, flags: list[str]
 ) -> None:
     python = environment("0.29.0", *NEEDED, alone=["openrlhf==0.11.2"])
-    folders = [ROOT, ROOT / "tests/contract/openrlhf_on_cpu"]
-    done = subprocess.run(
-        [python, "-m", "tests.contract.openrlhf_run", str(tmp_path), *flags],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        text=True,
-        timeout=patient(600),
-        check=False,
+    run_module(
+        python, "openrlhf_run", tmp_path, *flags, path=[ROOT / "tests/contract/openrlhf_on_cpu"], limit_s=600
     )
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engine_versions import environment
-from tests.patience import patient
+from tests.engine_versions import environment, run_module
 from weightsync.engines.serving.checks import installed
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +21,5 @@ def test_after_each_step_the_server_has_the_trainers_tokens(tmp_path: Path) -> N
     python = environment("0.31.0", "trl==1.16.0")
     egg_info = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(egg_info, cwd=ROOT, check=True, capture_output=True)
-    done = subprocess.run(
-        [python, "-m", "tests.contract.trl_run", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
-        capture_output=True,
-        text=True,
-        timeout=patient(150),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Failed to load weights" not in done.stderr + done.stdout
+    said = run_module(python, "trl_run", tmp_path, path=[tmp_path], limit_s=150)
+    assert "Failed to load weights" not in said

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.engine_versions import environment
-from tests.patience import patient
+from tests.engine_versions import environment, run_module
 from weightsync.engines.serving.checks import installed
 
-ROOT = Path(__file__).parents[2]
 VLLM = "0.29.0"
 SETTINGS = {
     "VERL_USE_EXTERNAL_MODULES": "tests.contract.verl_on_cpus",
@@ -35,13 +31,4 @@ def test_verls_rollouts_have_the_trainers_weights(what: str, tmp_path: Path) -> 
     info = tmp_path / "vllm-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Name: vllm\nVersion: {VLLM}+cpu\n")
-    done = subprocess.run(
-        [python, "-m", "tests.contract.verl_run", what, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
-        capture_output=True,
-        text=True,
-        timeout=patient(900),
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    run_module(python, "verl_run", what, tmp_path, path=[tmp_path], limit_s=900, **SETTINGS)
