@@ -65,6 +65,8 @@ def test_the_driver_knows_before_publish_has_returned(tmp_path: Path) -> None:
 
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)
+        assert trainer.node
+        await trainer.node.dialled()  # a notice before that is not sent
         readable, publishing = await publish(trainer)
         await asyncio.wait_for(readable, patient(30))
         assert not publishing.done()
