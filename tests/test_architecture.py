@@ -8,7 +8,7 @@ knows Ray::
     driver        holder      engines       sources
     collectives   node
     channel       readers     transports
-    quantising
+    quantising    deltas
     memory        report
     protocol      faults
     plan
@@ -81,7 +81,7 @@ FLOORS = (
     ("weightsync.plan",),
     ("weightsync.protocol", "weightsync.faults"),
     ("weightsync.memory", "weightsync.report"),
-    ("weightsync.quantising",),
+    ("weightsync.quantising", "weightsync.deltas"),
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
     ("weightsync.collectives", "weightsync.node"),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),

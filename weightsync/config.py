@@ -357,6 +357,9 @@ class SyncConfig:
             engine's GPU, so that the pause is as short as a copy within the GPU. ``auto`` is device if an
             engine is on a host without a trainer, host for GPUs without enough spare memory, and none for
             other fleets. ``none`` sends weights to paused engines.
+        deltas: send only what changed since the committed version to hosts for which versions are staged.
+            ``auto`` decides for each link, by its rate and by the bytes that changed; ``always`` does it if a
+            host has the committed version. For links that are slower than memory. See docs/deltas.md.
         bucket_bytes: the most bytes of one message.
         num_slots: buckets per holder. One bucket is read while the other buckets are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
@@ -404,6 +407,7 @@ class SyncConfig:
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     stage: Literal["none", "host", "device", "auto"] = "none"
+    deltas: Literal["none", "auto", "always"] = "none"
     bucket_bytes: BucketSize = 256 << 20
     num_slots: Positive = 2
     max_staging_bytes: StagingSize = 2 << 30
@@ -432,6 +436,8 @@ class SyncConfig:
             raise ConfigError("sync.keep_versions", self.keep_versions, "give 2, or sync.stage none")
         if self.stage in ("host", "device") and self.mode == "direct":
             raise ConfigError("sync.stage", self.stage, "give none, or sync.mode auto or broadcast")
+        if self.deltas != "none" and self.stage == "none":
+            raise ConfigError("sync.deltas", self.deltas, "give none, or stage versions: sync.stage auto")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:

@@ -88,9 +88,9 @@ class Lines(logging.Handler):
 class Fleet:
     """A trainer on the first host, and an engine with a witness on each other."""
 
-    def __init__(self) -> None:
-        self.trainer = put("head", Trainer, WIDTH, "t")
-        self.sync = WeightSync(CONFIG)
+    def __init__(self, config: SyncConfig = CONFIG, trainer: type[Trainer] = Trainer) -> None:
+        self.trainer = put("head", trainer, WIDTH, "t")
+        self.sync = WeightSync(config)
         self.sync.register_trainers([self.trainer])
         self.sync.register_engines({name: self.engine(name) for name in OTHERS})
         self.published: dict[int, int] = {}

@@ -18,7 +18,16 @@ import ray
 import torch
 
 from tests.fleets.actors import Engine, Trainer
-from tests.hosts import direct, encrypted, host_copies, live_sources, lost_links, quickstart_loop, servers
+from tests.hosts import (
+    deltas,
+    direct,
+    encrypted,
+    host_copies,
+    live_sources,
+    lost_links,
+    quickstart_loop,
+    servers,
+)
 from tests.hosts.lost_links import FOREVER_S
 from tests.hosts.network import KERNELS_PORTS, SUBNET, second_address
 from tests.hosts.outside import ask, put, say
@@ -253,6 +262,7 @@ SCENARIOS = {
         lost_links.hasty_ray,
         quickstart_loop.quickstart_loop,
         servers.servers,
+        deltas.deltas,
     )
 }
 WITHOUT_RAY = (doctor, quickstart_loop.quickstart_loop)

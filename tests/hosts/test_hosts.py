@@ -49,6 +49,7 @@ def why_not() -> str:
         "hasty_ray",
         "quickstart_loop",
         "servers",
+        "deltas",
     ],
 )
 def test_several_hosts(scenario: str) -> None:

@@ -179,6 +179,7 @@ class SnapshotStore:
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, _Served] = {}
         self._spares: dict[int, _Served] = {}
+        self._deltas: dict[int, _Served] = {}
         self._kept: dict[int, SnapshotPart] = {}
         self._staged: dict[int, SnapshotPart] = {}
         self._mapped: dict[int, list[Held]] = {}
@@ -211,6 +212,7 @@ class SnapshotStore:
             with self._changing[part]:
                 self._staged.pop(part, None)
                 self._drop(self._spares, part)
+                self._drop(self._deltas, part)
         for part, nbytes in parts.items():
             self.reserve(part, nbytes)
             with self._changing[part]:
@@ -266,6 +268,23 @@ class SnapshotStore:
             self._known(turn)[header.part] = SnapshotPart(header, server.offer, expected, live)
         return server.offer
 
+    def save_delta(self, header: SnapshotHeader, delta: SnapshotContent) -> Offer:
+        """Save a delta for others to read, in place of the part's last one. `header.base` is set.
+
+        Raises TransportError when memory is short.
+        """
+        part, nbytes = header.part, HEADER_NBYTES + delta.nbytes
+        with self._changing[part]:
+            self._check(0)
+            if part not in self._deltas or self._deltas[part][0].handle.nbytes < nbytes:
+                self._drop(self._deltas, part)
+                self._deltas[part] = self._serve(nbytes + nbytes // 4)  # most versions change as much
+            buffer, server = self._deltas[part]
+            _write_header(buffer, None)
+            delta.save(_body(buffer)[: delta.nbytes])
+            _write_header(buffer, header)
+        return server.offer
+
     def held(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
         mapped = self._mapped.get(header.part, ())
@@ -276,6 +295,10 @@ class SnapshotStore:
         here = [taken[header.part] for taken in (self._shares, self._spares) if header.part in taken]
         found = (Held(self.name, "own", buffer) for buffer, _ in here)
         return next((held for held in found if held.header == header), None)
+
+    def committed(self, part: int) -> SnapshotHeader | None:
+        """Return what is saved of a part, if anything is: a committed version, staged ones are left out."""
+        return kept.header if (kept := self._kept.get(part)) else None
 
     def parts(self, snapshot: Snapshot) -> Mapping[int, Held] | None:
         """Return all parts of `snapshot` if they are saved, staged or mapped here, else None."""
@@ -293,7 +316,8 @@ class SnapshotStore:
         Raises ReadError or DeadlineError, naming that holder.
         """
         with self.receiving(snapshot_part, turn) as (buffer, offer):
-            self._copy(snapshot_part, buffer, timeout_s, turn)
+            nbytes = len(_body(buffer))
+            self.fetch(snapshot_part.offer, snapshot_part.header, nbytes, buffer, timeout_s, turn)
         return offer
 
     @contextmanager
@@ -345,8 +369,19 @@ class SnapshotStore:
                     pass
         return [part for part in [*self._kept.values()] if self.own(part.header)]
 
-    def _copy(self, snapshot_part: SnapshotPart, buffer: SharedBuffer, timeout_s: float, turn: int) -> None:
-        offer, wanted, nbytes = snapshot_part.offer, snapshot_part.header, len(_body(buffer))
+    def fetch(
+        self,
+        offer: Offer,
+        wanted: SnapshotHeader,
+        nbytes: int,
+        buffer: SharedBuffer,
+        timeout_s: float,
+        turn: int = 0,
+    ) -> None:
+        """Read `nbytes` of another holder's part or delta, and its header, into `buffer`.
+
+        Raises as `replicate`. Raises ReadError if the header is not `wanted`; `buffer` then has none.
+        """
         reader = open_reader([buffer], {offer.holder: offer})
         try:
             for at in range(HEADER_NBYTES, HEADER_NBYTES + nbytes, _STEP_NBYTES):
@@ -366,9 +401,8 @@ class SnapshotStore:
         self._closed = True
         for part, changing in [*self._changing.items()]:
             with changing:
-                for taken in (self._shares, self._spares):
-                    if part in taken:
-                        self._drop(taken, part)
+                for taken in (self._shares, self._spares, self._deltas):
+                    self._drop(taken, part)
         with self._mapping:
             while self._mapped:
                 for held in self._mapped.popitem()[1]:
@@ -388,24 +422,27 @@ class SnapshotStore:
         self._check(turn)
         self._known(turn).pop(part, None)
         taken = self._spares if turn else self._shares
-        if part in taken and not _fits(taken, part, nbytes):
+        if not _fits(taken, part, nbytes):
             self._drop(taken, part)
-        if part not in taken:
-            buffer = SharedBuffer.create(HEADER_NBYTES + nbytes, in_parts=True)
-            try:
-                server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device, self._ports)
-            except BaseException:
-                buffer.close()
-                raise
-            taken[part] = (buffer, server)
+            taken[part] = self._serve(HEADER_NBYTES + nbytes)
         _write_header(taken[part][0], None)
         return taken[part]
 
+    def _serve(self, nbytes: int) -> _Served:
+        buffer = SharedBuffer.create(nbytes, in_parts=True)
+        try:
+            server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device, self._ports)
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer, server
+
     @staticmethod
     def _drop(taken: dict[int, _Served], part: int) -> None:
-        buffer, server = taken.pop(part)
-        server.close()
-        buffer.close()
+        if part in taken:
+            buffer, server = taken.pop(part)
+            server.close()
+            buffer.close()
 
 
 def _fits(taken: Mapping[int, _Served], part: int, nbytes: int) -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.errors import StateError, TransportError
 from weightsync.faults import inject
-from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
+from weightsync.holder.part_deltas import PartDeltas
+from weightsync.holder.snapshots import HEADER_NBYTES, SnapshotContent, SnapshotStore
 from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.memory.kernels.host_table import HostPart, HostTable
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Snapshot, SnapshotHeader, StagedPart, StageTask, StagingMemory
+from weightsync.protocol.messages import (
+    Snapshot,
+    SnapshotHeader,
+    SnapshotPart,
+    StagedPart,
+    StageTask,
+    StagingMemory,
+)
 from weightsync.readers.mapped import can_map
 
 if TYPE_CHECKING:
@@ -38,6 +48,7 @@ class StagedParts:
         memory.
         """
         self._plan, self._store, self._engine = plan, store, engine
+        self._deltas = PartDeltas(plan, store)
         offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
         self.memory = _with_second_copy(offers, engine)
         # One table for each place, made now, so that no update plans anything.
@@ -52,22 +63,34 @@ class StagedParts:
     ) -> Sequence[StagedPart]:
         """Save `content` and copy other holders' parts, as `task` says. `timeout_s` is for each 64 MiB.
 
-        Raises ReadError or DeadlineError, naming the holder that was read; TransportError when a later task
-        began; StateError when there is nothing to save.
+        Raises ReadError or DeadlineError, naming the holder that was read; WireError for a damaged delta;
+        TransportError when a later task began; StateError when there is nothing to save.
         """
         turn, staged = self._store.begin_staging(), []
         if task.save:
             if content is None:
                 raise StateError(f"{self._store.name} has nothing to stage: it is being connected again")
             offer = self._store.snapshot(task.save, task.expected, content, turn)
-            staged.append(self._staged(task, task.save, offer, ""))
-        for copy in task.copies:
-            way = "mapped" if can_map(copy.offer) else copy.offer.protocol
-            offer = self._store.replicate(copy, timeout_s, turn)
-            staged.append(self._staged(task, copy.header, offer, way))
+            saved = self._staged(task, task.save, offer)
+            delta = self._deltas.make(task.save) if task.delta else None
+            staged.append(replace(saved, delta=delta))
+        staged += [self._copied(task, copy, timeout_s, turn) for copy in task.copies]
         if task.to_device:
             self._to_device(task.to_device, timeout_s)
         return staged
+
+    def _copied(self, task: StageTask, copy: SnapshotPart, timeout_s: float, turn: int) -> StagedPart:
+        began = time.perf_counter()
+        way, offer = "mapped" if can_map(copy.offer) else copy.offer.protocol, None
+        if delta := task.deltas.get(copy.header.part):
+            offer = self._deltas.copy(copy, delta, timeout_s, turn)
+        if delta and offer:
+            way, nbytes = f"{way}, delta", delta.nbytes
+        else:
+            offer = self._store.replicate(copy, timeout_s, turn)
+            nbytes = copy.offer.memory.nbytes - HEADER_NBYTES
+        seconds = time.perf_counter() - began
+        return replace(self._staged(task, copy.header, offer), way=way, nbytes=nbytes, seconds=seconds)
 
     def _to_device(self, snapshot: Snapshot, timeout_s: float) -> None:
         held = self._store.parts(snapshot)
@@ -77,16 +100,16 @@ class StagedParts:
             raise StateError(f"{self._store.name} does not write its engine's weights any more")
         second.fill(snapshot, held, self._engine, timeout_s)
 
-    def _staged(self, task: StageTask, header: SnapshotHeader, offer: Offer, way: str) -> StagedPart:
+    def _staged(self, task: StageTask, header: SnapshotHeader, offer: Offer) -> StagedPart:
         held = self._store.held(header)
         if held is None:
             raise StateError(f"{self._store.name}: part {header.part} was replaced while it was staged")
         inject("stage", version=header.version, data=held.bytes)
         if not task.digests:
-            return StagedPart(header.part, offer, None, way, len(held.bytes))
+            return StagedPart(header.part, offer, None)
         table = self._tables[held.bytes.data_ptr()]
         table.run_all()
-        return StagedPart(header.part, offer, fingerprint(table.digests()), way, len(held.bytes))
+        return StagedPart(header.part, offer, fingerprint(table.digests()))
 
 
 def _with_second_copy(offers: Mapping[int, Sequence[Offer]], engine: DeviceStaging | None) -> StagingMemory:

@@ -150,11 +150,15 @@ class Exchange:
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """Version, layout and part number of a snapshot, see `Snapshot`."""
+    """Version, layout and part number of a snapshot, see `Snapshot`.
+
+    base: the version that must be there already, if the memory holds a delta and no snapshot.
+    """
 
     version: int
     layout: str
     part: int
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,25 @@ class SnapshotPart:
     live: LiveDigest | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed in a part since `base`, in a holder's memory.
+
+    Attributes:
+        base: the version before.
+        offer: the offer of the memory; None if the delta is not shorter than the part, and is not kept.
+        nbytes: the bytes of the delta.
+        density: the changed elements, as a fraction of all.
+        seconds: how long it took to find them.
+    """
+
+    base: int
+    offer: Offer | None
+    nbytes: int
+    density: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTask:
     """The staging work of one holder for a version.
@@ -182,6 +205,8 @@ class StageTask:
         digests: engines on the holder's host load the parts, so they are digested.
         to_device: the engine rank's tensors of this version, staged on the host, are copied to the rank's
             GPU.
+        delta: a delta of the saved part is made, since the committed version.
+        deltas: deltas of `copies` by part, for a holder that has their base.
     """
 
     save: SnapshotHeader | None
@@ -189,6 +214,8 @@ class StageTask:
     expected: Fingerprint
     digests: bool
     to_device: Snapshot | None = None
+    delta: bool = False
+    deltas: Mapping[int, Delta] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +242,18 @@ class StagedPart:
         offer: the offer of the part.
         fingerprint: the fingerprint of the bytes there; None if they were not digested.
         way: how the part was copied from another holder, "" if it was saved here.
-        nbytes: the part's bytes.
+        nbytes: the bytes that were copied.
+        seconds: how long copying took.
+        delta: what changed in the saved part, if the task asked for it and a committed version is there.
     """
 
     part: int
     offer: Offer
     fingerprint: Fingerprint | None
-    way: str
-    nbytes: int
+    way: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    delta: Delta | None = None
 
 
 @dataclass(frozen=True, slots=True)

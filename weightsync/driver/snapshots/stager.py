@@ -12,10 +12,12 @@ from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.snapshots.delta_choice import DeltaChoice
 from weightsync.driver.verifying.trainers import Publication
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, TransportError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import (
+    Delta,
     Fingerprint,
     Refilled,
     Snapshot,
@@ -87,6 +89,7 @@ class Stager:
         self._offers: dict[tuple[int, int], Sequence[Offer]] = {}
         self._mapping: set[int] = set()
         self._on_device: dict[int, bool] = {}
+        self._choice = DeltaChoice(config.deltas)
 
     async def reserve(self) -> None:
         """Have holders allocate memory for two versions of what they stage. Call it once.
@@ -118,18 +121,30 @@ class Stager:
         content, expected = connection.content, publication.fingerprint
         headers = [SnapshotHeader(version, content, part) for part in range(len(self._fleet.trainers))]
         owners = [home for _, home in self._fleet.trainers]
+        far = [
+            [its[part] for its in self._homes.values() if its[part] != own] for part, own in enumerate(owners)
+        ]
+        sizes = [connection.plan.send_buffer_nbytes(part) for part in range(len(owners))]
         saves = {
-            home: StageTask(headers[part], (), expected, self._fleet.node(home) in self._homes)
+            home: StageTask(
+                headers[part],
+                (),
+                expected,
+                self._fleet.node(home) in self._homes,
+                delta=self._choice.makes(part, sizes[part], far[part]),
+            )
             for part, home in enumerate(owners)
         }
         saved = await self._ask(saves, self._config.timeout_s)
-        sources = {part: saved[home][0] for part, home in enumerate(owners)}
         copies: defaultdict[int, list[SnapshotPart]] = defaultdict(list)
-        for homes in self._homes.values():
-            for part, home in homes.items():
-                if home != owners[part]:
-                    copies[home].append(SnapshotPart(headers[part], sources[part].offer, expected))
-        tasks = {home: StageTask(None, parts, expected, True) for home, parts in copies.items()}
+        deltas: defaultdict[int, dict[int, Delta]] = defaultdict(dict)
+        for part, own in enumerate(owners):
+            source = saved[own][0]
+            for home in far[part]:
+                copies[home].append(SnapshotPart(headers[part], source.offer, expected))
+                if source.delta and self._choice.takes(part, sizes[part], home, source.delta):
+                    deltas[home][part] = source.delta
+        tasks = {i: StageTask(None, its, expected, True, deltas=deltas[i]) for i, its in copies.items()}
         copied = await self._ask(tasks, self._config.connect_timeout_s)
         parts = {home: [*saved.get(home, ()), *copied.get(home, ())] for home in saved.keys() | copied.keys()}
         nodes = {
@@ -138,9 +153,11 @@ class Stager:
         }
         self._compare(version, connection, publication, nodes)
         nbytes, ways = Counter[str](), {}
-        for each in (each for its in copied.values() for each in its):
-            nbytes[f"holder {owners[each.part]}"] += each.nbytes
-            ways[f"holder {owners[each.part]}"] = each.way
+        for home, each in ((home, each) for home, its in copied.items() for each in its):
+            self._choice.note((each.part, home), each, sizes[each.part])
+            owner = f"holder {owners[each.part]}"
+            nbytes[owner] += each.nbytes
+            ways[owner] = each.way
         read = Refilled(dict(nbytes), ways, 0.0)
         staged = StagedVersion(version, content, expected, parts, nodes, read)
         return await self._to_devices(takers, staged)

@@ -1,0 +1,188 @@
+"""Codes of changed elements, tile by tile: which elements of a tile have changed, and their new values.
+
+A tile is up to `TILE` elements of one width. Values are absolute, and compared and copied as integers of the
+element's width. So a delta may be applied twice, and NaN payloads, -0.0 and denormals stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import WireError
+
+TILE = 1 << 16
+"""The most elements of a tile. A place in a tile fits in 16 bits."""
+
+Bytes = npt.NDArray[np.uint8]
+Elements = npt.NDArray[Any]
+"""Unsigned integers of the width of a tile's elements."""
+_Places = npt.NDArray[np.int64]
+_ESCAPE = 255
+"""A byte of `Code.GAPS` that adds 255 to the gap that the next byte ends."""
+
+
+class Code(IntEnum):
+    """How a tile says which elements have changed. All but `NOTHING` are followed by the new values.
+
+    RUNS: for each run of neighbours, the first place and the length less one, as two rows of uint16.
+    GAPS: the number of unchanged elements before each changed one, in bytes, see `_ESCAPE`.
+    BITMAP: a bit for each element of the tile, the highest bit of a byte first.
+    DENSE: no index: all elements have values.
+    """
+
+    NOTHING = 0
+    RUNS = 1
+    GAPS = 2
+    BITMAP = 3
+    DENSE = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """One tile's changes.
+
+    Attributes:
+        index: which elements have changed, by `code`: uint8, one dimension.
+        values: the elements' new values, in order of place.
+    """
+
+    code: Code
+    index: Bytes
+    values: Elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + self.values.nbytes
+
+    def places(self, num_elements: int) -> _Places:
+        """Return the places of `values` in a tile of `num_elements`, rising.
+
+        Raises WireError if the index is damaged.
+        """
+        try:
+            places = _PLACES[self.code](self.index, num_elements)
+        except (ValueError, IndexError) as error:
+            raise WireError(f"a tile of code {self.code.name} is damaged: {error}") from error
+        fits = len(places) == len(self.values) and (not len(places) or int(places[-1]) < num_elements)
+        if not fits or (np.diff(places) <= 0).any():
+            raise WireError(f"a tile of code {self.code.name} has places out of order or range")
+        return places
+
+    def apply(self, to: Elements) -> None:
+        """Write the new values into `to`, the tile's elements. Raises WireError before if it is damaged."""
+        if self.code == Code.BITMAP and len(self.index) == -(-len(to) // 8):
+            changed = np.unpackbits(self.index, count=len(to)).view(bool)  # faster than by places
+            if np.count_nonzero(changed) == len(self.values):
+                to[changed] = self.values
+                return
+        places = self.places(len(to))
+        to[slice(None) if self.code == Code.DENSE else places] = self.values
+
+
+_NO_INDEX = np.empty(0, np.uint8)
+
+
+def difference(old: Elements, new: Elements) -> Tile:
+    """Return the shortest code for what turns tile `old` into `new`."""
+    changed = old != new
+    num = np.count_nonzero(changed)
+    if len(new) / 8 < num < len(new) and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:
+        return Tile(Code.BITMAP, np.packbits(changed), new[changed])  # as `coded`, and faster
+    places = np.flatnonzero(changed)
+    return coded(places, new[places] if num < len(new) else new, len(new))
+
+
+def coded(places: _Places, values: Elements, num_elements: int) -> Tile:
+    """Return the shortest code for `values` at `places`, which rise, of a tile of `num_elements`."""
+    if not len(places):
+        return Tile(Code.NOTHING, _NO_INDEX, values)
+    if len(places) == num_elements:
+        return Tile(Code.DENSE, _NO_INDEX, values)
+    gaps = np.diff(places, prepend=-1) - 1
+    num_runs = 1 + int(np.count_nonzero(gaps[1:]))
+    sizes = {
+        Code.RUNS: 4 * num_runs,
+        Code.GAPS: len(places) + int((gaps // _ESCAPE).sum()),
+        Code.BITMAP: -(-num_elements // 8),
+    }
+    code = min(sizes, key=sizes.__getitem__)
+    return Tile(code, _INDEX[code](places, gaps, num_elements), values)
+
+
+def folded(first: Tile, then: Tile, num_elements: int) -> Tile:
+    """Return one tile for `first` and afterwards `then`: the later value of each element."""
+    if first.code == Code.NOTHING or then.code == Code.DENSE:
+        return then
+    if then.code == Code.NOTHING:
+        return first
+    its = np.concatenate([then.places(num_elements), first.places(num_elements)])
+    places, at = np.unique(its, return_index=True)
+    return coded(places, np.concatenate([then.values, first.values])[at], num_elements)
+
+
+def _runs_index(places: _Places, gaps: _Places, _: int) -> Bytes:
+    begins = np.flatnonzero(np.concatenate([[True], gaps[1:] > 0]))
+    ends = np.append(begins[1:], len(places))
+    index: Bytes = np.concatenate([places[begins], ends - begins - 1]).astype("<u2").view(np.uint8)
+    return index
+
+
+def _runs_places(index: Bytes, num_elements: int) -> _Places:
+    firsts, lengths = index.view("<u2").astype(np.int64).reshape(2, -1)
+    lengths = lengths + 1
+    total = int(lengths.sum())
+    if total > num_elements:
+        raise ValueError(f"{total} places of {num_elements}")
+    before = np.cumsum(lengths) - lengths
+    places: _Places = np.arange(total) + np.repeat(firsts - before, lengths)
+    return places
+
+
+def _gaps_index(places: _Places, gaps: _Places, _: int) -> Bytes:
+    ends = np.cumsum(gaps // _ESCAPE + 1)
+    index = np.full(int(ends[-1]), _ESCAPE, np.uint8)
+    index[ends - 1] = gaps % _ESCAPE
+    return index
+
+
+def _gaps_places(index: Bytes, _: int) -> _Places:
+    ends = np.flatnonzero(index != _ESCAPE)
+    return np.cumsum(index, dtype=np.int64)[ends] + np.arange(len(ends))
+
+
+def _bitmap_index(places: _Places, _: _Places, num_elements: int) -> Bytes:
+    changed = np.zeros(num_elements, bool)
+    changed[places] = True
+    return np.packbits(changed)
+
+
+def _bitmap_places(index: Bytes, num_elements: int) -> _Places:
+    if len(index) != -(-num_elements // 8):
+        raise ValueError(f"{len(index)} bytes for {num_elements} elements")
+    return np.flatnonzero(np.unpackbits(index, count=num_elements))
+
+
+_INDEX: dict[Code, Callable[[_Places, _Places, int], Bytes]] = {
+    Code.RUNS: _runs_index,
+    Code.GAPS: _gaps_index,
+    Code.BITMAP: _bitmap_index,
+}
+_PLACES: dict[Code, Callable[[Bytes, int], _Places]] = {
+    Code.NOTHING: lambda *_: np.empty(0, np.int64),
+    Code.RUNS: _runs_places,
+    Code.GAPS: _gaps_places,
+    Code.BITMAP: _bitmap_places,
+    Code.DENSE: lambda _, num_elements: np.arange(num_elements),
+}
+
+
+def cut(nbytes: int, itemsize: int) -> Sequence[slice]:
+    """Cut memory of `nbytes` bytes into tiles of whole elements."""
+    step = TILE * itemsize
+    return [slice(at, min(at + step, nbytes)) for at in range(0, nbytes, step)]
