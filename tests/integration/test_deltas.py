@@ -110,7 +110,7 @@ def test_with_the_pages_settings_a_link_is_measured_and_then_decided() -> None:
             loop.nudge()
             await loop.controller.update(version)
             assert loop.holds()
-        assert [task.delta or bool(task.deltas) for task in loop.tasks][0] is False
+        assert not loop.tasks[0].deltas
 
     assert page.stage == "auto"
     drive_apart(work, replace(DELTAS, deltas=page.deltas))
