@@ -23,7 +23,7 @@ from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Compared, Digests, PublishReport, PublishTask
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ExportsWeights, Source, compare
+from weightsync.sources import ExportsWeights, Source, changed, compare
 
 
 class Shard(Claimable):
@@ -118,9 +118,10 @@ class Shard(Claimable):
             inject("publish")
             published = source.publish(task.count)
             self._compared = compare(source, task.rounds)
+            density = changed(source, task)
         assert self._attached_plan is not None
         self._digests = published.digests
-        return publish_report(published, self._attached_plan.frozen, clock.spans, self._compared)
+        return publish_report(published, self._attached_plan.frozen, clock.spans, self._compared, density)
 
     def _ready(self) -> bool:
         source = self._attached_source()

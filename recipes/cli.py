@@ -29,6 +29,7 @@ from weightsync.recipes.config.schema import markdown as as_markdown
 from weightsync.recipes.config.schema import recipe_schema
 from weightsync.recipes.doctor.doctor import diagnosis, diagnosis_json, is_fit
 from weightsync.recipes.forecast.catalog import load
+from weightsync.recipes.forecast.deltas import SlowLink
 from weightsync.recipes.forecast.forecast import Scene, forecast, forecast_adapter, planned, recipe_scene
 from weightsync.recipes.forecast.hf_model import read_model
 from weightsync.recipes.forecast.hosts import HostSpec
@@ -186,22 +187,30 @@ def plan(
         str | None,
         typer.Option(metavar="FILE", help="The config.json of a quantised model: the format of the engines."),
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="A slow link to each host of engines, such as 10gbit, for deltas.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="The fraction of elements that one update changes, such as 0.02.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")
     ] = None,
 ) -> None:
     """Show the bytes of an update and the least time for them, for a recipe or a model. Needs no GPU."""
     host = _cluster(cluster)
+    slow = SlowLink.parse(link, density)
     if recipe is not None:
         said: dict[str, object] = {"--model": model, "--trainers": trainers, "--engine": engine}
         said |= {"--engines": engines, "--apart": apart or None, "--quantization": quantization}
         refuse(said, "RECIPE says it; give one or the other")
         loaded = load_recipe(recipe_file(recipe), set_ or [])
         if loaded.trainers.lora:
-            refuse({"--cluster": cluster, "--offloaded": offloaded or None}, "leave it out: it is for models")
+            models = {"--cluster": cluster, "--offloaded": offloaded or None, "--link": link}
+            refuse(models, "leave it out: it is for models")
             print(forecast_adapter(loaded))
             return
-        scene = recipe_scene(loaded, host, offloaded=offloaded)
+        scene = recipe_scene(loaded, host, offloaded=offloaded, link=slow)
     else:
         refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
         name, shape, tensors = read_model(required("--model", model))
@@ -214,6 +223,7 @@ def plan(
             apart=apart,
             offloaded=offloaded,
             cluster=host,
+            link=slow,
         )
     print(forecast(scene))
 

@@ -386,6 +386,7 @@ class SyncConfig:
         heartbeat_s: an idle engine that does not answer for this many seconds counts as hung.
         refill: how holders read copies of other holders: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``.
             ``auto`` maps memory of the same host, and uses the first way that works for other hosts.
+        density: sample how many elements an update changes, for ``report.density``. See docs/deltas.md.
         nonfinite: NaN and Inf in published weights: ``warn`` logs the tensors, ``refuse`` fails the update
             while engines continue to serve, ``ignore`` does not look. ``auto`` warns for a model, and refuses
             for an adapter: engines may give an adapter's NaN to requests without this adapter.
@@ -425,6 +426,7 @@ class SyncConfig:
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     nonfinite: Literal["auto", "warn", "refuse", "ignore"] = "auto"
     rdma_device: str = ""
+    density: bool = False
     components: Components = field(default_factory=dict, hash=False)
     join_port: Port | None = None
     ports: Ports | None = None

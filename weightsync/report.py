@@ -149,6 +149,23 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
+@dataclass(frozen=True, slots=True)
+class Density:
+    """How much of a group of tensors changed from one version to the next, by a sample.
+
+    Attributes:
+        changed: the fraction of elements that changed, 0 to 1.
+        num_sampled: the sampled elements, about 1/64 of all.
+        nbytes: the bytes of the group's tensors.
+        delta_nbytes: the bytes of a delta with so many changes, spread evenly.
+    """
+
+    changed: float
+    num_sampled: int
+    nbytes: int
+    delta_nbytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
     """Report of one update or refill.
@@ -188,6 +205,8 @@ class SyncReport:
             first component.
         checkpoint: name of the checkpoint that was published instead of trainers' weights; else empty.
         nonfinite: by tensor, the number of elements that are NaN or Inf; see ``SyncConfig.nonfinite``.
+        density: with ``SyncConfig.density``, how much changed since the version before, by group of tensors:
+            ``model.layers.*.mlp.up_proj.weight`` is one. Empty in the first update after a connect.
         peak_memory: by phase and GPU, the most bytes in use on the whole GPU, sampled every 5 ms. Empty if no
             engine slept before the update, and without GPUs.
     """
@@ -212,6 +231,7 @@ class SyncReport:
     components: Mapping[str, SyncReport] = field(default_factory=dict)
     checkpoint: str = ""
     nonfinite: Mapping[str, int] = field(default_factory=dict)
+    density: Mapping[str, Density] = field(default_factory=dict)
     peak_memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
@@ -242,6 +262,8 @@ class SyncReport:
             f"{prefix}num_failures": len(self.failures),
             f"{prefix}num_nonfinite": sum(self.nonfinite.values()),
         }
+        if self.density:
+            numbers[f"{prefix}delta_nbytes"] = sum(each.delta_nbytes for each in self.density.values())
         for name, report in self.components.items():
             numbers |= report.metrics(f"{prefix}{name.replace(' ', '_')}/")
         return numbers

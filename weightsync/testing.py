@@ -44,7 +44,7 @@ from weightsync.protocol.messages import (
     PublishReport,
     PublishTask,
 )
-from weightsync.sources import ExportsWeights, Source, compare
+from weightsync.sources import ExportsWeights, Source, changed, compare
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -185,7 +185,8 @@ class LocalTrainer(LocalPeer):
         published = await asyncio.to_thread(source.publish, task.count)
         self._digests = published.digests
         self._compared = await asyncio.to_thread(compare, source, task.rounds)
-        return publish_report(published, self._frozen, (), self._compared)
+        density = await asyncio.to_thread(changed, source, task)
+        return publish_report(published, self._frozen, (), self._compared, density)
 
     async def digests(self) -> Digests:
         return self._digests

@@ -22,6 +22,7 @@ from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.formats import Quantization
 from weightsync.plan.layout.match import match
 from weightsync.recipes.config.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
+from weightsync.recipes.forecast.deltas import SlowLink, explain_deltas
 from weightsync.recipes.forecast.engine_reads import reads_floor
 from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
 from weightsync.recipes.forecast.hosts import HostSpec
@@ -55,6 +56,7 @@ class Scene:
         apart: engines have their own GPUs, after the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
         cluster: name and hosts of the cluster. Hosts are filled in order. None gives no times.
+        link: a slow link to each host of engines, over which deltas are compared with whole versions.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Scene:
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
+    link: SlowLink | None = None
 
     @cached_property
     def members(self) -> Members:
@@ -114,7 +117,13 @@ class Scene:
         return next(filter(None, (why_whole(*kind) for kind in kinds)), "")
 
 
-def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
+def recipe_scene(
+    recipe: Recipe,
+    cluster: tuple[str, HostSpec] | None,
+    *,
+    offloaded: bool,
+    link: SlowLink | None = None,
+) -> Scene:
     """Return the scene that `recipe` would run."""
     if recipe.trainers.lora:
         raise ConfigError("--cluster", cluster and cluster[0], "leave it out: it is for models")
@@ -135,6 +144,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         offloaded=offloaded or recipe.loop.sleep > 0,
         cluster=cluster,
         sync=recipe.sync,
+        link=link,
     )
 
 
@@ -233,6 +243,9 @@ def forecast(scene: Scene) -> str:
         "broadcast": _broadcast(scene),
         "direct": _direct(scene),
     }
+    if scene.link:
+        ranks = scene.engines[0].parallel.num_ranks
+        sections["deltas"] = explain_deltas(scene.tensors, scene.trainers.num_ranks, ranks, scene.link)
     in_parts = not (scene.offloaded or scene.why_whole)
     for quantization in dict.fromkeys(engine.quantization for engine in scene.engines):
         if quantization:

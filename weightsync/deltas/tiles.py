@@ -92,10 +92,12 @@ def difference(old: Elements, new: Elements) -> Tile:
     """Return the shortest code for what turns tile `old` into `new`."""
     changed = old != new
     num = np.count_nonzero(changed)
-    if len(new) / 8 < num < len(new) and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:
-        return Tile(Code.BITMAP, np.packbits(changed), new[changed])  # as `coded`, and faster
-    places = np.flatnonzero(changed)
-    return coded(places, new[places] if num < len(new) else new, len(new))
+    if len(new) / 8 < num and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:
+        tile = Tile(Code.BITMAP, np.packbits(changed), new[changed])  # as `coded`, and faster
+    else:
+        places = np.flatnonzero(changed)
+        tile = coded(places, new[places], len(new))
+    return tile if tile.nbytes < new.nbytes else Tile(Code.DENSE, _NO_INDEX, new)
 
 
 def coded(places: _Places, values: Elements, num_elements: int) -> Tile:
@@ -180,6 +182,14 @@ _PLACES: dict[Code, Callable[[Bytes, int], _Places]] = {
     Code.BITMAP: _bitmap_places,
     Code.DENSE: lambda _, num_elements: np.arange(num_elements),
 }
+
+
+def expected_nbytes(num_elements: int, itemsize: int, density: float) -> float:
+    """Return the bytes of `num_elements` if each has changed with probability `density`, of 0 to 1."""
+    far = (1 - density) ** _ESCAPE  # the probability that a gap needs one more escape
+    gap = min(1 + far / (1 - far), 4.0) if far < 1 else 4.0  # a run of one takes four bytes
+    per_element = min(min(density * gap, 1 / 8) + density * itemsize, float(itemsize))
+    return num_elements * (per_element + 9 / TILE)
 
 
 def cut(nbytes: int, itemsize: int) -> Sequence[slice]:

@@ -351,10 +351,12 @@ class PublishTask(msgspec.Struct, frozen=True):
     Attributes:
         count: whether to count elements that are NaN or Inf.
         rounds: the rounds of `Plan.replicas` whose boxes are compared between ranks that hold the same boxes.
+        density: whether to sample how many elements changed.
     """
 
     count: bool
     rounds: tuple[int, ...] = ()
+    density: bool = False
 
 
 class PublishReport(msgspec.Struct, frozen=True):
@@ -366,6 +368,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
         agreement: as in `Compared`; None if nothing was compared.
+        changed: sampled elements, and those that changed since the version before, by group of tensors.
     """
 
     fingerprint: Fingerprint
@@ -374,19 +377,25 @@ class PublishReport(msgspec.Struct, frozen=True):
     spans: Sequence[Span]
     agreement: Fingerprint | None = None
     written: tuple[str, ...] = ()
+    changed: Mapping[str, tuple[int, int]] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
         rows = [row for row in (self.fingerprint, self.frozen, self.agreement) if row is not None]
-        return _publish_report, (np.stack(rows).tobytes(), self.nonfinite, self.spans, self.written)
+        words = np.stack(rows).tobytes()
+        return _publish_report, (words, self.nonfinite, self.spans, self.written, self.changed)
 
 
 def _publish_report(
-    words: bytes, nonfinite: Mapping[str, int], spans: Sequence[Span], written: tuple[str, ...]
+    words: bytes,
+    nonfinite: Mapping[str, int],
+    spans: Sequence[Span],
+    written: tuple[str, ...],
+    changed: Mapping[str, tuple[int, int]],
 ) -> PublishReport:
     rows = np.frombuffer(words, np.uint64).reshape(-1, 3)
     agreement = rows[2] if len(rows) > 2 else None
-    return PublishReport(rows[0], rows[1], nonfinite, spans, agreement, written)
+    return PublishReport(rows[0], rows[1], nonfinite, spans, agreement, written, changed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.protocol.messages import Compared
+from weightsync.protocol.messages import Compared, PublishTask
 from weightsync.sources.base import (
     ComparesReplicas,
     ExportsWeights,
+    MeasuresDensity,
     Models,
     ModelSource,
     Offloads,
@@ -79,6 +80,11 @@ def compare(source: Source, rounds: Sequence[int]) -> Compared | None:
     if rounds and isinstance(source, ComparesReplicas):
         return source.compare_replicas(rounds)
     return None
+
+
+def changed(source: Source, task: PublishTask) -> Mapping[str, tuple[int, int]]:
+    """Have `source` sample what changed, see `PublishReport.changed`. Empty if it cannot, or is not to."""
+    return source.changed() if task.density and isinstance(source, MeasuresDensity) else {}
 
 
 def make_source(

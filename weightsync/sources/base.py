@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
@@ -96,6 +96,17 @@ class ComparesReplicas(Protocol):
         """Digest the boxes of these rounds of ``plan.replicas.claims(trainer)``, as they travel.
 
         Called after `publish`, if `attach` was given a plan with `replicas`.
+        """
+
+
+@runtime_checkable
+class MeasuresDensity(Protocol):
+    """A source that samples how many elements change from one version to the next."""
+
+    def changed(self) -> Mapping[str, tuple[int, int]]:
+        """Return sampled elements, and those that changed since the last call, by group of tensors.
+
+        Called after `publish`. Returns nothing the first time after `attach`.
         """
 
 

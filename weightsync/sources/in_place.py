@@ -33,11 +33,15 @@ Part: TypeAlias = tuple[int, Box, torch.Tensor]
 
 
 class InPlace:
-    """One epoch's parts in device memory. A holder has mapped it, so it must not move."""
+    """One epoch's parts in device memory. A holder has mapped it, so it must not move.
+
+    Attributes:
+        parts: this rank's share.
+    """
 
     def __init__(self, plan: Plan, parts: Sequence[Part], device: torch.device) -> None:
         """Prepare the digests of `parts`, this rank's share. `device` is the GPU of all."""
-        self._plan, self._parts = plan, tuple(parts)
+        self._plan, self.parts = plan, tuple(parts)
         self._held = [held for _, _, held in parts]
         self._addresses, self._num_frees = self._find(), _num_frees(device)
         digested, casts = [], []
@@ -100,7 +104,7 @@ class InPlace:
     def _count(self, flagged: set[int]) -> dict[str, int]:
         """Count NaN and Inf in the dtype that travels."""
         counts = Counter[str]()
-        for tensor, _, held in self._parts:
+        for tensor, _, held in self.parts:
             if tensor in flagged:
                 sent = held.to(self._dtype(tensor))
                 counts[self._plan.tensors[tensor].name] += count_nonfinite(sent)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Compared, Digests, Published, combine
 from weightsync.sources.claimed_boxes import ClaimedBoxes
+from weightsync.sources.density import DensitySample
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
@@ -111,6 +112,7 @@ class TensorSource(ABC):
         self._copies: PieceCopies | None = None
         self._layout_now: RankLayout | None = None
         self._claimed: ClaimedBoxes | None = None
+        self._density: DensitySample | None = None
         self._before_offload: Sequence[Compared] = ()
 
     @abstractmethod
@@ -295,6 +297,18 @@ class TensorSource(ABC):
             return Compared(combine([x.digests for x in made]), combine([x.agreement for x in made]))
         return self._claims().compare(rounds, self._live)
 
+    def changed(self) -> Mapping[str, tuple[int, int]]:
+        """Sample what changed since the version before, see `MeasuresDensity`."""
+        if self._density is None and self._plan and (self._in_place or self._copies):
+            self._density = DensitySample(self._plan, self._published_parts())
+        return self._density.changed() if self._density else {}
+
+    def _published_parts(self) -> Iterable[tuple[int, torch.Tensor]]:
+        if self._in_place:
+            return [(tensor, held) for tensor, _, held in self._in_place.parts]
+        assert self._copies is not None
+        return [(copy.tensor, self._copies.place(copy)) for copy in self._copies.copies]
+
     def _claims(self) -> ClaimedBoxes:
         if self._claimed is None:
             assert self._plan is not None
@@ -400,6 +414,7 @@ class TensorSource(ABC):
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
         self._in_place, self._is_ready, self._copies, self._claimed = None, False, None, None
+        self._density = None
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weightsync.deltas import tiles
 from weightsync.deltas.changes import Changes, Span
-from weightsync.deltas.tiles import TILE, Code, Tile, coded, difference
+from weightsync.deltas.tiles import TILE, Code, Tile, coded, difference, expected_nbytes
 from weightsync.errors import PlanError, WireError
 
 Bytes = npt.NDArray[np.uint8]
@@ -171,8 +171,8 @@ def test_the_code_is_the_shortest(kind: str, seed: int) -> None:
     new = old ^ changed(rng, "none" if kind == "special" else kind, len(old)).astype(np.uint16)
     found = difference(old, new)
     places = np.flatnonzero(old != new)
-    assert found.nbytes == coded(places, new[places], len(old)).nbytes
-    assert found.nbytes <= min(new.nbytes, len(old) / 8 + 1 + 2 * len(places))
+    assert found.nbytes == min(coded(places, new[places], len(old)).nbytes, new.nbytes)
+    assert found.nbytes <= len(old) / 8 + 1 + 2 * len(places)
     assert (found.places(len(old)) == places).all()
 
 
@@ -228,3 +228,15 @@ def test_a_sent_tile_is_of_no_other_memory() -> None:
     data[0] = 9
     with pytest.raises(WireError, match="code 9, of 0 to 4"):
         Changes.decode((Span(0, 4, 2),), data)
+
+
+@pytest.mark.parametrize("density", [0.0, 1e-5, 0.001, 0.02, 0.1, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_the_expected_bytes_are_those_of_random_changes(density: float, itemsize: int) -> None:
+    num = 4 * TILE
+    mask = np.random.default_rng(0).random(num) < density
+    new: Any = mask.astype(f"u{itemsize}")
+    found = Changes.between(
+        (Span(0, num * itemsize, itemsize),), np.zeros(num * itemsize, np.uint8), new.view(np.uint8)
+    )
+    assert expected_nbytes(num, itemsize, density) == pytest.approx(found.nbytes, rel=0.05, abs=200)

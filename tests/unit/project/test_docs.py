@@ -17,6 +17,7 @@ RUN_BY = {
     "README.md": ["tests/actors/test_commands.py"],
     "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"],
     "docs/clusters.md": ["tests/unit/project/test_kubernetes.py"] * 5,
+    "docs/deltas.md": ["tests/unit/recipes/test_recipes_cli.py"],
     "docs/faults.md": ["tests/actors/test_commands.py"],
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],

@@ -313,13 +313,49 @@ MODEL = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=2"]
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_plan_on_the_page_is_what_is_printed() -> None:
-    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "is_end"), [("docs/performance.md", False), ("docs/deltas.md", True)])
+def test_the_plan_on_the_page_is_what_is_printed(page: str, is_end: bool) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
     shown = re.search(r"```sh\nweightsync (plan .+)\n```[^`]+```\n([^`]+)```", text)
     assert shown is not None
     result = RUNNER.invoke(cli.app, shlex.split(shown[1]))
     assert result.exit_code == 0
-    assert result.stdout == shown[2]
+    assert result.stdout.endswith(shown[2])
+    assert is_end or result.stdout == shown[2]
+
+
+MODEL = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=8", "--apart"]
+
+
+@pytest.mark.parametrize(
+    ("link", "density", "said"),
+    [
+        ("1gbit", "0.02", r"18\.\d times as fast"),
+        ("400gbit", "0.02", "does not pay"),
+        ("1gbit", "1", "does not pay"),
+    ],
+)
+def test_a_plan_says_whether_deltas_pay_on_a_link(link: str, density: str, said: str) -> None:
+    result = RUNNER.invoke(cli.app, [*MODEL, "--link", link, "--density", density])
+    assert result.exit_code == 0, result.output
+    section = result.stdout.partition("\ndeltas\n")[2]
+    assert re.search(said, section), section
+    assert re.search(r"whole +16\.4 GB", section)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--link", "10gbit"], "--density: None"),
+        (["--density", "0.1"], "--link: None"),
+        (["--link", "10 GB", "--density", "0.1"], "--link: '10 GB'.*400mbit or 10gbit"),
+        (["--link", "1gbit", "--density", "2"], "--density: 2.*0 to 1"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(options: list[str], said: str) -> None:
+    result = RUNNER.invoke(cli.app, [*MODEL, *options])
+    assert result.exit_code == 2
+    assert re.search(said, " ".join(result.output.split())), result.output
 
 
 @pytest.mark.parametrize(

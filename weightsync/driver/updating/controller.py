@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from weightsync.config import SyncConfig
+from weightsync.deltas.density import densities
 from weightsync.driver.connecting.connect import CONNECT_PHASES, Connection, connect
 from weightsync.driver.connecting.traffic import links
 from weightsync.driver.engine_group import EngineGroup
@@ -309,6 +310,7 @@ class Controller:
             routes=connection.router.routes,
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
+            density=densities(connection.plan.tensors, made.samples) if made else {},
             bytes_from=read.bytes_from if read else {},
             ways=read.ways if read else {},
         )

@@ -47,6 +47,11 @@ class Publication:
         """Time spans per trainer rank."""
         return {name: each.spans for name, each in self.answers.items() if each.spans}
 
+    @property
+    def samples(self) -> Sequence[Mapping[str, tuple[int, int]]]:
+        """What ranks sampled of the changes since the version before, if they were asked to."""
+        return [each.changed for each in self.answers.values() if each.changed]
+
 
 class Publishing:
     """A version that trainers publish. Holders may read their memory before the digests are known.
@@ -142,7 +147,7 @@ class Trainers:
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
         agreement, count = self._agreement, self._config.nonfinite != "ignore"
         rounds = agreement.rounds if agreement else ()
-        outcome = await self._ask(PublishTask(count, rounds), readable)
+        outcome = await self._ask(PublishTask(count, rounds, self._config.density), readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         answers = Outcome(outcome.answers, others or outcome.failures).require()
         if written := [(name, each.written) for name, each in answers.items() if each.written]:

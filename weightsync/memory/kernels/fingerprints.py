@@ -17,7 +17,7 @@ Source: multilinear hashing, as in `weightsync.memory.kernels.digests`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,12 +42,16 @@ def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerpr
 
 
 def publish_report(
-    published: Published, frozen: Sequence[int], spans: Sequence[Span], compared: Compared | None = None
+    published: Published,
+    frozen: Sequence[int],
+    spans: Sequence[Span],
+    compared: Compared | None = None,
+    changed: Mapping[str, tuple[int, int]] | None = None,
 ) -> PublishReport:
     """Return the driver's report of a version. `frozen` has the indices of the plan's frozen tensors."""
     digests, agreement = published.digests, compared.agreement if compared else None
     found = fingerprint(digests), fingerprint(digests, frozen)
-    return PublishReport(*found, published.nonfinite, spans, agreement, published.written)
+    return PublishReport(*found, published.nonfinite, spans, agreement, published.written, changed or {})
 
 
 def agreement_factors(claims: Claims, num_tensors: int) -> Digests:
