@@ -1,0 +1,46 @@
+"""Rows in FP8 (e4m3) with a float32 scale for each 128 values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_BLOCK = 128
+_LARGEST = 448.0
+_LEAST = 1e-4
+"""The least of a block's largest value, so that scales are not zero."""
+
+
+class Fp8Rows(NamedTuple):
+    """Rows with scales. A value is the FP8 value times the scale of its block of 128 columns.
+
+    Attributes:
+        values: float8_e4m3fn[n, hidden].
+        scales: float32[n, hidden / 128, rounded up].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def split(cls, data: torch.Tensor, hidden: int) -> Fp8Rows:
+        """Read rows of `quantised`."""
+        values, scales = (
+            part.clone(memory_format=torch.contiguous_format) for part in (data[:, :hidden], data[:, hidden:])
+        )
+        return cls(values.view(torch.float8_e4m3fn), scales.view(torch.float32))
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the rows as float32."""
+        scales = self.scales.repeat_interleave(_BLOCK, 1)[:, : self.values.shape[1]]
+        return self.values.float() * scales
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    """Return FP8 values and, behind them, scales of each row: uint8[n, hidden + 4 * scales]."""
+    num, hidden = x.shape
+    blocks = torch.nn.functional.pad(x.detach().float(), (0, -hidden % _BLOCK)).view(num, -1, _BLOCK)
+    scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
+    values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(num, -1)[:, :hidden].contiguous()
+    return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], 1)
