@@ -26,10 +26,7 @@ class Fp8Rows(NamedTuple):
     @classmethod
     def split(cls, data: torch.Tensor, hidden: int) -> Fp8Rows:
         """Read rows of `quantised`."""
-        values, scales = (
-            part.clone(memory_format=torch.contiguous_format) for part in (data[:, :hidden], data[:, hidden:])
-        )
-        return cls(values.view(torch.float8_e4m3fn), scales.view(torch.float32))
+        return cls(_as(data[:, :hidden], torch.float8_e4m3fn), _as(data[:, hidden:], torch.float32))
 
     def dequantised(self) -> torch.Tensor:
         """Return the rows as float32."""
@@ -39,8 +36,13 @@ class Fp8Rows(NamedTuple):
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
     """Return FP8 values and, behind them, scales of each row: uint8[n, hidden + 4 * scales]."""
-    num, hidden = x.shape
-    blocks = torch.nn.functional.pad(x.detach().float(), (0, -hidden % _BLOCK)).view(num, -1, _BLOCK)
+    padded = torch.nn.functional.pad(x.detach().float(), (0, -x.shape[1] % _BLOCK))
+    blocks = padded.unflatten(1, (-1, _BLOCK))
     scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
-    values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(num, -1)[:, :hidden].contiguous()
-    return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], 1)
+    values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]]
+    return torch.cat([_as(values, torch.uint8), _as(scales, torch.uint8)], 1)
+
+
+def _as(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of `data` as `dtype`. Unlike `contiguous`, this also sets strides of empty tensors."""
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)

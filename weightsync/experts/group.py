@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from weightsync.experts.routing import Routing
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@dataclass(eq=False)
 class ExpertGroup:
     """One rank's end of a layer's experts, which are on several ranks.
 
@@ -26,69 +28,51 @@ class ExpertGroup:
     and call it in the same order, also backwards.
 
     Attributes:
-        rank: this rank.
-        num_ranks: all ranks.
-        num_local_experts: L, the experts of each rank.
-        capacity: rows of `dispatch`, the same number in every call.
+        mover: moves rows between the ranks.
+        num_experts: experts of all ranks together, a multiple of the number of ranks.
+        top_k: experts per token, at most.
+        hidden: elements of a token.
+        max_tokens: tokens of a rank in a call, at most. Ranks may have different numbers of tokens.
+        dtype: the dtype of tokens, and of rows without `fp8`.
+        alignment: an expert's first row is a multiple of it, for grouped GEMMs.
+        capacity: rows of `dispatch`, a multiple of `alignment`. By default every choice of experts fits.
+        drops: True to leave out rows that do not fit, the last ones in the order of rows. By default every
+            rank raises a ConfigError.
+        fp8: rows are `Fp8Rows`, without gradients.
+        check: compare ids and capacity in each dispatch, for which the CPU waits for a GPU. Without it, ids
+            out of range count as no expert.
+
+    Raises ConfigError: a setting is not valid, or not the same on all ranks.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        *,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16,
-        alignment: int = 1,
-        capacity: int | None = None,
-        drops: bool = False,
-        fp8: bool = False,
-        check: bool = True,
-    ) -> None:
-        """
-        Args:
-            mover: moves rows between the ranks.
-            num_experts: experts of all ranks together, a multiple of the number of ranks.
-            top_k: experts per token, at most.
-            hidden: elements of a token.
-            max_tokens: tokens of a rank in a call, at most. Ranks may have different numbers of tokens.
-            dtype: the dtype of tokens, and of rows without `fp8`.
-            alignment: an expert's first row is a multiple of it, for grouped GEMMs.
-            capacity: rows of a rank, a multiple of `alignment`. By default every choice of experts fits.
-            drops: True to leave out rows that do not fit, the last ones in the order of rows. By default
-                every rank raises a ConfigError.
-            fp8: rows are `Fp8Rows`, without gradients.
-            check: compare ids and capacity in each dispatch, for which the CPU waits for a GPU. Without it,
-                ids out of range count as no expert.
+    mover: Mover
+    _: KW_ONLY
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    alignment: int = 1
+    capacity: int = 0
+    drops: bool = False
+    fp8: bool = False
+    check: bool = True
 
-        Raises ConfigError: a setting is not valid, or not the same on all ranks.
-        """
-        for name, value in (("hidden", hidden), ("max_tokens", max_tokens), ("alignment", alignment)):
-            if value < 1:
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden", "max_tokens", "alignment"):
+            if (value := getattr(self, name)) < 1:
                 raise ConfigError(name, value, "give 1 or more")
-        if num_experts < 1 or num_experts % mover.num_ranks:
-            nearest = max(1, round(num_experts / mover.num_ranks)) * mover.num_ranks
-            raise ConfigError(
-                "num_experts", num_experts, f"give a multiple of {mover.num_ranks} ranks: {nearest}"
-            )
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError("top_k", top_k, f"give 1 to {num_experts}")
-        if dtype not in DTYPES:
-            raise ConfigError("dtype", dtype, f"give one of {', '.join(map(str, DTYPES))}")
-        self.num_local_experts = num_experts // mover.num_ranks
-        worst = worst_capacity(mover.num_ranks, max_tokens, top_k, self.num_local_experts, alignment)
-        self.capacity = worst if capacity is None else capacity
-        if self.capacity < 1 or self.capacity % alignment:
-            nearest = max(1, round(self.capacity / alignment)) * alignment
-            raise ConfigError("capacity", self.capacity, f"give a multiple of alignment: {nearest}")
-        if self.capacity < worst and not (drops or check):
-            raise ConfigError("check", check, f"give True, drops=True, or a capacity of {worst} or more")
-        self._mover, self.rank, self.num_ranks = mover, mover.rank, mover.num_ranks
-        self._num_experts, self._top_k, self._hidden, self._dtype = num_experts, top_k, hidden, dtype
-        self._max_tokens, self._alignment, self._drops = max_tokens, alignment, drops
-        self._fp8, self._check = fp8, check
+        _check_multiple("num_experts", self.num_experts, self.mover.num_ranks, "the number of ranks")
+        if self.top_k > self.num_experts:
+            raise ConfigError("top_k", self.top_k, f"give num_experts, {self.num_experts}, or less")
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"give one of {', '.join(map(str, DTYPES))}")
+        num_ranks, num_local = self.mover.num_ranks, self.num_experts // self.mover.num_ranks
+        worst = worst_capacity(num_ranks, self.max_tokens, self.top_k, num_local, self.alignment)
+        self.capacity = self.capacity or worst
+        _check_multiple("capacity", self.capacity, self.alignment, "alignment")
+        if self.capacity < worst and not (self.drops or self.check):
+            raise ConfigError("check", False, f"give True, drops=True, or a capacity of {worst} or more")
         self._agree()
 
     def dispatch(
@@ -112,10 +96,10 @@ class ExpertGroup:
         """
         self._check_tokens(x, topk_ids, topk_weights)
         routing = self._route(topk_ids, topk_weights)
-        if self._fp8:
-            rows: Any = Fp8Rows.split(self._mover.spread(quantised(x), routing), self._hidden)
+        if self.fp8:
+            rows: Any = Fp8Rows.split(self.mover.spread(quantised(x), routing), self.hidden)
         else:
-            rows = _Dispatch.apply(x, self._mover, routing)  # type: ignore[no-untyped-call]
+            rows = _Dispatch.apply(x, self.mover, routing)  # type: ignore[no-untyped-call]
         return rows, routing.counts, routing
 
     def combine(self, rows: torch.Tensor, handle: Routing) -> torch.Tensor:
@@ -128,58 +112,49 @@ class ExpertGroup:
             ConfigError: the shape or the dtype of `rows`.
             DeadlineError, PeerLostError, TransportError: a rank is late or lost.
         """
-        _check("rows", rows, (self.capacity, self._hidden), self._dtype)
-        tokens: torch.Tensor = _Combine.apply(rows, handle.topk_weights, self._mover, handle)  # type: ignore[no-untyped-call]
+        _check("rows", rows, (self.capacity, self.hidden), self.dtype)
+        tokens: torch.Tensor = _Combine.apply(rows, handle.topk_weights, self.mover, handle)  # type: ignore[no-untyped-call]
         return tokens
 
     def _route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Routing:
         """Exchange ids and weights, and plan."""
-        part = torch.full((self._max_tokens, 2 * self._top_k), -1, device=topk_ids.device)
+        part = torch.full((self.max_tokens, 2 * self.top_k), -1, device=topk_ids.device)
         part[: len(topk_ids)] = torch.cat(
             [topk_ids.long(), topk_weights.detach().double().view(torch.int64)], 1
         )
-        told = self._mover.gather(part)
-        every_id, words = told[..., : self._top_k], told[..., self._top_k :]
-        weights = words.view(torch.float64).to(torch.promote_types(self._dtype, torch.float32))
-        if self._check:
-            check_ids(every_id, self._num_experts)
-        routes = Routes.plan(every_id, self._num_experts, self._alignment, self.capacity)
-        if self._check and not self._drops:
+        told = self.mover.gather(part)
+        every_id, words = told[..., : self.top_k], told[..., self.top_k :]
+        weights = words.view(torch.float64).to(torch.promote_types(self.dtype, torch.float32))
+        if self.check:
+            check_ids(every_id, self.num_experts)
+        routes = Routes.plan(every_id, self.num_experts, self.alignment, self.capacity)
+        if self.check and not self.drops:
             check_fits(routes, self.capacity)
-        return Routing(self.rank, self.capacity, routes, weights, topk_weights)
+        return Routing(self.mover.rank, self.capacity, routes, weights, topk_weights)
 
     def _check_tokens(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        if len(x) > self._max_tokens:
-            raise ConfigError("x", len(x), f"give at most max_tokens, {self._max_tokens} tokens")
-        _check("x", x, (len(x), self._hidden), self._dtype)
+        if len(x) > self.max_tokens:
+            raise ConfigError("x", len(x), f"give at most max_tokens, {self.max_tokens} tokens")
+        _check("x", x, (len(x), self.hidden), self.dtype)
         for name, given in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            _check(name, given, (len(x), self._top_k))
+            _check(name, given, (len(x), self.top_k))
             if given.is_floating_point() != (name == "topk_weights"):
                 kind = "floats" if name == "topk_weights" else "integers"
                 raise ConfigError(name, given.dtype, f"give {kind}")
-        if self._fp8 and x.requires_grad:
+        if self.fp8 and x.requires_grad:
             raise ConfigError("x", "requires_grad", "FP8 rows have no gradients: give x.detach()")
 
     def _agree(self) -> None:
         """Raise ConfigError if ranks have different settings."""
-        settings = {
-            "num_experts": self._num_experts,
-            "top_k": self._top_k,
-            "hidden": self._hidden,
-            "max_tokens": self._max_tokens,
-            "dtype": DTYPES.index(self._dtype),
-            "alignment": self._alignment,
-            "capacity": self.capacity,
-            "drops": self._drops,
-            "fp8": self._fp8,
-            "check": self._check,
-        }
-        told = self._mover.gather(torch.tensor([[*map(int, settings.values())]]))[:, 0].tolist()
+        names = [each.name for each in fields(self)][1:]
+        settings = [getattr(self, name) for name in names]
+        numbers = [DTYPES.index(each) if isinstance(each, torch.dtype) else int(each) for each in settings]
+        told = self.mover.gather(torch.tensor([numbers], device=self.mover.device))[:, 0].tolist()
         for rank, theirs in enumerate(told):
-            for (name, mine), other in zip(settings.items(), theirs, strict=True):
+            for name, setting, mine, other in zip(names, settings, numbers, theirs, strict=True):
                 if mine != other:
-                    both = [DTYPES[each] if name == "dtype" else each for each in (mine, other)]
-                    raise ConfigError(name, both[0], f"rank {rank} has {both[1]}: give all ranks the same")
+                    shown = DTYPES[other] if name == "dtype" else other
+                    raise ConfigError(name, setting, f"rank {rank} has {shown}: give all ranks the same")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -231,3 +206,9 @@ def _check(name: str, given: torch.Tensor, shape: tuple[int, int], dtype: torch.
         raise ConfigError(name, tuple(given.shape), f"give {list(shape)}")
     if dtype and given.dtype != dtype:
         raise ConfigError(name, given.dtype, f"give {dtype}, or make the group with the other dtype")
+
+
+def _check_multiple(name: str, value: int, unit: int, what: str) -> None:
+    if value % unit:
+        nearest = max(1, round(value / unit)) * unit
+        raise ConfigError(name, value, f"give a multiple of {what}, {unit}, such as {nearest}")

@@ -23,10 +23,12 @@ class Mover(ABC):
     Attributes:
         rank: this rank.
         num_ranks: all ranks.
+        device: where the ranks compare settings.
     """
 
     rank: int
     num_ranks: int
+    device = torch.device("cpu")
 
     @abstractmethod
     def exchange(self, sent: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,9 @@ class MessageMover(Mover):
     The CPU waits for the numbers of rows, so this cannot be captured in a CUDA graph.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: str | torch.device = "cpu") -> None:
+        """`device`: the device of the tokens, such as ``"cuda"`` for NCCL."""
+        self.device = torch.device(device)
         self._group, self.rank, self.num_ranks = group, group.rank(), group.size()
 
     def exchange(self, sent: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,8 @@ class SharedMemoryMover(Mover):
 
     def _grow(self, nbytes: int) -> None:
         """All ranks do this in the same call: they need as many bytes."""
+        self._signals.send()
+        self._signals.wait()  # the group would not name a rank that is late
         own = SharedBuffer.create(nbytes)
         handles = _told(self._messages, own.handle)
         before = self._memory
