@@ -37,7 +37,7 @@ class Fp8Rows(NamedTuple):
 def quantised(x: torch.Tensor) -> torch.Tensor:
     """Return FP8 values and, behind them, scales of each row: uint8[n, hidden + 4 * scales]."""
     padded = torch.nn.functional.pad(x.detach().float(), (0, -x.shape[1] % _BLOCK))
-    blocks = padded.unflatten(1, (-1, _BLOCK))
+    blocks = padded.view(len(x), padded.shape[1] // _BLOCK, _BLOCK)
     scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
     values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]]
     return torch.cat([_as(values, torch.uint8), _as(scales, torch.uint8)], 1)

@@ -46,11 +46,11 @@ class ExpertGroup:
     """
 
     mover: Mover
-    _: KW_ONLY
     num_experts: int
     top_k: int
     hidden: int
     max_tokens: int
+    _: KW_ONLY
     dtype: torch.dtype = torch.bfloat16
     alignment: int = 1
     capacity: int = 0

@@ -9,7 +9,7 @@ import torch
 from weightsync.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Routes:
     """Rows of R ranks for T tokens per rank with K experts per token. Every rank plans the same.
 

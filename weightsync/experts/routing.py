@@ -10,7 +10,7 @@ import torch
 from weightsync.experts.routes import Routes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What `combine` needs of a dispatch. Counts and offsets stay on the device.
 

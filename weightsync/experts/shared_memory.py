@@ -35,7 +35,7 @@ class SharedMemoryMover(Mover):
             group: the ranks, by which they find each other: gloo, or gloo and NCCL. Tokens do not use it.
             timeout_s: the longest wait for another rank in an exchange.
 
-        Raises ConfigError on all ranks: names ranks that are not on one host, or of another user.
+        Raises ConfigError on all ranks: names ranks of other hosts, or of other users.
         """
         self._messages = MessageMover(group)
         self.rank, self.num_ranks = self._messages.rank, self._messages.num_ranks
@@ -113,16 +113,16 @@ class _Signals:
         self._seen = [0] * messages.num_ranks
         if apart:
             self.close()
-            raise ConfigError("group", apart, "these ranks are on another host, or of another user")
+            raise ConfigError(
+                "group", apart, "these ranks do not reach each other's memory: use MessageMover"
+            )
 
     def send(self) -> None:
-        """Send a signal to all peers. Raises PeerLostError."""
+        """Send a signal to all peers. A peer that has ended may have needed none: `wait` finds out."""
         self._num_sent += 1
         for peer in self._peers:
-            try:
+            with suppress(BrokenPipeError):
                 os.write(self._out[peer], b"\0")
-            except BrokenPipeError as error:
-                raise PeerLostError(f"rank {peer}", "its process has ended, or closed its mover") from error
 
     def wait(self) -> None:
         """Wait until all peers have sent as many signals as this rank.

@@ -160,9 +160,13 @@ def test_a_rank_gets_a_token_once(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(sent) == [10, 12, 12, 12]  # tokens; and ids, which all ranks get, padded to 6 tokens
 
 
-def test_the_planner_reads_no_value_back() -> None:
-    routes = Routes.plan(torch.empty(4, 16, 3, dtype=torch.int64, device="meta"), 8, 4, 96)
-    assert routes.row.shape == (4, 16, 3)
+def test_plans_copies_and_sums_read_no_value_back() -> None:
+    """Tensors of this device have no values."""
+    ids, rows = torch.empty(4, 16, 3, dtype=torch.int64, device="meta"), torch.empty(96, 8, device="meta")
+    routing = Routing(1, 96, Routes.plan(ids, 8, 4, 96), ids.float(), ids.float()[1])
+    assert routing.placed(torch.empty(4, 16, 8, device="meta")).shape == rows.shape
+    assert routing.partial_sums(rows, routing.weights).shape == (4, 16, 8)
+    assert routing.dropped.shape == (16, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

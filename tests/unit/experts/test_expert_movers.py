@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.expert_ranks import MOVERS, in_threads, movers
 from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, TransportError
-from weightsync.experts import Mover
+from weightsync.experts import Mover, SharedMemoryMover
 
 
 def exchanged(
@@ -94,9 +94,21 @@ def test_a_rank_that_ends_is_noticed_before_the_deadline() -> None:
     assert time.monotonic() - begun < patient(10)
 
 
+def test_a_rank_may_close_its_mover_once_it_has_all_rows() -> None:
+    with movers("shared memory", 3) as ends:
+        for _ in range(20):
+            in_threads(lambda end: end.gather(torch.zeros(1, 1)), ends)
+
+        def last(end: SharedMemoryMover) -> None:
+            end.gather(torch.ones(1, 1))
+            end.close()
+
+        in_threads(last, ends)
+
+
 def test_ranks_that_cannot_map_each_others_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
-    problem = r"group: \[0, 1\] is not valid; these ranks are on another host"
+    problem = r"group: \[0, 1\] is not valid; these ranks do not reach .* use MessageMover"
     with pytest.raises(ConfigError, match=problem), movers("shared memory", 2):
         pass
 
