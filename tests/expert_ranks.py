@@ -42,9 +42,11 @@ def movers(kind: str, num_ranks: int, timeout_s: float | None = None) -> Iterato
         yield [MessageMover(group) for group in groups]
         return
     made = in_threads(lambda group: SharedMemoryMover(group, timeout_s), groups)
-    yield made
-    for each in made:
-        each.close()
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int) -> dist.ProcessGroup:

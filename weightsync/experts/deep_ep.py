@@ -1,6 +1,6 @@
 """DeepEP V1's `Buffer`, for calls of normal mode: change the import.
 
-    from weightsync.experts.deep_ep import Buffer, Config, EventOverlap
+    from weightsync.experts.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
 As with DeepEP, a token arrives once per rank, by source rank and token, not by expert, and `combine` applies
 no weights. All calls are synchronous: events are over, and settings of kernels have no effect.
@@ -18,6 +18,10 @@ from weightsync.experts.movers import MessageMover, Mover
 
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """Rows, or FP8 rows with scales."""
+
+
+class EventHandle:
+    """An event of DeepEP, without effect."""
 
 
 class EventOverlap:
@@ -70,10 +74,12 @@ class Buffer:
         group: dist.ProcessGroup | Mover,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
-        **settings: object,
+        low_latency_mode: bool = False,
+        *_: object,
+        **__: object,
     ) -> None:
-        """Other settings of DeepEP have no effect, except for `low_latency_mode`, which is refused."""
-        if settings.get("low_latency_mode"):
+        """Other settings of DeepEP have no effect. `low_latency_mode` is refused."""
+        if low_latency_mode:
             raise ConfigError("low_latency_mode", True, "give False: only normal mode is here")
         self._mover = group if isinstance(group, Mover) else MessageMover(group)
         self.rank, self.group_size = self._mover.rank, self._mover.num_ranks
@@ -103,7 +109,9 @@ class Buffer:
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Return tokens per rank, None, tokens per expert, and which rank needs which token: bool[T, R]."""
         if num_experts % self.group_size:
-            raise ConfigError("num_experts", num_experts, f"give a multiple of {self.group_size} ranks")
+            raise ConfigError(
+                "num_experts", num_experts, f"give a multiple of the number of ranks, {self.group_size}"
+            )
         owner = topk_idx.div(num_experts // self.group_size, rounding_mode="floor")  # -1 stays -1
         needed = (owner[..., None] == torch.arange(self.group_size, device=owner.device)).any(1)
         chosen = topk_idx[..., None] == torch.arange(num_experts, device=topk_idx.device)
@@ -172,8 +180,8 @@ class Buffer:
         rows = [self._rows(each, handle, num_worst_tokens) for each in parts]
         return (
             tuple(rows) if isinstance(x, tuple) else rows[0],
-            local if top_k else None,
-            weights if top_k else None,
+            None if topk_idx is None else local,
+            None if topk_weights is None else weights,
             [] if num_worst_tokens else aligned.tolist(),
             handle,
             EventOverlap(),

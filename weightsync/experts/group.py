@@ -14,7 +14,7 @@ from weightsync.experts.movers import Mover
 from weightsync.experts.routes import Routes, check_fits, check_ids, worst_capacity
 from weightsync.experts.routing import Routing
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(eq=False)
@@ -65,8 +65,8 @@ class ExpertGroup:
         _check_multiple("num_experts", self.num_experts, self.mover.num_ranks, "the number of ranks")
         if self.top_k > self.num_experts:
             raise ConfigError("top_k", self.top_k, f"give num_experts, {self.num_experts}, or less")
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"give one of {', '.join(map(str, DTYPES))}")
+        if self.dtype not in _DTYPES:
+            raise ConfigError("dtype", self.dtype, f"give one of {', '.join(map(str, _DTYPES))}")
         num_ranks, num_local = self.mover.num_ranks, self.num_experts // self.mover.num_ranks
         worst = worst_capacity(num_ranks, self.max_tokens, self.top_k, num_local, self.alignment)
         self.capacity = self.capacity or worst
@@ -148,12 +148,12 @@ class ExpertGroup:
         """Raise ConfigError if ranks have different settings."""
         names = [each.name for each in fields(self)][1:]
         settings = [getattr(self, name) for name in names]
-        numbers = [DTYPES.index(each) if isinstance(each, torch.dtype) else int(each) for each in settings]
+        numbers = [_DTYPES.index(each) if isinstance(each, torch.dtype) else int(each) for each in settings]
         told = self.mover.gather(torch.tensor([numbers], device=self.mover.device))[:, 0].tolist()
         for rank, theirs in enumerate(told):
             for name, setting, mine, other in zip(names, settings, numbers, theirs, strict=True):
                 if mine != other:
-                    shown = DTYPES[other] if name == "dtype" else other
+                    shown = _DTYPES[other] if name == "dtype" else other
                     raise ConfigError(name, setting, f"rank {rank} has {shown}: give all ranks the same")
 
 
@@ -183,18 +183,19 @@ class _Combine(torch.autograd.Function):
         routing: Routing,
     ) -> torch.Tensor:
         ctx.mover, ctx.routing = mover, routing
-        ctx.save_for_backward(rows)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(rows)
         return mover.collect(rows, routing, routing.weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         mover, routing = ctx.mover, ctx.routing
-        (rows,) = ctx.saved_tensors
         spread = mover.spread(grad, routing).to(routing.weights.dtype)
-        of_rows = (spread * routing.per_row(routing.weights)[:, None]).to(rows.dtype)
+        of_rows = (spread * routing.per_row(routing.weights)[:, None]).to(grad.dtype)
         if not ctx.needs_input_grad[1]:
             return of_rows, None, None, None
+        (rows,) = ctx.saved_tensors
         products = (spread * rows).sum(1).index_select(0, routing.mine.clamp(min=0).flatten())
         mine = torch.where(routing.mine >= 0, products.view_as(routing.mine), 0)
         parts = mover.exchange(mine, routing.receives, routing.sends)[:, : routing.num_tokens]
@@ -209,6 +210,6 @@ def _check(name: str, given: torch.Tensor, shape: tuple[int, int], dtype: torch.
 
 
 def _check_multiple(name: str, value: int, unit: int, what: str) -> None:
-    if value % unit:
+    if value < 1 or value % unit:
         nearest = max(1, round(value / unit)) * unit
         raise ConfigError(name, value, f"give a multiple of {what}, {unit}, such as {nearest}")

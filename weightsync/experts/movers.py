@@ -87,7 +87,7 @@ class LocalMover(Mover):
 
 
 class _Meeting:
-    """Where threads wait for each other."""
+    """A barrier of threads that knows which rank is missing."""
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self.given = [torch.empty(0)] * num_ranks

@@ -12,7 +12,7 @@ from weightsync.experts.routes import Routes
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What `combine` needs of a dispatch. Counts and offsets stay on the device.
+    """The handle of a dispatch, for `combine`. Counts and offsets stay on the device.
 
     Attributes:
         rank: this rank.

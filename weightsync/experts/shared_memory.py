@@ -18,15 +18,15 @@ from weightsync.memory.host import SharedBuffer
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_TOLD_NBYTES = 1024
+_MESSAGE_NBYTES = 8192
 
 
 class SharedMemoryMover(Mover):
     """Processes of one host. Tokens on a GPU go through the host's memory.
 
-    In an exchange a rank waits until its peers have read the previous rows, writes rows into its shared
-    memory, waits until the peers have written theirs, and copies what it needs from the peers' memory. So
-    nobody writes into the memory of another rank, and a rank that is late spoils nothing.
+    In an exchange a rank waits until its peers have read the previous rows, and writes rows into its shared
+    memory. Once the peers have written too, it copies the needed rows from the peers' memory. No rank writes
+    into another rank's memory, so that a late rank damages nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 60.0) -> None:
@@ -46,7 +46,7 @@ class SharedMemoryMover(Mover):
     def exchange(self, sent: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor) -> torch.Tensor:
         """See `Mover.exchange`."""
         if self._failed:
-            raise TransportError(f"an earlier exchange failed ({self._failed}): make new movers on all ranks")
+            raise TransportError(f"this mover has ended ({self._failed}): make new movers on all ranks")
         try:
             return self._exchange(sent, receives)
         except WeightSyncError as error:
@@ -55,6 +55,7 @@ class SharedMemoryMover(Mover):
 
     def close(self) -> None:
         """Unmap the memory. Peers that wait for this rank are told. Safe to call twice."""
+        self._failed = self._failed or TransportError("it was closed")
         self._signals.close()
         while self._memory:
             self._memory.pop().close()
@@ -74,11 +75,11 @@ class SharedMemoryMover(Mover):
         return received.to(sent.device)
 
     def _grow(self, nbytes: int) -> None:
-        """All ranks do this in the same call: they need as many bytes."""
+        """Replace the memory. All ranks do so in the same call, since they need as many bytes."""
         self._signals.send()
         self._signals.wait()  # the group would not name a rank that is late
         own = SharedBuffer.create(nbytes)
-        handles = _told(self._messages, own.handle)
+        handles = _gathered(self._messages, own.handle)
         before = self._memory
         self._memory = [
             own if rank == self.rank else SharedBuffer.open(handle) for rank, handle in enumerate(handles)
@@ -104,7 +105,7 @@ class _Signals:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(messages.num_ranks)]
         self._in, fds = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         names = [os.readlink(f"/proc/self/fd/{fd}") for fd in fds]
-        told = _told(messages, _Inboxes(os.getpid(), fds, names))
+        told = _gathered(messages, _Inboxes(os.getpid(), fds, names))
         self._out = [_opened(theirs, self._rank) for theirs in told]
         reached = torch.tensor([[fd >= 0 for fd in self._out]])
         apart = (~messages.gather(reached)[:, 0]).any(0).nonzero().flatten().tolist()  # all have opened now
@@ -167,9 +168,9 @@ def _opened(theirs: _Inboxes, rank: int) -> int:
     return -1
 
 
-def _told(messages: MessageMover, own: S) -> list[S]:
-    """Return what every rank tells."""
+def _gathered(messages: MessageMover, own: S) -> list[S]:
+    """Return a message from every rank."""
     data = msgspec.json.encode(own)
-    part = torch.frombuffer(bytearray(data.ljust(_TOLD_NBYTES)), dtype=torch.uint8)
+    part = torch.frombuffer(bytearray(data.ljust(_MESSAGE_NBYTES)), dtype=torch.uint8)
     told = messages.gather(part[None])[:, 0]
     return [msgspec.json.decode(bytes(each.tolist()), type=type(own)) for each in told]

@@ -16,7 +16,7 @@ from weightsync.experts.fp8 import Fp8Rows, quantised
 NUM_RANKS, NUM_EXPERTS, HIDDEN, ALIGNMENT = 4, 12, 256, 8
 
 
-@pytest.fixture(scope="module", params=["local", "messages"])
+@pytest.fixture(scope="module", params=["shared memory", "messages"])
 def buffers(request: pytest.FixtureRequest) -> Iterator[list[Buffer]]:
     with movers(request.param, NUM_RANKS) as ends:
         yield [Buffer(end, num_nvl_bytes=1 << 20) for end in ends]

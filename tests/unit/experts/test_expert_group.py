@@ -295,6 +295,7 @@ SETTINGS = {"num_experts": 4, "top_k": 2, "hidden": 4, "max_tokens": 6}
             "num_experts: 5 is not valid; give a multiple of the number of ranks, 2, such as 4",
         ),
         ({"top_k": 9}, "top_k: 9 is not valid; give num_experts, 4, or less"),
+        ({"capacity": -4}, "capacity: -4 is not valid; give a multiple of alignment, 1, such as 1"),
         ({"hidden": 0}, "hidden: 0 is not valid; give 1 or more"),
         ({"dtype": torch.int8}, "dtype: torch.int8 is not valid; give one of torch.bfloat16"),
         (

@@ -87,10 +87,12 @@ def test_a_rank_that_ends_is_noticed_before_the_deadline() -> None:
         def call(end: Mover) -> None:
             with pytest.raises(PeerLostError, match="rank 1 is gone"):
                 end.gather(torch.zeros(1, 1))
-            with pytest.raises(TransportError, match=r"earlier exchange failed \(rank 1 is gone.*new movers"):
+            with pytest.raises(TransportError, match=r"mover has ended \(rank 1 is gone.*new movers"):
                 end.gather(torch.zeros(1, 1))
 
         in_threads(call, [ends[0], ends[2]])
+        with pytest.raises(TransportError, match=r"mover has ended \(it was closed\): make new"):
+            ends[1].gather(torch.zeros(1, 1))
     assert time.monotonic() - begun < patient(10)
 
 
