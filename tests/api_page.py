@@ -10,11 +10,13 @@ import re
 from pathlib import Path
 
 import weightsync
+from weightsync import experts
 
 PAGE = Path(__file__).parents[1] / "docs/api.md"
 HEAD = """# API
 
-Made by `bash scripts/api` from docstrings. Import these names from `weightsync`; anything else may move.
+Made by `bash scripts/api` from docstrings. Import these names from `weightsync`, or `experts.…` from
+`weightsync.experts`; anything else may move.
 Methods whose names begin with `sync_` are called by `WeightSync` and are left out.
 """
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
@@ -84,10 +86,11 @@ def page() -> str:
     """Return the whole of docs/api.md."""
     names = [name for name in weightsync.__all__ if not name.startswith("_")]
     things = {name: getattr(weightsync, name) for name in names}
+    things |= {f"experts.{name}": getattr(experts, name) for name in experts.__all__}
     lines = [HEAD, "| name | what it is |", "|---|---|"]
     for name, thing in things.items():
         first = inspect.cleandoc(thing.__doc__).split("\n")[0].rstrip(":").replace("``", "`")
-        lines.append(f"| [`{name}`](#{name.lower()}) | {first} |")
+        lines.append(f"| [`{name}`](#{name.lower().replace('.', '')}) | {first} |")
     for name, thing in things.items():
         lines += ["", f"## {name}", "", signature(name, thing), "", *markdown(thing.__doc__)]
         for method, found in members(thing).items() if inspect.isclass(thing) else ():

@@ -6,7 +6,7 @@ knows Ray::
     recipes
     actors        plugins     testing       extend
     driver        holder      engines       sources
-    collectives   node
+    collectives   node          experts
     channel       readers     transports
     quantising    deltas
     memory        report
@@ -83,7 +83,7 @@ FLOORS = (
     ("weightsync.memory", "weightsync.report"),
     ("weightsync.quantising", "weightsync.deltas"),
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
-    ("weightsync.collectives", "weightsync.node"),
+    ("weightsync.collectives", "weightsync.experts", "weightsync.node"),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
     ("weightsync.testing", "weightsync.extend", "weightsync.actors"),
     ("weightsync.recipes", *PLUGINS),

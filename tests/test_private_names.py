@@ -28,6 +28,7 @@ THIRD_PARTY = {
     "_internal": "torch",
     "_k_scale_float": "vllm",
     "_keep_in_fp32_modules": "transformers",
+    "_register_backend": "torch",
     "_registry": "vllm",
     "_local_tensor": "torch",
     "_modules": "torch",
