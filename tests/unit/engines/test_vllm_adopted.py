@@ -44,6 +44,9 @@ class FakeVllm:
     async def resume_generation(self) -> None:
         self.paused = False
 
+    async def is_paused(self) -> bool:
+        return self.paused
+
     async def collective_rpc(self, method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
         if self.errored:
             raise RuntimeError("EngineCore encountered an issue")
@@ -81,6 +84,21 @@ def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
     engine.resume(7)
     assert (llm.paused, engine.serving()) == (False, 7)
     engine.check()
+
+
+def test_one_that_others_resumed_while_it_was_written_does_not_serve(adopted) -> None:
+    llm, engine = adopted
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.pause("keep", patient(1))
+    engine.load(1, patient(1))
+    llm.paused = False
+    with pytest.raises(StateError, match=r"engine e0: somebody resumed vLLM.*mix"):
+        engine.resume(1)
+    assert engine.serving() == 0
+    engine.pause("keep", patient(1))
+    engine.load(1, patient(1))
+    engine.resume(1)
+    assert engine.serving() == 1
 
 
 def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(adopted) -> None:

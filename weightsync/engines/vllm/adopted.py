@@ -12,7 +12,7 @@ from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
-from weightsync.errors import ConfigError, DeadlineError, PeerLostError
+from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.faults import Fault
 from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable
@@ -35,6 +35,7 @@ class AsyncVllm(Protocol):
     def wake_up(self, tags: list[str]) -> Coroutine[object, object, object]: ...
     def pause_generation(self, *, mode: str, clear_cache: bool) -> Coroutine[object, object, None]: ...
     def resume_generation(self) -> Coroutine[object, object, None]: ...
+    def is_paused(self) -> Coroutine[object, object, bool]: ...
     def collective_rpc(
         self, method: str, *, args: tuple[bytes, ...]
     ) -> Coroutine[object, object, list[bytes]]: ...
@@ -109,8 +110,15 @@ class AdoptedVllm(VllmRanks):
             await llm.pause_generation(mode=mode, clear_cache=True)
 
     def resume(self, version: int) -> None:
-        """Serve `version`. Raises StateError while the weights are dummies or a mix."""
+        """Serve `version`.
+
+        Raises StateError while the weights are dummies or a mix, and if somebody has resumed vLLM while they
+        were written.
+        """
         self.require_whole()
+        if not self._sleeps and not self._wait(self._llm.is_paused()):  # what wakes up resumes by itself
+            why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
+            raise StateError(f"engine {self._name}: {why}")
         self._wake(WEIGHTS, CACHES)
         if not self._sleeps or CACHES not in self.on_ranks("asleep")[0]:  # else vLLM resumes when they wake
             self._wait(self._llm.resume_generation())
