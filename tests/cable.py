@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from types import TracebackType
 
+from tests.patience import patient
+
 
 class Cable:
     """Carries connections to an endpoint. Bytes that it holds back are lost if it is cut.
@@ -19,7 +21,7 @@ class Cable:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host, self._port, self._num_dials = host, int(port), 0
         self.recorded = bytearray()
-        self._carries = asyncio.Event()
+        self._carries, self._holds = asyncio.Event(), asyncio.Event()
         self._carries.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -42,6 +44,11 @@ class Cable:
     def hold(self) -> None:
         """Hold back all bytes, as a link that is down."""
         self._carries.clear()
+        self._holds.clear()
+
+    async def holds_some(self) -> None:
+        """Wait for bytes that are held back."""
+        await asyncio.wait_for(self._holds.wait(), patient(10))
 
     def let_go(self) -> None:
         """Carry bytes again, first those that were held back."""
@@ -72,6 +79,8 @@ class Cable:
         try:
             with suppress(ConnectionError):
                 while data := await reader.read(1 << 16):
+                    if not self._carries.is_set():
+                        self._holds.set()
                     await self._carries.wait()
                     record += data
                     writer.write(data)

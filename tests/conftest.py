@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -21,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # Ray starts workers at niceness 15, with which they hardly run on a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# A script's shell starts background jobs with SIGINT ignored, which tests of Ctrl-C then wait for in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples share the machine with other processes, so their duration says nothing about our code.
 settings.register_profile(

@@ -35,7 +35,7 @@ from weightsync.protocol.handles import BufferHandle
 from weightsync.protocol.messages import Attached, PublishReport, PublishTask
 from weightsync.protocol.peers import EnginePeer, SharedPlan, TrainerPeer
 
-_LONG_S = 0.01
+LONG_S = 0.01
 """How long a trainer may publish before Ray is called, too."""
 
 
@@ -218,7 +218,7 @@ class _Trainer(Remote):
         assert self.node
         called = asyncio.ensure_future(self.node.call("publish_in_place", task, ticket))
         called.add_done_callback(no_log)
-        done, _ = await asyncio.wait([called], timeout=_LONG_S)
+        done, _ = await asyncio.wait([called], timeout=LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
 

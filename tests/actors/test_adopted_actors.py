@@ -16,6 +16,7 @@ import ray
 import torch
 from transformers import Qwen3Config
 
+from tests.fleets import zygote
 from tests.fleets.actors import until
 from tests.fleets.foreign_actors import (
     AsyncEngine,
@@ -125,7 +126,8 @@ def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path
 def test_weights_that_others_put_to_sleep_are_not_written_until_others_wake_them(tmp_path: Path) -> None:
     save_config(tmp_path)
     trainer = ray.remote(num_cpus=0)(TransformersTrainer).remote(str(tmp_path))
-    engine = ray.remote(num_cpus=0)(DozingRollout).remote(str(tmp_path))
+    imported = {"env_vars": {zygote.IMPORTS: "vllm"}}
+    engine = ray.remote(num_cpus=0, runtime_env=imported)(DozingRollout).remote(str(tmp_path))
     prompt = [1, 2, 3], 8
     with WeightSync(replace(CONFIG, connect_timeout_s=patient(120), heal_attempts=0)) as sync:
         sync.register_trainers([trainer], model="actor.model")

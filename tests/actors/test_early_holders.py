@@ -63,7 +63,7 @@ def started(before: set[int], number: int) -> bool:
     """Whether `number` processes are there in time that were not `before`, and no more a moment later."""
     if not until(lambda: len(holders() - before) == number, patient(60)):
         return False
-    time.sleep(0.5)
+    time.sleep(0.2)
     return len(holders() - before) == number
 
 
@@ -241,22 +241,33 @@ def test_a_transport_that_no_trainer_can_have_is_refused_as_before(
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(10), connect_timeout_s=patient(30))
 WIDE = 64
-SLOW_S = patient(1)
 THERE = "memory for copies is there after"
 
 
 class Rig:
-    """A trainer and two engines, connected, and a fault of the trainer's holder from the next connect on."""
+    """A trainer and two engines, connected."""
 
-    def __init__(self, action: Any) -> None:
+    def __init__(self) -> None:
         self.trainer = spawn(Trainer, WIDE, "t")
         self.sync = WeightSync(CONFIG)
         self.sync.register_trainers([self.trainer])
         self.sync.register_engines({name: spawn(Engine, WIDE, name, name) for name in ("e0", "e1")})
         self.sync.connect()
         self.sync.settle(patient(10))
-        fault = Fault(process="holder 0", action=action, at="reserve", seconds=SLOW_S)
-        self.sync.inject(FaultPlan((fault,)))
+
+    def wait_for(self, file: Path) -> None:
+        """Have the trainer's holder wait for a file before it allocates memory, from now on."""
+
+        def wait(holder: Any) -> None:
+            reserve = holder.reserve
+
+            def late(*args: object) -> object:
+                assert until(file.exists, patient(60))
+                return reserve(*args)
+
+            holder.reserve = late
+
+        ray.get(self.sync.holders()["holder 0"].__ray_call__.remote(wait))
 
     def update(self, version: int) -> None:
         ray.get(self.trainer.train.remote(version))
@@ -273,17 +284,26 @@ class Rig:
 
 
 @pytest.fixture
-def slow(caplog: pytest.LogCaptureFixture) -> Iterator[Rig]:
+def go(tmp_path: Path) -> Path:
+    """The file for which the holder of `slow` waits."""
+    return tmp_path / "go"
+
+
+@pytest.fixture
+def slow(caplog: pytest.LogCaptureFixture, go: Path) -> Iterator[Rig]:
     caplog.set_level(logging.INFO, "weightsync")
-    rig = Rig("slow")
+    rig = Rig()
     assert caplog.text.count(THERE) == 1
     gc.collect()  # asyncio logs a task that nobody asked for its error when it goes
     caplog.clear()
+    rig.wait_for(go)
     yield rig
     rig.sync.close()
 
 
-def test_connect_and_updates_do_not_wait_and_settle_does(slow: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_connect_and_updates_do_not_wait_and_settle_does(
+    slow: Rig, caplog: pytest.LogCaptureFixture, go: Path
+) -> None:
     slow.sync.connect()
     for version in (1, 2, 3):
         slow.update(version)
@@ -291,16 +311,18 @@ def test_connect_and_updates_do_not_wait_and_settle_does(slow: Rig, caplog: pyte
     assert THERE not in caplog.text
     with pytest.raises(DeadlineError, match=r"copying the committed version: no answer .* from holders"):
         slow.sync.settle(0.01)
+    go.touch()
     slow.sync.settle(patient(20))
-    (line,) = (each.getMessage() for each in caplog.records if THERE in each.getMessage())
-    assert float(line.split()[-2]) >= SLOW_S
+    assert caplog.text.count(THERE) == 1
     assert slow.is_filled_again()
 
 
 def test_a_fleet_that_connects_again_meanwhile_keeps_versions(
-    slow: Rig, caplog: pytest.LogCaptureFixture
+    slow: Rig, caplog: pytest.LogCaptureFixture, go: Path
 ) -> None:
     slow.sync.connect()
+    assert THERE not in caplog.text
+    threading.Timer(0.2, go.touch).start()
     slow.sync.connect()
     slow.update(1)
     slow.sync.settle(patient(20))
@@ -309,9 +331,13 @@ def test_a_fleet_that_connects_again_meanwhile_keeps_versions(
     assert slow.is_filled_again()
 
 
-def test_an_engine_that_joins_meanwhile_is_filled(slow: Rig) -> None:
+def test_an_engine_that_joins_meanwhile_is_filled(
+    slow: Rig, caplog: pytest.LogCaptureFixture, go: Path
+) -> None:
     slow.sync.connect()
     slow.update(1)
+    assert THERE not in caplog.text
+    threading.Timer(0.2, go.touch).start()
     report = slow.sync.add_engine("e2", spawn(Engine, WIDE, "e2", "e2"))
     assert report is not None
     assert report.engines == {"e0": 1, "e1": 1, "e2": 1}
@@ -330,8 +356,9 @@ def test_who_leaves_meanwhile_leaves_nothing_behind(slow: Rig, caplog: pytest.Lo
 
 
 def test_a_holder_that_ends_meanwhile_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig("kill")
+    rig = Rig()
     with rig.sync as sync:
+        sync.inject(FaultPlan((Fault(process="holder 0", action="kill", at="reserve"),)))
         sync.connect()
         sync.settle(patient(20))
         assert "not every holder can keep versions" in caplog.text

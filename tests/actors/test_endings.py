@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -33,11 +34,13 @@ from weightsync.actors.ray.process import end_process
         pytest.param("kill -9", "connecting", marks=pytest.mark.faults),
     ],
 )
-def test_nothing_is_left(ending: str, how: str) -> None:
-    mark, before = uuid.uuid4().hex, our_files()
+def test_nothing_is_left(ending: str, how: str, tmp_path: Path) -> None:
+    # Of its own: other tests leave files for as long as they run.
+    own = {"TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir()}
+    mark, before = uuid.uuid4().hex, our_files(str(tmp_path))
     with subprocess.Popen(
         [sys.executable, "-m", "tests.fleets.driver", how],
-        env=os.environ | {MARK: mark},
+        env=os.environ | {MARK: mark} | own,
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -54,7 +57,7 @@ def test_nothing_is_left(ending: str, how: str) -> None:
     while (left := processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    while (files := our_files() - before) and time.monotonic() < deadline:
+    while (files := our_files(str(tmp_path)) - before) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not files
 

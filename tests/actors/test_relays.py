@@ -36,7 +36,7 @@ from weightsync.errors import DeadlineError, PeerError, PeerLostError
 from weightsync.faults import Fault, FaultPlan
 
 WIDTH = 64
-TIMEOUT_S = patient(1)
+SHORT_S = patient(1)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,14 @@ def engine(cluster: None) -> Any:
 
 
 @pytest.fixture
-def sync(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightSync]:
+def sync(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[WeightSync]:
+    """A connected fleet, with the parameter as its deadline of an update."""
+    timeout_s = getattr(request, "param", patient(10))
     monkeypatch.setattr(publish_relay, "MAX_DIRECT_HOSTS", 0)
     forget([engine])
-    config = SyncConfig(bucket_bytes=8192, timeout_s=TIMEOUT_S, connect_timeout_s=patient(30))
+    config = SyncConfig(bucket_bytes=8192, timeout_s=timeout_s, connect_timeout_s=patient(30))
     with WeightSync(config) as sync:
         sync.register_trainers([spawn(Gated, WIDTH, f"s{rank}", str(tmp_path)) for rank in range(2)])
         sync.register_engines({"e0": engine})
@@ -78,20 +82,28 @@ def update(sync: WeightSync, version: int) -> None:
 
 
 def test_a_trainer_that_fails_is_told_under_its_name(sync: WeightSync, asked_directly: list[str]) -> None:
-    stopped = pid(sync.trainers()[1])
     update(sync, 1)
     inject(sync, "error", 2)
     with pytest.raises(PeerError, match=r"^trainer 1 failed: RuntimeError"):
         sync.update_weights(2)
-    inject(sync, "hang", 3)
-    with pytest.raises(DeadlineError) as late:
-        sync.update_weights(3)
-    assert late.value.args == ("publish", ("trainer 1",), TIMEOUT_S)
-    os.kill(stopped, signal.SIGCONT)
-    update(sync, 4)
-    inject(sync, "kill", 5)
+    update(sync, 3)
+    inject(sync, "kill", 4)
     with pytest.raises(PeerLostError, match=r"^trainer 1 is gone"):
-        sync.update_weights(5)
+        sync.update_weights(4)
+    assert asked_directly == []
+
+
+@pytest.mark.parametrize("sync", [SHORT_S], indirect=True)
+def test_a_trainer_that_is_stopped_is_told_under_its_name(
+    sync: WeightSync, asked_directly: list[str]
+) -> None:
+    stopped = pid(sync.trainers()[1])
+    inject(sync, "hang", 1)
+    with pytest.raises(DeadlineError) as late:
+        sync.update_weights(1)
+    assert late.value.args == ("publish", ("trainer 1",), SHORT_S)
+    os.kill(stopped, signal.SIGCONT)
+    update(sync, 2)
     assert asked_directly == []
 
 

@@ -66,7 +66,13 @@ class Fleet:
         ray.kill(self.actor)
 
 
-@pytest.fixture(params=["on the driver's host", "on another host", "on another host, with TLS"])
+@pytest.fixture(
+    params=[
+        "on the driver's host",
+        pytest.param("on another host", marks=pytest.mark.faults),
+        "on another host, with TLS",
+    ]
+)
 def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fleet]:
     apart = request.param != "on the driver's host"
     if apart and not can_be_apart():

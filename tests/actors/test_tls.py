@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from tests.certificates import expired_files, run_files
 from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.local_cluster import ROOT, forking_python
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 
@@ -58,7 +59,8 @@ class Fleet:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "weightsync.recipes.cli", "keys", tmp_path / "tls"], check=True)
+    command = [forking_python(), "-m", "weightsync.recipes.cli", "keys", tmp_path / "tls"]
+    subprocess.run(command, cwd=ROOT, check=True)
     return tmp_path / "tls"
 
 
@@ -73,19 +75,34 @@ def pid(actor: Any) -> int:
     return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
-def certificates(pids: Iterable[int]) -> Iterator[bytes]:
-    """Yield the certificates at ports of these processes that speak TLS."""
+async def certificate(host: str, port: int) -> bytes | None:
+    """Return the certificate that is shown at a port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    for each in [at for number in pids for at in psutil.Process(number).net_connections("tcp")]:
-        if each.status == psutil.CONN_LISTEN:
-            host = ray.util.get_node_ip_address() if each.laddr.ip in ("0.0.0.0", "::") else each.laddr.ip
-            try:
-                plain = socket.create_connection((host, each.laddr.port), 2)
-                with plain, context.wrap_socket(plain) as shaken:
-                    yield shaken.getpeercert(binary_form=True) or b""
-            except OSError:
-                continue
+    _, writer = await asyncio.open_connection(host, port, ssl=context)
+    writer.close()
+    shown: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    return shown
+
+
+async def show(own: bytes, pids: Iterable[int]) -> bool:
+    """Whether one of these processes has a port at which it shows a certificate: most ports say nothing."""
+    found = [at for number in pids for at in psutil.Process(number).net_connections("tcp")]
+    places = [each.laddr for each in found if each.status == psutil.CONN_LISTEN]
+    here = ray.util.get_node_ip_address()
+    asked = [
+        asyncio.create_task(certificate(here if ip in ("0.0.0.0", "::") else ip, port)) for ip, port in places
+    ]
+    for answer in asyncio.as_completed(asked, timeout=patient(10)):
+        with suppress(OSError):
+            if await answer == own:
+                break
+    else:
+        return False
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    return True
 
 
 def test_versions_arrive_and_a_killed_engine_is_filled(fleet: Fleet, folder: Path) -> None:
@@ -93,10 +110,9 @@ def test_versions_arrive_and_a_killed_engine_is_filled(fleet: Fleet, folder: Pat
     for version in (1, 2, 3):
         fleet.update(version)
     own = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
-    holders = map(pid, fleet.sync.holders().values())
-    drivers, meeting = {*certificates([os.getpid()])}, {*certificates(holders)}
-    assert own in drivers, "the driver's port for nodes speaks TLS"
-    assert own in meeting, "and so does the store where holders meet"
+    holders = [*map(pid, fleet.sync.holders().values())]
+    assert asyncio.run(show(own, [os.getpid()])), "the driver's port for nodes speaks TLS"
+    assert asyncio.run(show(own, holders)), "and so does the store where holders meet"
     os.kill(pid(fleet.engines["e1"]), signal.SIGKILL)
     report = fleet.sync.update_weights(4)
     assert report.engines["e0"] == 4

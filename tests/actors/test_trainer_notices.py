@@ -15,6 +15,7 @@ from tests.fleets.digesting import PLAN, Trainer
 from tests.fleets.gated_trainer import AnswersLate
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.ray import remote
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.remote import RemoteTrainer, remote_trainer
 from weightsync.errors import MovedError, PeerLostError
@@ -76,8 +77,11 @@ def test_the_driver_knows_before_publish_has_returned(tmp_path: Path) -> None:
     run(test, may_end)
 
 
-def test_an_idle_trainer_publishes_without_a_call_of_ray(tmp_path: Path) -> None:
+def test_an_idle_trainer_publishes_without_a_call_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (may_end := tmp_path / "may end").touch()
+    monkeypatch.setattr(remote, "LONG_S", patient(30))
 
     async def test(trainer: RemoteTrainer) -> None:
         await trainer.attach(PLAN, 0, None)

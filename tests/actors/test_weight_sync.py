@@ -19,7 +19,7 @@ import ray
 import torch
 
 from tests.fleets.actors import Engine, Modelless, Trainer, forget, spawn, until
-from tests.fleets.intercept import Call, intercept
+from tests.fleets.intercept import Call, held, intercept
 from tests.fleets.local_cluster import ROOT
 from tests.interrupts import interrupt_waiting_call
 from tests.patience import patient
@@ -141,9 +141,10 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     assert [*sync.holders()] == ["holder 0", "holder 1", "holder 2"]
     with pytest.raises(StateError, match="keeps the committed version"):
         sync.heal("e0")
-    first = sync.update_weights_async(1)
-    with pytest.raises(StateError, match="an update is running"):
-        sync.update_weights(2)
+    with held("pause"):
+        first = sync.update_weights_async(1)
+        with pytest.raises(StateError, match="an update is running"):
+            sync.update_weights(2)
     assert first.result(patient(10)).version == 1
     with pytest.raises(ConfigError, match="more than 1"):
         sync.update_weights(1)

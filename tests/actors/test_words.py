@@ -16,6 +16,7 @@ import ray
 
 from tests.fleets.actors import Engine, Trainer, forget, spawn, until
 from tests.fleets.far_engine import Far
+from tests.fleets.intercept import held
 from tests.fleets.own_driver import DrivingEngine, DrivingTrainer
 from tests.patience import patient
 from tests.terminal import Terminal
@@ -107,13 +108,14 @@ def test_a_loop_connects_and_awaits_updates_and_is_free_with_threads(sync: Weigh
         assert (await sync.update_weights_async()).version == 1
         with pytest.raises(ConfigError, match="version: 'x'"):
             await sync.update_weights_async("x")  # type: ignore[arg-type]
-        sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="commit", seconds=1.0),)))
         ticking = asyncio.create_task(tick())
-        update = await asyncio.to_thread(sync.update_weights_async, 2)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(update, 0.01)
+        with held("pause"):
+            update = await asyncio.to_thread(sync.update_weights_async, 2)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(update, 0.01)
+            while ticks <= 5:
+                await asyncio.sleep(0.01)
         assert (await update).version == sync.version == 2
-        assert ticks > 5
         ticking.cancel()
         await asyncio.to_thread(sync.connect)
         assert sync.update_weights().version == 3
@@ -138,12 +140,12 @@ def test_a_long_connect_shows_a_bar_on_a_terminal_alone(
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
     sync.connect()
-    sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="commit", seconds=2.0),)))
-    first = sync.update_weights_async()
-    second = sync.update_weights_async()
-    assert not first.done()
-    with pytest.raises(StateError, match="an update is running"):
-        second.result(0)
+    with held("pause"):
+        first = sync.update_weights_async()
+        second = sync.update_weights_async()
+        assert not first.done()
+        with pytest.raises(StateError, match="an update is running"):
+            second.result(0)
     assert first.result(patient(60)).version == 1
     assert sync.update_weights().version == 2
 

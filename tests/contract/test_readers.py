@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
 import secrets
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +104,15 @@ def rig(peers: list[Peer]) -> Iterator[Targets]:
 
 def whole(peer: Peer, target: int = 0) -> Read:
     return Read(f"peer {peer.key}", 0, target, 0, NBYTES)
+
+
+@pytest.mark.parametrize("way", ["zeromq", "curve"])
+def test_a_reader_that_nobody_closes_is_collected(rig: Targets, way: str) -> None:
+    """Else the collector of garbage would wait for the reader's sockets."""
+    offers = {f"peer {peer.key}": peer.offer(way) for peer in rig.peers}
+    reader = weakref.ref(open_reader([rig.buffer()], offers, may_map=False))
+    gc.collect()
+    assert reader() is None
 
 
 @pytest.mark.parametrize("way", WAYS)

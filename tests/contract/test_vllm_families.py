@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tests.models import build_tiny_qwen3
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.api import require_updatable
 from weightsync.errors import ConfigError
 
 pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]

@@ -13,13 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_processing,
-    initialize_online_processing,
-)
-from vllm.model_executor.utils import replace_parameter
 
 from tests.contract.sglang_online import Quantise, whole
 from tests.contract.sglang_quantised import PACKED
@@ -43,7 +36,13 @@ def otherwise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() / scale).to(FP8), scale.reshape(1)
 
 
-class Fp8PerTensorOnlineLinearMethod(QuantizeMethodBase):
+class Method:
+    """A method of vLLM's, which is imported on use."""
+
+    requires_device_loading, uses_meta_device = True, False
+
+
+class Fp8PerTensorOnlineLinearMethod(Method):
     """As vLLM's for ``quantization="fp8"``, without a ``quantization_config``."""
 
     def __init__(self, quantise: Quantise = whole) -> None:
@@ -56,7 +55,7 @@ class Fp8PerTensorOnlineLinearMethod(QuantizeMethodBase):
         )
         vars(weight).update(attributes)
         layer.register_parameter("weight", weight)
-        initialize_online_processing(layer)
+        begin_quantising(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, DONE, False):
@@ -75,7 +74,7 @@ class Fp8PerTensorOnlineLinearMethod(QuantizeMethodBase):
         raise NotImplementedError
 
 
-class Fp8OnlineMoEMethod(QuantizeMethodBase):
+class Fp8OnlineMoEMethod(Method):
     """As vLLM's of 0.24 for experts. `num_parts`: the ranks that have a part of each."""
 
     def __init__(self, quantise: Quantise = whole, num_parts: int = 1) -> None:
@@ -97,7 +96,7 @@ class Fp8OnlineMoEMethod(QuantizeMethodBase):
             stack = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
             vars(stack).update(attributes)
             layer.register_parameter(leaf, stack)
-        initialize_online_processing(layer)
+        begin_quantising(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, DONE, False):
@@ -125,6 +124,21 @@ class Fp8OnlineMoEMethod(QuantizeMethodBase):
 class UnquantizedLinearMethod: ...
 
 
+def begin_quantising(layer: Any) -> None:
+    """Have vLLM quantise a layer when all its weights have come."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+    QuantizeMethodBase.register(Method)
+    initialize_online_processing(layer)
+
+
+def replace_parameter(layer: Any, name: str, data: torch.Tensor) -> None:
+    from vllm.model_executor import utils
+
+    utils.replace_parameter(layer, name, data)
+
+
 class Linear(nn.Module):
     """A rank's part of a matrix, or of several: of their rows, or of the columns of `BY_COLUMNS`.
 
@@ -143,7 +157,7 @@ class Linear(nn.Module):
         }
         self.shapes = {name: self._part(name, shape) for name, shape in parts.items()}
         rows, columns = sum(each[0] for each in self.shapes.values()), next(iter(self.shapes.values()))[1]
-        if isinstance(method, QuantizeMethodBase):
+        if isinstance(method, Method):
             method.create_weights(self, rows, columns, weight_loader=self.weight_loader)  # type: ignore[arg-type]
         else:
             self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=torch.bfloat16), requires_grad=False)
@@ -223,6 +237,8 @@ class Online(nn.Module):
         whole_experts: bool = False,
     ) -> None:
         super().__init__()
+        from vllm.model_executor.model_loader import reload
+
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             named = named_tensors(AutoModelForCausalLM.from_config(config))[0]
@@ -253,7 +269,7 @@ class Online(nn.Module):
         for path, its in parts.items():
             method = UnquantizedLinearMethod() if path == IGNORED else self.method
             self._put(path, Linear(its, method, rank, num_ranks, copies))
-        record_metadata_for_reloading(self)
+        reload.record_metadata_for_reloading(self)
 
     def _put(self, path: str, module: nn.Module) -> None:
         *parents, last = path.strip(".").split(".")
@@ -290,6 +306,8 @@ class Online(nn.Module):
         return f"{holder}.{leaf}"
 
     def start(self, tensors: Mapping[str, torch.Tensor]) -> Online:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+
         with torch.no_grad():
             self.load_weights(tensors.items())
             finalize_layerwise_processing(self, SimpleNamespace(dtype=torch.bfloat16))  # type: ignore[arg-type]

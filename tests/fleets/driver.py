@@ -5,7 +5,6 @@ python -m tests.fleets.driver normal|forever|connecting
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import threading
@@ -20,8 +19,6 @@ from weightsync import SyncConfig, WeightSync
 
 
 def main(how: str) -> None:
-    # A shell that runs tests in the background has them ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     start_ray()
     engine = Deaf if how == "connecting" else Engine
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:

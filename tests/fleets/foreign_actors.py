@@ -86,6 +86,8 @@ class VllmRollout:
     worker = "weightsync.WeightSyncWorker"
 
     def __init__(self, path: str) -> None:
+        # On CPUs, vLLM starts a process for the worker, too, unless told that there are no other processes.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import AsyncEngineArgs, AsyncLLMEngine
 
         self.llm = AsyncLLMEngine.from_engine_args(
@@ -98,6 +100,7 @@ class VllmRollout:
                 max_model_len=64,
                 max_num_seqs=2,
                 kv_cache_memory_bytes=1 << 26,
+                distributed_executor_backend="uni",
                 worker_extension_cls=self.worker,
             )
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.patience import patient
 from weightsync.actors.ray.remote import Remote
 
 Call = Callable[..., Awaitable[Any]]
@@ -55,4 +58,24 @@ def names_called(method: str) -> Iterator[list[str]]:
     try:
         yield names
     finally:
+        undo()
+
+
+@contextmanager
+def held(method: str) -> Iterator[None]:
+    """Hold the driver's calls of `method` back until the end of the context."""
+    may_go = threading.Event()
+
+    def make(call: Call) -> Call:
+        async def late(remote: Remote, *args: object) -> Any:
+            await asyncio.to_thread(may_go.wait, patient(30))
+            return await call(remote, *args)
+
+        return late
+
+    undo = intercept(method, make)
+    try:
+        yield
+    finally:
+        may_go.set()
         undo()

@@ -24,9 +24,6 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def our_files() -> set[str]:
-    return {
-        str(path)
-        for folder in (tempfile.gettempdir(), "/dev/shm")
-        for path in Path(folder).glob("weightsync*")
-    }
+def our_files(temporary: str = tempfile.gettempdir()) -> set[str]:
+    """Return our files and folders in `temporary`, the TMPDIR of a run, and in /dev/shm."""
+    return {str(path) for folder in (temporary, "/dev/shm") for path in Path(folder).glob("weightsync*")}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import ray
 
 from tests.fleets import zygote, zygote_client
@@ -93,16 +94,17 @@ def forking_workers() -> Iterator[None]:
 
 
 def _start(deadline: float) -> None:
-    while not _starts(deadline):
-        ray.shutdown()
-        # The processes that Ray gave up on would warn wherever they are collected.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
+    # Processes that Ray gave up on would warn wherever they are collected.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        while not _starts(deadline):
+            ray.shutdown()
             gc.collect()
 
 
 def _starts(deadline: float) -> bool:
     """Whether Ray came in its own time; any other failure is raised, and this one too after `deadline`."""
+    before = {*psutil.Process().children()}
     try:
         ray.init(
             address="local",
@@ -114,5 +116,7 @@ def _starts(deadline: float) -> bool:
     except Exception as error:
         if TOO_LATE not in str(error) or time.monotonic() > deadline:
             raise
+        for left in {*psutil.Process().children()} - before:  # Ray forgets them
+            left.kill()
         return False
     return True

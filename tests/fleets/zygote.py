@@ -25,6 +25,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 
 from tests.fleets import zygote_client
@@ -155,6 +156,7 @@ def _become(order: Order, client: int, fds: Sequence[int]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it was that of other variables
     os.chdir(folder)
     is_module = argv[0] == "-m"
     sys.argv = argv = [*argv[is_module:]]

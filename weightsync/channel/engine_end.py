@@ -24,6 +24,7 @@ import torch
 import zmq
 
 from weightsync.channel.casting import Casting, CastingSink
+from weightsync.channel.owned_socket import own_socket
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.sink import PieceView, Sink
 from weightsync.channel.wire import (
@@ -89,10 +90,7 @@ class HolderFeed:
         self.ticket = FeedTicket(
             holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer
         )
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket, self._close_socket = own_socket(self, zmq.ROUTER, MAX_MESSAGE_NBYTES)
         self._socket.bind(endpoint)
         self._peer: bytes | None = None
         self._writable = False
@@ -173,7 +171,7 @@ class HolderFeed:
     def close(self) -> None:
         """Close the socket and remove the socket's directory."""
         self.drop()
-        self._context.destroy(linger=0)
+        self._close_socket()
 
     def _check_descriptors(self) -> None:
         if short := shortage(_NUM_SPARE):
@@ -243,10 +241,7 @@ class EngineFeed:
         self._whole = self._buckets
         if self._send_buffer:
             self._whole = [self._views(plan, index, None) for index in buckets]
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket, self._close_socket = own_socket(self, zmq.DEALER, MAX_MESSAGE_NBYTES)
         self._socket.connect(ticket.endpoint)
 
     @classmethod
@@ -363,7 +358,7 @@ class EngineFeed:
             logger.warning("[engine %s] a load does not end: its connection stays open", self._ticket.engine)
             return
         try:
-            self._context.destroy(linger=0)
+            self._close_socket()
             self._buckets.clear()
             self._whole.clear()
             for buffer in (*self._slots, *([self._send_buffer] if self._send_buffer else [])):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -45,8 +46,11 @@ class ZeroMqReader:
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
         self.ways = {peer: offer.protocol for peer, offer in offers.items()}
         self._targets = [target.tensor.numpy() for target in targets]
-        self._context = zmq.Context(io_threads=max(1, min(MAX_IO_THREADS, len(offers))))
-        self._peers = {peer: _Peer(self._context, peer, offer) for peer, offer in offers.items()}
+        context = zmq.Context(io_threads=max(1, min(MAX_IO_THREADS, len(offers))))
+        self._peers = {peer: _Peer(context, peer, offer) for peer, offer in offers.items()}
+        # Python's collector of garbage would end the context first, and wait for its sockets forever.
+        self._hang_up = weakref.finalize(self, _hang_up, [*self._peers.values()], context)
+        self._hang_up.atexit = False  # a thread may still read
         self._ending = Ending(self._release)
         self._poller = zmq.Poller()
         self._poller.register(self._ending.fd, zmq.POLLIN)
@@ -80,10 +84,14 @@ class ZeroMqReader:
         self._ending.end()
 
     def _release(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
-        self._context.term()
+        self._hang_up()
         self._targets.clear()
+
+
+def _hang_up(peers: Sequence[_Peer], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    for peer in peers:
+        peer.close()
+    context.term()
 
 
 class _Peer:

@@ -13,7 +13,6 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from ray.scripts import scripts as ray_commands
 
 import weightsync
 from tests.pages import ROOT, blocks
@@ -185,6 +184,13 @@ def _arguments() -> list[str]:
     return [argument for command in _entrypoints() for argument in command]
 
 
+def ray_start() -> Any:
+    """Return Ray's command. Importing it takes half a second, in each process that collects tests."""
+    from ray.scripts import scripts
+
+    return scripts.start
+
+
 def test_commands_are_known() -> None:
     """Each `weightsync` and each `ray start` parses, and recipes with their overrides load."""
     ours: Any = typer.main.get_command(app)
@@ -197,14 +203,14 @@ def test_commands_are_known() -> None:
             if name == "run":
                 assert load_recipe(recipe_file(context.params["recipe"])).name == "disaggregated"
         elif command[:2] == ["ray", "start"]:
-            ray_commands.start.make_context("start", command[2:])
+            ray_start().make_context("start", command[2:])
     assert found == {"run", "doctor"}
 
 
 def test_ray_start_knows_the_parameters_of_kuberay() -> None:
     (cluster,) = manifests("RayCluster")
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    known = {option for param in ray_commands.start.params for option in param.opts}
+    known = {option for param in ray_start().params for option in param.opts}
     assert {f"--{name}" for group in groups for name in group["rayStartParams"]} <= known
     (job,) = manifests("RayJob")
     assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from weightsync.channel.owned_socket import own_socket
 from weightsync.channel.private_directory import PrivateDirectory
 from weightsync.channel.wire import SentError
 from weightsync.engines.lora.adapter_rank import AdapterRank
@@ -74,10 +75,7 @@ class Replies:
         self._secret = secrets.token_bytes(32)
         self._directory = PrivateDirectory()
         self.endpoint = f"ipc://{self._directory.path}/replies"
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REPLY_NBYTES)
+        self._socket, self._close_socket = own_socket(self, zmq.PULL, _MAX_REPLY_NBYTES)
         self._socket.bind(self.endpoint)
 
     def calls(self, settings: object, method: str, blob: bytes, to_draft: bool = False) -> list[Call]:
@@ -119,7 +117,7 @@ class Replies:
     def close(self) -> None:
         """Close the socket. Safe to call twice."""
         self._directory.remove()
-        self._context.destroy(linger=0)
+        self._close_socket()
 
     def _read(self, frames: Sequence[bytes]) -> _Reply:
         """Decode a rank's answer. Raises WireError if `frames` are anything else."""
