@@ -1,0 +1,80 @@
+"""A trainer rank that Ray did not start: python -m tests.fleets.joined WIDTH. Says what each update returned.
+
+`torchrun` starts ranks of FSDP2. Without it, rank 0 or 1 has the first or second layer alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import weightsync
+from tests.fleets.actors import build
+from weightsync.errors import WeightSyncError
+
+
+class JoinedProcess:
+    """A process that says what came of each update. `runs`: a command that runs a module."""
+
+    def __init__(
+        self, width: int, env: Mapping[str, str], starting: Sequence[str] = (sys.executable,)
+    ) -> None:
+        command = [*starting, "-m", "tests.fleets.joined", str(width)]
+        at = Path(__file__).parents[2]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=at)
+
+    def said(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout
+        self._process.stdout.close()
+
+
+def trained(width: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return the whole model's weights after update `seed` of a process."""
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(tensor) for name, tensor in build(width).state_dict().items()}
+
+
+@torch.no_grad()
+def train(model: nn.Module, width: int, seed: int) -> None:
+    wanted = trained(width, seed)
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor):
+            tensor.copy_(distribute_tensor(wanted[name], tensor.device_mesh, tensor.placements))
+        else:
+            tensor.copy_(wanted[name])
+
+
+def main(width: int) -> None:
+    rank = os.environ["RANK"]
+    model: nn.Module = nn.ModuleDict({rank: build(width)[int(rank)]})
+    if "MASTER_ADDR" in os.environ:
+        distributed.init_process_group("gloo")
+        model = fully_shard(build(width))
+    shard = weightsync.join(model)
+    for seed in itertools.count(1):
+        train(model, width, seed)
+        try:
+            said = str(shard.update())
+        except WeightSyncError as error:
+            said = f"{type(error).__name__}: {error}"
+        sys.stdout.write(f"{said}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
