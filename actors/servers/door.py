@@ -138,6 +138,13 @@ def _check_door(config: SyncConfig) -> None:
     check_token()
 
 
+def check_address() -> None:
+    """Raise ConfigError unless the environment says where the driver is."""
+    host, _, port = os.environ.get(JOIN, "").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(JOIN, os.environ.get(JOIN), "set the driver's address, such as 10.0.0.1:29500")
+
+
 def check_token() -> None:
     """Raise ConfigError unless the environment has a token."""
     if len(os.environ.get(TOKEN, "")) < _LEAST_TOKEN:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch import distributed
 
 from weightsync.actors.ray.placement import Placement, own_device
-from weightsync.actors.servers.door import JOIN, check_token
+from weightsync.actors.servers.door import check_address, check_token
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.process import JoinedProcess
 from weightsync.actors.trainer_shard import TrainerShard
@@ -157,8 +157,7 @@ def join(model: Any = None, **options: Any) -> JoinedTrainer:  # noqa: ANN401
     Raises:
         ConfigError: the environment or an option is wrong.
     """
-    if not os.environ.get(JOIN):
-        raise ConfigError(JOIN, None, "set the driver's address, such as 10.0.0.1:29500")
+    check_address()
     check_token()
     known = signature(TrainerShard).parameters
     if unknown := options.keys() - known:

@@ -21,6 +21,15 @@ import weightsync
 from tests.fleets.actors import build
 from weightsync.errors import WeightSyncError
 
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--local-addr=127.0.0.1",
+    "--nproc-per-node=2",
+    "--max-restarts=1",
+)
+
 
 class JoinedProcess:
     """A process that says what came of each update. `runs`: a command that runs a module."""

@@ -214,6 +214,7 @@ def test_bad_places_are_named(
     ("env", "options", "named"),
     [
         ({"WEIGHTSYNC_JOIN": ""}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "10.0.0.1"}, {}, "WEIGHTSYNC_JOIN.*such as 10.0.0.1:29500"),
         ({"WEIGHTSYNC_TOKEN": "short"}, {}, "WEIGHTSYNC_TOKEN"),
         ({"RANK": "2"}, {}, "RANK.*WORLD_SIZE is 2"),
         ({"RANK": "one"}, {}, "RANK"),
