@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import weightsync
 from tests.fleets.actors import until
+from tests.fleets.digesting import PLAN, Digesting
 from tests.fleets.served import free_port
 from tests.pages import run_block
 from tests.patience import patient
@@ -23,6 +25,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.node.link import Link
+from weightsync.protocol.messages import PublishTask
 
 TOKEN = "a secret of the fleet"
 
@@ -80,8 +83,9 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 joined: list[JoinedTrainer] = []
 
 
-def rank(number: int, of: int = 2) -> JoinedTrainer:
+def rank(number: int, of: int = 2, source: Any = None) -> JoinedTrainer:
     trainer = JoinedTrainer(nn.Linear(2, 2), number, of)
+    trainer.source = source
     joined.append(trainer)
     trainer.join()
     return trainer
@@ -146,6 +150,29 @@ def test_a_failed_update_raises_in_the_ranks(drive: Callable[..., None]) -> None
                 raise StateError("an engine differs")
         with pytest.raises(StateError, match="an engine differs"):
             await waiting
+
+    drive(test, num_ranks=1)
+
+
+def test_weights_in_place_are_readable_before_they_are_published(
+    drive: Callable[..., None], tmp_path: Path
+) -> None:
+    async def test(driver: Driver) -> None:
+        source = Digesting(tmp_path / "may end")
+        trainer = rank(0, 1, source)
+        trainer.sync_attach(PLAN, 0, None)
+        waiting = updating(trainer)
+        async with driver.members.exclusive():
+            readable = asyncio.get_running_loop().create_future()
+            link = driver.members.trainers[0].link
+            publishing = asyncio.ensure_future(link.call("publish", PublishTask(count=True), readable))
+            await readable
+            assert not publishing.done()
+            (tmp_path / "may end").touch()
+            assert (await publishing).fingerprint.any()
+            driver.controller.version += 1
+        assert await waiting == 1
+        assert (source.num_ready, source.num_published) == (1, 1)
 
     drive(test, num_ranks=1)
 
