@@ -9,13 +9,11 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import weightsync
 from tests.fleets.actors import build
@@ -58,31 +56,35 @@ def trained(width: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(tensor) for name, tensor in build(width).state_dict().items()}
 
 
-@torch.no_grad()
-def train(model: nn.Module, width: int, seed: int) -> None:
-    wanted = trained(width, seed)
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, DTensor):
-            tensor.copy_(distribute_tensor(wanted[name], tensor.device_mesh, tensor.placements))
-        else:
-            tensor.copy_(wanted[name])
-
-
 def main(width: int) -> None:
     rank = os.environ["RANK"]
-    model: nn.Module = nn.ModuleDict({rank: build(width)[int(rank)]})
+    model, share = nn.ModuleDict({rank: build(width)[int(rank)]}), itself
     if "MASTER_ADDR" in os.environ:
-        distributed.init_process_group("gloo")
-        model = fully_shard(build(width))
+        model, share = sharded(build(width))
     shard = weightsync.join(model)
     for seed in itertools.count(1):
-        train(model, width, seed)
+        wanted = trained(width, seed)
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(share(wanted[name], tensor))
         try:
             said = str(shard.update())
         except WeightSyncError as error:
             said = f"{type(error).__name__}: {error}"
         sys.stdout.write(f"{said}\n")
         sys.stdout.flush()
+
+
+def itself(wanted: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return wanted
+
+
+def sharded(model: nn.Module) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    """Return FSDP2's model of all ranks, and what makes tensors of such a model's kind."""
+    from torch.distributed.fsdp import fully_shard  # takes long
+    from torch.distributed.tensor import distribute_tensor
+
+    distributed.init_process_group("gloo")
+    return fully_shard(model), lambda wanted, own: distribute_tensor(wanted, own.device_mesh, own.placements)
 
 
 if __name__ == "__main__":
