@@ -21,25 +21,35 @@ WIDTH, TOKEN = 32, "a secret of the fleet"
 
 
 class Script:
-    """The processes of two ranks, each of which has a layer."""
+    """The processes of two ranks."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.ranks = [self.start(rank) for rank in range(2)]
+    def __init__(self, *, is_sharded: bool) -> None:
+        self.port, self.is_sharded = free_port(), is_sharded
+        self.ranks: dict[int, JoinedProcess] = {}
+        self.start(0, 1)
 
-    def start(self, rank: int) -> JoinedProcess:
-        driver = f"{ray.util.get_node_ip_address()}:{self.port}"
-        env = os.environ | {"WEIGHTSYNC_JOIN": driver, "RANK": str(rank), "WORLD_SIZE": "2"}
-        return JoinedProcess(WIDTH, env | {"OMP_NUM_THREADS": "1"})
+    def start(self, *ranks: int) -> None:
+        env = os.environ | {
+            "WEIGHTSYNC_JOIN": f"{ray.util.get_node_ip_address()}:{self.port}",
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        if self.is_sharded:
+            env |= {"FSDP2": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in ranks:
+            self.ranks[rank] = JoinedProcess(WIDTH, env | {"RANK": str(rank)})
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ranks[rank].kill()
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.faults)], ids=["layers", "FSDP2"])
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
-    script = Script()
+    script = Script(is_sharded=request.param)
     yield script
-    for rank in script.ranks:
-        rank.kill()
+    script.kill(*script.ranks)
 
 
 def test_it_is_updated_killed_and_started_again(script: Script) -> None:
@@ -52,8 +62,8 @@ def test_it_is_updated_killed_and_started_again(script: Script) -> None:
     )
 
     def check(version: int, *seeds: int) -> None:
-        """The engine has each rank's weights after so many updates of the rank's process."""
-        assert [rank.said() for rank in script.ranks] == [str(version)] * 2
+        """The engine has each rank's weights, after so many updates of the rank's process."""
+        assert [rank.said() for rank in script.ranks.values()] == [str(version)] * 2
         layers = [trained(WIDTH, seed) for seed in seeds]
         wanted = {name: layers[int(name[0])][name] for name in layers[0]}
         assert digest(ray.get(engine.weights.remote())) == digest(wanted)
@@ -69,17 +79,16 @@ def test_it_is_updated_killed_and_started_again(script: Script) -> None:
         with pytest.raises(PeerLostError, match="trainer 1"):
             sync.update_weights(4)
         assert script.ranks[0].said().startswith("PeerLostError: trainer 1")
-        script.ranks[1].kill()
-        script.ranks[1] = script.start(1)
+        again = (0, 1) if script.is_sharded else (1,)
+        script.kill(*again)
+        script.start(*again)
         assert sync.update_weights(4).engines == {"e0": 4}
-        check(4, 5, 1)
+        check(4, 1 if script.is_sharded else 5, 1)
     ray.kill(engine)
 
 
 def test_a_model_is_given_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
-    with (
-        WeightSync(SyncConfig(join_port=29500)) as sync,
-        pytest.raises(ConfigError, match=r"weightsync\.join"),
-    ):
+    refused = pytest.raises(ConfigError, match=r"weightsync\.join")
+    with WeightSync(SyncConfig(join_port=29500)) as sync, refused:
         sync.register_trainers(2, model="actor.model")

@@ -1,6 +1,6 @@
-"""A trainer rank that Ray did not start: python -m tests.fleets.joined WIDTH. Says what each update returned.
+"""A trainer rank that Ray did not start: python -m tests.fleets.joined WIDTH. Says what came of each update.
 
-`torchrun` starts ranks of FSDP2. Without it, rank 0 or 1 has the first or second layer alone.
+Rank 0 or 1 has the first or second layer alone. If ``FSDP2`` is set, ranks share the whole model.
 """
 
 from __future__ import annotations
@@ -20,22 +20,16 @@ from tests.fleets.actors import build
 from weightsync.errors import WeightSyncError
 
 TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--local-addr=127.0.0.1",
-    "--nproc-per-node=2",
-    "--max-restarts=1",
+    *(sys.executable, "-m", "torch.distributed.run"),
+    *("--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1"),
 )
 
 
 class JoinedProcess:
     """A process that says what came of each update. `runs`: a command that runs a module."""
 
-    def __init__(
-        self, width: int, env: Mapping[str, str], starting: Sequence[str] = (sys.executable,)
-    ) -> None:
-        command = [*starting, "-m", "tests.fleets.joined", str(width)]
+    def __init__(self, width: int, env: Mapping[str, str], runs: Sequence[str] = (sys.executable,)) -> None:
+        command = [*runs, "-m", "tests.fleets.joined", str(width)]
         at = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=at)
 
@@ -51,7 +45,7 @@ class JoinedProcess:
 
 
 def trained(width: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return the whole model's weights after update `seed` of a process."""
+    """Return the whole model's weights in update `seed` of a process."""
     torch.manual_seed(seed)
     return {name: torch.randn_like(tensor) for name, tensor in build(width).state_dict().items()}
 
@@ -59,7 +53,7 @@ def trained(width: int, seed: int) -> dict[str, torch.Tensor]:
 def main(width: int) -> None:
     rank = os.environ["RANK"]
     model, share = nn.ModuleDict({rank: build(width)[int(rank)]}), itself
-    if "MASTER_ADDR" in os.environ:
+    if "FSDP2" in os.environ:
         model, share = sharded(build(width))
     shard = weightsync.join(model)
     for seed in itertools.count(1):

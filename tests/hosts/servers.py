@@ -21,7 +21,7 @@ from weightsync.faults import Fault, FaultPlan
 
 WIDTH = 256
 JOIN_PORT, SERVER_PORT = 29500, 8000
-ENV = {"WEIGHTSYNC_TOKEN": "a secret of the hosts", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENV = {"WEIGHTSYNC_TOKEN": "a secret of the hosts", "OMP_NUM_THREADS": "1"}
 OTHERS = ("west", "east")
 
 
