@@ -34,13 +34,14 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import Rank, Server
+from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.rank import Rank, in_update
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import (
     ConfigError,
@@ -153,28 +154,16 @@ class Membership:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Hold the exclusive lock for an update, with all trainers that Ray did not start in `update`.
+        """Hold the exclusive lock for an update, with trainers that Ray did not start in `update`.
 
-        They leave it afterwards. Raises PeerLostError, or a DeadlineError that names ranks which do not come.
+        Raises as `in_update`.
         """
-        ranks = [each for each in self.trainers if self._controller.plan and isinstance(each, Rank)]
-        before = self._controller.version
-        error: WeightSyncError | None = StateError("the update failed")  # or one that was to commit with it
-        try:
-            if ranks:
-                calls = {str(rank): rank.begin() for rank in ranks}
-                (await gather_named(calls, "update()", self._config.connect_timeout_s)).require()
-            async with self._controller.exclusive():
-                yield
-            if self._controller.version > before:
-                error = None
-        except WeightSyncError as raised:
-            error = raised
-            raise
-        finally:
-            links = [rank.link for rank in ranks if rank.link.is_dialled]
-            calls = {link.name: link.call("end", self._controller.version, error) for link in links}
-            await gather_named(calls, "end", GRACE_S)
+        now = self._controller
+        ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, Rank)}
+        if ranks:
+            self._links.expect({}, [*ranks.values()])
+        async with in_update(ranks, lambda: now.version, self._config.connect_timeout_s), now.exclusive():
+            yield
 
     async def register_checkpoint(
         self,

@@ -335,7 +335,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
         the background. A version that did not commit may be tried again.
 
-        Wait for your own calls of trainers first, with `ray.get`: their weights have to be final.
+        Wait for your own calls of trainers first, with `ray.get`: their weights have to be final. Ranks that
+        Ray did not start are waited for until they call `JoinedTrainer.update`.
 
         If the call is interrupted, as by Ctrl-C, the update continues. The next call waits for its end.
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from ray.actor import ActorClass, ActorHandle
 
-from weightsync.actors.servers.handle import Rank, Server
+from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.rank import Rank
 from weightsync.errors import ConfigError, nearest
 
 _KINDS = {

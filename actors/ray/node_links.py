@@ -11,7 +11,8 @@ import ray
 
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import ProcessHandle, Rank, Server
+from weightsync.actors.servers.handle import ProcessHandle, Server
+from weightsync.actors.servers.rank import Rank
 from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links

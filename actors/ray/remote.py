@@ -26,8 +26,8 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
-from weightsync.actors.servers.handle import Rank
 from weightsync.actors.servers.peers import ServedTrainer
+from weightsync.actors.servers.rank import Rank
 from weightsync.config import Ports, TlsFiles
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault

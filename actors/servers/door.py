@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from ray.actor import ActorHandle
 
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.servers.handle import EngineHandle, Joined, Rank, Server, TrainerHandle
+from weightsync.actors.servers.handle import EngineHandle, Joined, Server
+from weightsync.actors.servers.rank import Rank, TrainerHandle
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.node.link import Link

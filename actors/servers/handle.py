@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,15 +14,13 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.servers.peers import ServedEngine, ServedHolder, ServedTrainer
+from weightsync.actors.servers.peers import ServedEngine, ServedHolder
 from weightsync.config import Ports
 from weightsync.errors import PeerLostError, WeightSyncError
 from weightsync.node.calls import methods_of
 from weightsync.node.link import Link
 from weightsync.node.messages import NodeOffer
 from weightsync.protocol.host_id import host_id
-
-logger = logging.getLogger("weightsync.actors")
 
 
 class ProcessHandle:
@@ -122,40 +119,6 @@ class Server(Joined):
         return self._placed(await self._call("placements", there))
 
 
-class Rank(Joined):
-    """A trainer rank that Ray did not start.
-
-    Attributes:
-        process: the process that has the place, as it calls itself; "" before the first.
-    """
-
-    _protocol = ServedTrainer
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.process = rank, ""
-
-    def __repr__(self) -> str:
-        return f"trainer {self.rank}"
-
-    async def placement(self) -> Placement:
-        """Return the rank's placement, as the driver uses it, once the rank is in `update`."""
-        return self._placed([await self._waited_for("placement")])[0]
-
-    async def begin(self) -> None:
-        """Wait until the rank is in `update`."""
-        await self._waited_for("begin")
-
-    async def _waited_for(self, method: str) -> Any:  # noqa: ANN401 - its answer
-        """Call a method, of the next process if this one ends."""
-        while True:
-            try:
-                return await self._call(method)
-            except PeerLostError as error:
-                logger.warning("[%s] waiting until it joins again: %s", self, error)
-                self.expect(self.link.name, self.link.again_s)
-
-
 class _ServedHolder(ProcessHandle):
     def __init__(self, link: Link, beside: Joined) -> None:
         super().__init__(link)
@@ -167,7 +130,6 @@ class _ServedHolder(ProcessHandle):
 
 
 EngineHandle: TypeAlias = ActorHandle[Any] | Server
-TrainerHandle: TypeAlias = ActorHandle[Any] | Rank
 
 
 def as_registered(handle: EngineHandle) -> ActorHandle[Any] | str:

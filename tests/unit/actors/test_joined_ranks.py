@@ -154,6 +154,24 @@ def test_a_failed_update_raises_in_the_ranks(drive: Callable[..., None]) -> None
     drive(test, num_ranks=1)
 
 
+def test_a_rank_that_cannot_be_told_the_end_is_let_go(
+    drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(driver: Driver) -> None:
+        trainer = rank(0, 1)
+        waiting = updating(trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr("weightsync.actors.servers.rank.GRACE_S", 0.0)
+            await driver.update()
+        with pytest.raises(PeerLostError, match="the driver at"):
+            await waiting
+        again = updating(trainer)
+        await driver.update()
+        assert await again == 2
+
+    drive(test, num_ranks=1)
+
+
 def test_weights_in_place_are_readable_before_they_are_published(
     drive: Callable[..., None], tmp_path: Path
 ) -> None:
