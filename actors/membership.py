@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from weightsync.actors.ray.remote import (
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.rank import Rank, in_update
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -65,7 +66,7 @@ class Membership:
     """Keeps `fleet` in step with the registered actors.
 
     Attributes:
-        trainers, engines: the registered actors and servers, in rank order and by name.
+        trainers, engines: the registered actors, ranks and servers, in rank order and by name.
         models, llms: where the trainers' models and the engines are, in actors of other people's classes.
         checkpoints: registered checkpoints, which stand for trainers while there are none.
         respawner: starts another actor for an engine; None if engines cannot be respawned.
@@ -135,10 +136,10 @@ class Membership:
             placement = await trainer.placement_so_far()
             return [placement] if placement else []
 
-        self._links.expect(self.engines)
+        self._links.expect(self.engines, self.trainers)
         engines = [self._engine(name, handle) for name, handle in self.engines.items()]
         self._holders.follow(
-            {trainer.handle: partial(ask, trainer) for trainer in self._trainers().values()},
+            {each.handle: partial(ask, each) for each in self._trainers().values() if not _is_rank(each)},
             {each.handle: each.placements for each in engines if not isinstance(each.handle, Server)},
         )
 
@@ -146,8 +147,23 @@ class Membership:
         """Connect again if a holder was lost or added since the last connect."""
         if self._checking:
             await asyncio.wait(self._checking, timeout=self._config.heartbeat_s)
+        if any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers):
+            self._controller.connected = False
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Hold the exclusive lock for an update, with trainers that Ray did not start in `update`.
+
+        Raises as `in_update`.
+        """
+        now = self._controller
+        ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, Rank)}
+        if ranks:
+            self._links.expect({}, [*ranks.values()])
+        async with in_update(ranks, lambda: now.version, self._config.connect_timeout_s), now.exclusive():
+            yield
 
     async def register_checkpoint(
         self,
@@ -257,7 +273,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
-        self._links.expect({name: handle})
+        self._links.expect({name: handle}, self.trainers)
         engine, process = self._engine(name, handle), f"engine {name}"
         asked = {process: self._placements_of(engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
@@ -377,7 +393,7 @@ class Membership:
         """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
-        self._links.expect(self.engines)
+        self._links.expect(self.engines, self.trainers)
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = self._trainers()
@@ -429,7 +445,8 @@ class Membership:
         ]
         homes = [holders[placed.holder_of[name][0]] for name in trainers]
         if not self._adapter:  # an adapter's holders share processes with other adapters' holders
-            self._fleet.relays[:] = publish_relays([*trainers.values()], nodes, homes)
+            can_relay = not any(map(_is_rank, trainers.values()))
+            self._fleet.relays[:] = publish_relays([*trainers.values()], nodes, homes) if can_relay else ()
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())
@@ -545,3 +562,12 @@ class Membership:
         await self._links.close()
         await self._holders.ended()
         await self._claims.release()
+
+
+def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
+    return isinstance(trainer.handle, Rank)
+
+
+def _has_new_link(trainer: TrainerPeer) -> bool:
+    """Return True for a rank that has joined again, or may, since it was connected."""
+    return isinstance(trainer, Remote) and _is_rank(trainer) and trainer.node is not trainer.handle.link

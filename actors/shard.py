@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -105,16 +105,15 @@ class Shard(Claimable):
 
     def sync_publish_once(self, task: PublishTask, ticket: int) -> PublishReport:
         """Publish, or return the report of the same `ticket`."""
-        publish = partial(self._publish, task, ticket)
+        publish = partial(self._publish, task, partial(self._tell, ticket))
         return self._readiness.once(ticket, publish) if self._readiness else publish()
 
-    def _publish(self, task: PublishTask, ticket: int) -> PublishReport:
+    def _publish(self, task: PublishTask, tell: Callable[[], None]) -> PublishReport:
+        """Publish. `tell` has weights ready, and says if holders may read them."""
         clock = PhaseClock()
         with clock.phase("publish"):
             source = self._attached_source()
-            is_known = self._readiness is not None and self._readiness.has_said(ticket)
-            if not is_known and self._ready() and ticket and self._node:
-                self._node.notify(readable(ticket))
+            tell()
             inject("publish")
             published = source.publish(task.count)
             self._compared = compare(source, task.rounds)
@@ -122,6 +121,11 @@ class Shard(Claimable):
         assert self._attached_plan is not None
         self._digests = published.digests
         return publish_report(published, self._attached_plan.frozen, clock.spans, self._compared, density)
+
+    def _tell(self, ticket: int) -> None:
+        is_known = self._readiness is not None and self._readiness.has_said(ticket)
+        if not is_known and self._ready() and ticket and self._node:
+            self._node.notify(readable(ticket))
 
     def _ready(self) -> bool:
         source = self._attached_source()

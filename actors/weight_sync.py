@@ -27,7 +27,7 @@ from weightsync.actors.ray.handles import check_deployments, check_engines, chec
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
 from weightsync.actors.ray.remote import share
-from weightsync.actors.servers.door import with_servers
+from weightsync.actors.servers.door import with_ranks, with_servers
 from weightsync.actors.servers.handle import EngineHandle, as_registered
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
@@ -130,7 +130,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def register_trainers(
         self,
-        handles: Sequence[ActorHandle[Any]],
+        handles: Sequence[ActorHandle[Any]] | int,
         model: Where | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -138,7 +138,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
         Args:
             handles: all trainer ranks in rank order, handles of actors derived from `TrainerShard`, or with
-                `model` of any class.
+                `model` of any class; or the number of ranks that Ray did not start and that dial in, see
+                `weightsync.join`.
             model: where each actor has its model: a path of attributes such as ``actor.model``, or a
                 function of the actor, which Ray has to be able to pickle.
             options: with `model`, arguments of `TrainerShard`, such as ``exclude``.
@@ -148,9 +149,10 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """
         if options and model is None:
             raise ConfigError("options", options, "give them with model=, or to TrainerShard")
-        check_trainers(handles, "" if model is None else "model")
+        known = with_ranks(handles, self.config)
+        check_trainers(known, "" if model is None else "model")
         self._members.models = Adoption("trainer", model, options or {}) if model is not None else None
-        self._members.trainers = list(handles)
+        self._members.trainers = list(known)
         self._registered()
 
     def register_engines(
@@ -260,8 +262,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         return {name: as_registered(registered[name]) for name in names}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
-        """The actors of the registered trainer ranks, in rank order."""
-        return tuple(self._members.trainers)
+        """The actors of the registered trainer ranks, in rank order. Empty if Ray did not start them."""
+        return tuple(each for each in self._members.trainers if isinstance(each, ActorHandle))
 
     def engines(self) -> dict[str, Any]:
         """The actor or URL of each registered engine in any state.
@@ -333,7 +335,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
         the background. A version that did not commit may be tried again.
 
-        Wait for your own calls of trainers first, with `ray.get`: their weights have to be final.
+        Wait for your own calls of trainers first, with `ray.get`: their weights have to be final. Ranks that
+        Ray did not start are waited for until they call `JoinedTrainer.update`.
 
         If the call is interrupted, as by Ctrl-C, the update continues. The next call waits for its end.
 
@@ -486,7 +489,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
 
     def _as_part(self, checkpoint: str = "") -> Part:
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
-        return Part(self._fleet.newest(self.version), prepare, self._controller.exclusive, move)
+        return Part(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
 
     async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
         def when_held() -> None:  # again, if the update is repeated since weights moved

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync.actors.engine import EngineActor
+    from weightsync.actors.servers.trainer import JoinedTrainer, join
     from weightsync.actors.servers.vllm import JoinDriver
     from weightsync.actors.trainer_shard import TrainerShard
     from weightsync.actors.vllm_actor import VllmActor
@@ -53,6 +54,7 @@ __all__ = [
     "EngineActor",
     "EngineError",
     "JoinDriver",
+    "JoinedTrainer",
     "Layout",
     "LinkRates",
     "Part",
@@ -76,6 +78,7 @@ __all__ = [
     "__version__",
     "efficiency",
     "gather_send",
+    "join",
     "make_plan",
     "parse_size",
     "scatter_recv",
@@ -88,6 +91,7 @@ _HOMES = {
     "EngineActor": "weightsync.actors.engine",
     "EngineError": "weightsync.errors",
     "JoinDriver": "weightsync.actors.servers.vllm",
+    "JoinedTrainer": "weightsync.actors.servers.trainer",
     "Layout": "weightsync.plan",
     "LinkRates": "weightsync.plan.figures.estimate",
     "Part": "weightsync.sources.selection",
@@ -110,6 +114,7 @@ _HOMES = {
     "WeightSyncWorker": "weightsync.engines.vllm.worker",
     "efficiency": "weightsync.driver.connecting.traffic",
     "gather_send": "weightsync.collectives.shuffle",
+    "join": "weightsync.actors.servers.trainer",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
     "scatter_recv": "weightsync.collectives.shuffle",

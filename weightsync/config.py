@@ -394,7 +394,7 @@ class SyncConfig:
         components: further models that engines serve, by kind. ``{"draft": "frozen"}``: engines speculate
             with a draft model, and updates compare the draft but never write it. ``{"draft": "trained"}``:
             trainers publish the draft, and every update writes model and draft. See docs/drafts.md.
-        join_port: the port on which servers that Ray did not start dial in, see docs/servers.md.
+        join_port: the port on which servers and trainers that Ray did not start dial in, see docs/servers.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             By default holders listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
         tls: encrypt connections between hosts with TLS 1.3, and refuse processes without a certificate. The

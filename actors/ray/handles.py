@@ -9,6 +9,7 @@ from contextlib import suppress
 from ray.actor import ActorClass, ActorHandle
 
 from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.rank import Rank
 from weightsync.errors import ConfigError, nearest
 
 _KINDS = {
@@ -82,6 +83,10 @@ def _check(handles: Iterable[tuple[str, object]], method: str, adopted: str) -> 
             if handle.url in urls:
                 raise ConfigError(field, handle.url, f"{urls[handle.url]} is the same server")
             urls[handle.url] = field
+            continue
+        if isinstance(handle, Rank):
+            if adopted:
+                raise ConfigError(adopted, field, "leave it out: the rank gives it to weightsync.join")
             continue
         if not isinstance(handle, ActorHandle):
             remedy = f"give the handle of an actor derived from {_KINDS[method]}"

@@ -1,10 +1,10 @@
-"""The links to a driver's actors, whose nodes Ray starts, and to servers, which dial in by themselves."""
+"""The links to actors, whose nodes Ray starts, and to other processes, which dial in by themselves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import ray
@@ -12,6 +12,7 @@ import ray
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import ProcessHandle, Server
+from weightsync.actors.servers.rank import Rank
 from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
@@ -33,10 +34,10 @@ class Served(Protocol):
 
 
 class NodeLinks:
-    """One link for each actor, by the actor's key; a server has a link already. Used on one event loop."""
+    """One link for each actor, by the actor's key; others have a link already. Used on one event loop."""
 
     def __init__(self, ports: Ports | None, tls: TlsFiles | None = None, door: Door | None = None) -> None:
-        """See `Links`. `door`: where servers that Ray did not start join, if any may."""
+        """See `Links`. `door`: where processes that Ray did not start join, if any may."""
         self._ports, self._tls, self._door = ports, tls, door
         self._listening: Links | None = None
         self._joining: Links | None = None
@@ -61,25 +62,27 @@ class NodeLinks:
     def start_holder(
         self, name: str, placement: Placement, transport: str, config: SyncConfig
     ) -> ProcessHandle | None:
-        """Start a holder beside the server there, see `Starts`. Raises as `open`."""
-        server = self._door and self._door.starter(placement)
-        return server.start_holder(name, placement, transport, config.ports, self._offer) if server else None
+        """Start a holder beside the process there, see `Starts`. Raises as `open`."""
+        joined = self._door and self._door.starter(placement)
+        return joined.start_holder(name, placement, transport, config.ports, self._offer) if joined else None
 
     def _offer(self, link: Link) -> NodeOffer:
         if self._listening is None:
             self._listening = Links(ray.util.get_node_ip_address(), self._ports, self._tls)
         return self._listening.offer(link)
 
-    def expect(self, engines: Mapping[str, object]) -> None:
-        """Let the servers among `engines` join. Raises as `open`."""
-        host = ray.util.get_node_ip_address()
-        for name, server in engines.items():
-            if isinstance(server, Server):
-                assert self._door
-                assert self._door.port
-                ports = self._door.port, self._door.port
-                self._joining = self._joining or Links(host, ports, self._tls, self._door)
-                self._door.expect(name, server, host)
+    def expect(self, engines: Mapping[str, object], trainers: Sequence[object]) -> None:
+        """Let the servers among `engines`, and the ranks among `trainers`, join. Raises as `open`."""
+        host, door = ray.util.get_node_ip_address(), self._door
+        servers = {name: each for name, each in engines.items() if isinstance(each, Server)}
+        ranks = [each for each in trainers if isinstance(each, Rank)]
+        assert door
+        if (servers or ranks) and not self._joining:
+            assert door.port
+            self._joining = Links(host, (door.port, door.port), self._tls, door)
+        for name, server in servers.items():
+            door.expect(name, server, host)
+        door.expect_ranks(ranks)
 
     async def _start(self, peer: Served, link: Link, offer: NodeOffer) -> None:
         try:

@@ -25,7 +25,7 @@ class Placement:
     Actors on the same GPU or slot share one holder.
 
     Attributes:
-        node: Ray's node id; the host's id for a server that Ray did not start.
+        node: Ray's node id; the host's id for a process that Ray did not start.
         address: the host's address as peers reach it.
         device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.
@@ -40,14 +40,10 @@ class Placement:
 
     @classmethod
     def here(cls, slot: str | None = None) -> Placement:
-        """Return where this process runs.
-
-        Without a GPU and a `slot`, no other process shares the device.
-        """
+        """Return where this process runs."""
         context = ray.get_runtime_context()
-        device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
         address = ray.util.get_node_ip_address()
-        return cls(context.get_node_id(), address, device, os.getpid(), own_versions())
+        return cls(context.get_node_id(), address, own_device(slot), os.getpid(), own_versions())
 
     @classmethod
     def so_far(cls, slot: str | None = None) -> Placement | None:
@@ -147,6 +143,11 @@ def threaded(node: str, num_threads: int) -> dict[str, Any]:
         "max_concurrency": num_threads,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
+
+
+def own_device(slot: str | None) -> str:
+    """Return this process's device. Without a GPU and a `slot`, no other process shares it."""
+    return f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
 
 
 def _gpu() -> str | None:

@@ -1,6 +1,6 @@
 """Calls actors as awaitable peers and turns Ray's errors into ours.
 
-Only this file knows both. A server's `ProcessHandle` is called as an actor's handle.
+Only this file knows both. A `ProcessHandle` is called as an actor's handle.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
+from weightsync.actors.servers.peers import ServedTrainer
+from weightsync.actors.servers.rank import Rank
 from weightsync.config import Ports, TlsFiles
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
@@ -238,6 +240,19 @@ def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:
         readable.set_result(None)
 
 
+class _JoinedTrainer(Remote):
+    """A trainer rank that Ray did not start. Its node answers all calls."""
+
+    protocol: type = ServedTrainer
+    handle: Rank
+
+    def placement(self) -> Awaitable[Placement]:
+        return self.handle.placement()
+
+    def ask_readable(self, readable: asyncio.Future[None]) -> None:
+        """Ask nothing: `publish` tells it."""
+
+
 class _Holder(Remote):
     """A holder's actor. The process may still be starting, as a standby."""
 
@@ -324,7 +339,9 @@ def remote_trainer(
     adapter: AdapterSpec | None = None,
     adoption: Adoption | None = None,
 ) -> RemoteTrainer:
-    """Return a trainer's actor, or the actor's part for an adapter, as a peer called `name`."""
+    """Return a trainer's actor, the actor's part for an adapter, or a `Rank`, as a peer called `name`."""
+    if isinstance(handle, Rank):
+        return cast("RemoteTrainer", _JoinedTrainer(name, handle, "sync_"))
     return cast("RemoteTrainer", _Trainer(name, handle, adapter, adoption))
 
 

@@ -1,4 +1,4 @@
-"""Where servers that Ray did not start find their driver."""
+"""Where processes that Ray did not start find their driver."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from ray.actor import ActorHandle
 
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.servers.handle import EngineHandle, Server
+from weightsync.actors.servers.handle import EngineHandle, Joined, Server
+from weightsync.actors.servers.rank import Rank, TrainerHandle
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.node.link import Link
-from weightsync.node.messages import Join
+from weightsync.node.messages import Join, JoinRank
+from weightsync.text import count_text
 
 logger = logging.getLogger("weightsync.actors")
 
@@ -26,10 +28,10 @@ _LEAST_TOKEN = 16
 
 
 class Door:
-    """The servers that may join, and those that did. Used on one event loop.
+    """The servers and trainer ranks that may join, and those that did. Used on one event loop.
 
     Attributes:
-        port: where servers dial in, None if none may.
+        port: where processes dial in, None if none may.
         token: the secret that they show.
     """
 
@@ -37,6 +39,7 @@ class Door:
         """`when_joined` is called once a server has got its place, the first time and after a restart."""
         self._config, self._when_joined = config, when_joined
         self._servers: dict[Server, frozenset[str]] = {}
+        self._ranks: Sequence[Rank] = ()
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
 
@@ -46,27 +49,50 @@ class Door:
         if server not in self._servers:
             self._servers[server] = _addresses(server.url, address)
 
+    def expect_ranks(self, ranks: Sequence[Rank]) -> None:
+        """Let `ranks` join, and no others. Hang up on others."""
+        for gone in {*self._ranks}.difference(ranks):
+            gone.kill()
+        for rank in ranks:
+            rank.expect(str(rank), self._config.heartbeat_s)
+        self._ranks = ranks
+
     def forget(self, server: object) -> None:
         """Let `server` join no more, and hang up."""
         if isinstance(server, Server) and server in self._servers:
             del self._servers[server]
             server.kill()
 
-    def link(self, join: Join) -> Link | str:
-        """Return the link of the server that dials, or why it cannot join now."""
-        found = next((each for each, urls in self._servers.items() if join.url in urls), None)
-        if found is None:
-            known = ", ".join(each.url for each in self._servers) or "none"
-            return f"{join.url} is not registered; registered: {known}"
+    def link(self, join: Join | JoinRank) -> Link | str:
+        """Return the link of the process that dials, or why it cannot join now."""
+        found = self._server(join.url) if isinstance(join, Join) else self._rank(join)
+        if isinstance(found, str):
+            return found
         if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
-            found.link.end(PeerLostError(found.link.name, "its server joins again"))
+            found.link.end(PeerLostError(found.link.name, "its process joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
-        self._when_joined(found)
+        if isinstance(found, Server):
+            self._when_joined(found)
         return found.link
 
-    def starter(self, placement: Placement) -> Server | None:
-        """Return the server that starts the holder of a placement; None if Ray does."""
-        return next((each for each in self._servers if each.starts(placement)), None)
+    def _server(self, url: str) -> Server | str:
+        found = next((each for each, urls in self._servers.items() if url in urls), None)
+        known = ", ".join(each.url for each in self._servers) or "none"
+        return found or f"{url} is not registered; registered: {known}"
+
+    def _rank(self, join: JoinRank) -> Rank | str:
+        if len(self._ranks) != join.world_size or not 0 <= join.rank < join.world_size:
+            how_many = count_text(len(self._ranks), "rank")
+            return f"it is rank {join.rank} of {join.world_size}; registered: {how_many}"
+        found = self._ranks[join.rank]
+        if found.link.is_dialled and found.process != join.process:
+            return f"another process is {found}"
+        found.process = join.process
+        return found
+
+    def starter(self, placement: Placement) -> Joined | None:
+        """Return the process that starts the holder of a placement; None if Ray does."""
+        return next((each for each in (*self._servers, *self._ranks) if each.starts(placement)), None)
 
 
 def with_servers(
@@ -96,11 +122,36 @@ def _server(field: str, url: str) -> Server:
     return Server(url)
 
 
+def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) -> Sequence[TrainerHandle]:
+    """Return `handles` of trainers, or so many ranks. Raises ConfigError if these cannot join."""
+    if not isinstance(handles, int):
+        return handles  # `check_trainers` checks them
+    if isinstance(handles, bool) or handles < 1:
+        raise ConfigError("trainers", handles, "give the number of ranks that call weightsync.join")
+    _check_door(config)
+    return [*map(Rank, range(handles))]
+
+
 def _check_door(config: SyncConfig) -> None:
     if config.join_port is None:
-        raise ConfigError("sync.join_port", None, "servers dial in there: give a free port, such as 29500")
+        remedy = "servers and trainers dial in there: give a free port, such as 29500"
+        raise ConfigError("sync.join_port", None, remedy)
+    check_token()
+
+
+def check_address() -> None:
+    """Raise ConfigError unless the environment says where the driver is."""
+    host, _, port = os.environ.get(JOIN, "").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(JOIN, os.environ.get(JOIN), "set the driver's address, such as 10.0.0.1:29500")
+
+
+def check_token() -> None:
+    """Raise ConfigError unless the environment has a token."""
     if len(os.environ.get(TOKEN, "")) < _LEAST_TOKEN:
-        remedy = f"set one secret of at least {_LEAST_TOKEN} characters for the driver and the servers"
+        remedy = (
+            f"set one secret of at least {_LEAST_TOKEN} characters for the driver and all processes that join"
+        )
         raise ConfigError(TOKEN, None, remedy)
 
 

@@ -50,47 +50,36 @@ class ProcessHandle:
         self.link.end(PeerLostError(self.link.name, "it was ended"))
 
 
-class Server(ProcessHandle):
-    """An engine in a server that somebody else started, at `url`."""
+class Joined(ProcessHandle):
+    """A process that joins by itself, and starts its holders' processes. Has no link before `expect`."""
 
-    _protocol = ServedEngine
-
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self) -> None:
         self._remote = frozenset[tuple[str, str]]()
         self._holders: list[Link] = []
 
-    def __repr__(self) -> str:
-        return self.url
-
     def expect(self, name: str, again_s: float) -> None:
-        """Give a server that has no link, or whose link has ended, a new link. It ended its holders, too."""
+        """Give a process that has no link, or whose link has ended, a new one. It ended its holders, too."""
         if "link" not in vars(self) or self.link.has_ended:
             self.link = Link(name, self._protocol, again_s)
             for holder in self._holders:
-                holder.end(PeerLostError(holder.name, f"its server {self.url} has left"))
+                holder.end(PeerLostError(holder.name, f"{self} has left"))
             self._holders.clear()
 
     @property
     def sync_claim(self) -> SimpleNamespace:
-        """Claim nothing: a server has one driver, the one that it has joined."""
+        """Claim nothing: the process has one driver, the one that it has joined."""
         return SimpleNamespace(remote=_nothing)
 
     sync_release = sync_claim
 
-    @property
-    def sync_placements(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=self._placements)
-
-    async def _placements(self, there: object) -> list[Placement]:
-        """Return the ranks' placements. Ray starts the holders of a server on this driver's own host."""
+    def _placed(self, found: Sequence[Placement]) -> list[Placement]:
+        """Return the ranks' placements. Ray starts the holders of processes on this driver's own host."""
         here, node = host_id(), ray.get_runtime_context().get_node_id()
-        found: Sequence[Placement] = await self._call("placements", there)
         self._remote = frozenset(each.key for each in found if each.node != here)
         return [replace(each, node=node) if each.node == here else each for each in found]
 
     def starts(self, placement: Placement) -> bool:
-        """Return True if this server starts the holder there, and not Ray."""
+        """Return True if this process starts the holder there, and not Ray."""
         return placement.key in self._remote
 
     def start_holder(
@@ -101,7 +90,7 @@ class Server(ProcessHandle):
         ports: Ports | None,
         offer: Callable[[Link], NodeOffer],
     ) -> ProcessHandle:
-        """Have the server start a holder's process. Calls to the holder wait until it has dialled."""
+        """Have it start a holder's process. Calls to the holder wait until it has dialled."""
         handle = _ServedHolder(Link(name, ServedHolder, again_s=self.link.again_s), self)
         self._holders.append(handle.link)
         settings = name, placement, transport, ports, offer(handle.link)
@@ -110,14 +99,34 @@ class Server(ProcessHandle):
         return handle
 
 
+class Server(Joined):
+    """An engine in a server that somebody else started, at `url`."""
+
+    _protocol = ServedEngine
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    def __repr__(self) -> str:
+        return self.url
+
+    @property
+    def sync_placements(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._placements)
+
+    async def _placements(self, there: object) -> list[Placement]:
+        return self._placed(await self._call("placements", there))
+
+
 class _ServedHolder(ProcessHandle):
-    def __init__(self, link: Link, server: Server) -> None:
+    def __init__(self, link: Link, beside: Joined) -> None:
         super().__init__(link)
-        self._server = server
+        self._beside = beside
 
     def kill(self) -> None:
         super().kill()
-        asyncio.ensure_future(self._server._call("end_holder", self.link.name)).add_done_callback(_no_log)
+        asyncio.ensure_future(self._beside._call("end_holder", self.link.name)).add_done_callback(_no_log)
 
 
 EngineHandle: TypeAlias = ActorHandle[Any] | Server
@@ -138,6 +147,6 @@ def _note(link: Link, starting: asyncio.Future[Any]) -> None:
 
 
 def _no_log(ended: asyncio.Future[Any]) -> None:
-    """Ask for the error, which asyncio would log: the server has ended, and its holders with it."""
+    """Ask for the error, which asyncio would log: the process has ended, and its holders with it."""
     if not ended.cancelled():
         ended.exception()

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from weightsync.actors.ray.placement import Placement
 from weightsync.config import Ports, TlsFiles
+from weightsync.errors import WeightSyncError
 from weightsync.faults import Fault
 from weightsync.node.messages import NodeOffer
-from weightsync.protocol.peers import EnginePeer, HolderPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
 
 class Process(Protocol):
@@ -25,12 +26,26 @@ class ServedHolder(HolderPeer, Process, Protocol):
     async def ready(self) -> tuple[str, str, Ports | None, TlsFiles | None]: ...
 
 
-class ServedEngine(EnginePeer, Process, Protocol):
-    """An engine in a server, which starts and ends the processes of its holders."""
+class StartsHolders(Protocol):
+    """A process that starts and ends the processes of its holders."""
 
-    async def placements(self, there: object = None) -> list[Placement]: ...
-    async def ping(self) -> None: ...
     async def start_holder(
         self, name: str, placement: Placement, transport: str, ports: Ports | None, offer: NodeOffer
     ) -> None: ...
     async def end_holder(self, name: str) -> None: ...
+
+
+class ServedEngine(EnginePeer, Process, StartsHolders, Protocol):
+    """An engine in a server."""
+
+    async def placements(self, there: object = None) -> list[Placement]: ...
+    async def ping(self) -> None: ...
+
+
+class ServedTrainer(TrainerPeer, StartsHolders, Protocol):
+    """A trainer rank. `begin` waits until the rank is in `update`. `end` ends that."""
+
+    async def placement(self) -> Placement: ...
+    async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
+    async def begin(self) -> None: ...
+    async def end(self, version: int, error: WeightSyncError | None) -> None: ...

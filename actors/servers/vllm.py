@@ -6,14 +6,12 @@ vLLM loads it by its own option ``--middleware weightsync.JoinDriver``.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightsync.actors.servers.door import JOIN
+from weightsync.actors.servers.door import check_address
 from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.engines.vllm.adopted import AdoptedVllm
-from weightsync.errors import ConfigError
 
 _Scope = MutableMapping[str, Any]
 _App = Callable[[_Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -24,8 +22,7 @@ class JoinDriver:
 
     def __init__(self, app: _App) -> None:
         """Raises ConfigError if the environment does not say where the driver is."""
-        if not os.environ.get(JOIN):
-            raise ConfigError(JOIN, None, "set the driver's address, such as 10.0.0.1:29500")
+        check_address()
         self._app = app
 
     async def __call__(self, scope: _Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,19 +11,13 @@ import ray
 
 from tests.certificates import run_files
 from tests.fleets.actors import Engine, Trainer, until
-from tests.fleets.served import APART, ServedProcess, can_be_apart, digest
+from tests.fleets.served import APART, ServedProcess, can_be_apart, digest, free_port
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ConfigError
 
 WIDTH, TOKEN = 32, "a secret of the fleet"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 class Fleet:

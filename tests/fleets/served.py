@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,12 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         found.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def can_be_apart() -> bool:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.fleets.joined import TORCHRUN, JoinedProcess
 from tests.fleets.served import ServedProcess
 from tests.hosts import servers
 from tests.hosts.network import DEFAULT, HASTY, PATIENT, Network
@@ -150,11 +151,14 @@ def _answer(
         network.hosts[name].set_sending_rate(int(values[0]))
     elif what == "kill":
         network.hosts[name].kill(int(values[0]))
-    elif what == "serve":
+    elif what in ("serve", "torchrun"):
         driver = {"WEIGHTSYNC_JOIN": f"{network.hosts[NAMES[0]].address}:{servers.JOIN_PORT}"}
         mine = os.environ | servers.ENV | driver
         at = network.hosts[name].prefix
-        served[name] = ServedProcess(servers.SERVER_PORT, servers.WIDTH, mine, at)
+        if what == "serve":
+            served[name] = ServedProcess(servers.SERVER_PORT, servers.WIDTH, mine, at)
+        else:
+            JoinedProcess(servers.WIDTH, mine, [*at, *TORCHRUN])
     elif what == "unserve":
         served.pop(name).kill()
     elif what == "version":

@@ -1,18 +1,23 @@
-"""Servers on hosts without Ray: updated, cut off, started again and filled."""
+"""Servers and trainers on hosts without Ray: updated, cut off, started again and filled."""
 
 from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Mapping
 
+import pytest
 import ray
+import torch
 
 from tests.fleets.actors import Trainer, until
+from tests.fleets.joined import trained
 from tests.fleets.served import digest
 from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import WeightSyncError
+from weightsync.errors import PeerLostError, WeightSyncError
+from weightsync.faults import Fault, FaultPlan
 
 WIDTH = 256
 JOIN_PORT, SERVER_PORT = 29500, 8000
@@ -59,7 +64,29 @@ def servers() -> None:
         ask("mend", "east")
         comes_back(sync, trainer)
         update(sync, trainer, 5)
+    trainers(config, urls)
     say("servers: updated, killed, cut off and filled")
+
+
+def trainers(config: SyncConfig, urls: dict[str, str]) -> None:
+    """Ranks that torchrun starts dial in, too. It starts them again after one was killed."""
+    ask("torchrun", "east")
+    with WeightSync(config) as sync:
+        sync.register_trainers(2)
+        sync.register_engines(urls)
+        sync.connect()
+        for seed in (1, 2, 3):
+            trained_by(sync, seed)
+        fault = Fault(process="trainer 1", action="kill", at="publish", version=sync.version + 1)
+        sync.inject(FaultPlan((fault,)))
+        with pytest.raises(PeerLostError, match="trainer 1"):
+            sync.update_weights()
+        trained_by(sync, 1)
+
+
+def trained_by(sync: WeightSync, seed: int) -> None:
+    """The servers get the weights of update `seed` of the ranks' processes."""
+    serve(trained(WIDTH, seed), sync.update_weights().version)
 
 
 def update(sync: WeightSync, trainer: ray.ActorHandle, version: int) -> None:
@@ -71,9 +98,13 @@ def update(sync: WeightSync, trainer: ray.ActorHandle, version: int) -> None:
 
 
 def check(trainer: ray.ActorHandle, version: int) -> None:
-    """Both servers serve the version and hold the trainer's bytes."""
-    wanted = number(digest(ray.get(trainer.weights.remote())))
-    assert [(ask("version", name), ask("digest", name)) for name in OTHERS] == [(version, wanted)] * 2
+    serve(ray.get(trainer.weights.remote()), version)
+
+
+def serve(weights: Mapping[str, torch.Tensor], version: int) -> None:
+    """Both servers serve these weights as that version."""
+    found = [(ask("version", name), ask("digest", name)) for name in OTHERS]
+    assert found == [(version, number(digest(weights)))] * 2
 
 
 def serves_only(sync: WeightSync, name: str) -> None:

@@ -25,6 +25,7 @@ from weightsync.node.messages import (
     Drop,
     Hello,
     Join,
+    JoinRank,
     Late,
     NodeOffer,
     Notice,
@@ -52,7 +53,7 @@ class Door(Protocol):
 
     token: str
 
-    def link(self, join: Join) -> Link | str:
+    def link(self, join: Join | JoinRank) -> Link | str:
         """Return the link of a process, or why it has none now."""
 
 

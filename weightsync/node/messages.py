@@ -17,6 +17,7 @@ __all__ = [
     "FromNode",
     "Hello",
     "Join",
+    "JoinRank",
     "Late",
     "NodeOffer",
     "Notice",
@@ -55,6 +56,14 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     """A server that Ray did not start -> driver, after the token: where users reach it."""
 
     url: str
+
+
+class JoinRank(msgspec.Struct, frozen=True, tag="join_rank"):
+    """A trainer rank that Ray did not start -> driver, after the token. `process` differs by process."""
+
+    rank: int
+    world_size: int
+    process: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -133,7 +142,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Place(msgspec.Struct, frozen=True, tag="place"):
-    """Driver -> server: dial again, as a node."""
+    """Driver -> process that joins: dial again, as a node."""
 
     offer: NodeOffer
 
@@ -144,7 +153,7 @@ FromNode: TypeAlias = Hello | Answer | Raised | Late | Tell | Notice
 
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 _joined: msgspec.msgpack.Decoder[Joined] = msgspec.msgpack.Decoder(Joined)
-_join: msgspec.msgpack.Decoder[Join] = msgspec.msgpack.Decoder(Join)
+_join: msgspec.msgpack.Decoder[Join | JoinRank] = msgspec.msgpack.Decoder(Join | JoinRank)
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 
 
@@ -158,8 +167,8 @@ def from_node(data: bytes) -> FromNode:
     return decoded(_from_node.decode, data)
 
 
-def joining(data: bytes) -> Join:
-    """Decode what a server says. Raises WireError for anything else."""
+def joining(data: bytes) -> Join | JoinRank:
+    """Decode what a process says that joins. Raises WireError for anything else."""
     return decoded(_join.decode, data)
 
 

@@ -1,0 +1,136 @@
+"""The own part of a process that Ray did not start: it joins the driver, and starts holders' processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from abc import abstractmethod
+
+import msgspec
+
+from weightsync.actors.holders.weight_holder import holder_settings
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.ray.versions import own_versions
+from weightsync.actors.servers.door import JOIN, TOKEN
+from weightsync.config import Ports, SyncConfig, TlsFiles
+from weightsync.errors import WeightSyncError
+from weightsync.node.messages import MAX_NBYTES, Join, JoinRank, NodeOffer, Refused, joined
+from weightsync.node.node import Node
+from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.host_id import host_id
+from weightsync.protocol.routes import own_address
+from weightsync.protocol.stream import Stream
+
+logger = logging.getLogger("weightsync.actors")
+
+TLS = "WEIGHTSYNC_TLS"
+_DIAL_S, AGAIN_S, PAUSE_S = 10.0, 10.0, 2.0
+
+
+class JoinedProcess:
+    """Joins the driver, and again after the driver or the connection is lost."""
+
+    def __init__(self) -> None:
+        self._address = self._trouble = ""
+        self._driver = f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._over = threading.Event()
+        self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None
+
+    @property
+    @abstractmethod
+    def _title(self) -> str:
+        """The process's name in its log."""
+
+    @abstractmethod
+    def _greeting(self) -> Join | JoinRank:
+        """Return what the driver knows the process by."""
+
+    @abstractmethod
+    def _new_node(self, offer: NodeOffer) -> Node:
+        """Return the node that answers the driver's calls."""
+
+    def _left(self, why: str) -> None:
+        """Note that a driver calls this process no more."""
+
+    def join(self) -> None:
+        """Join the driver whose address is in ``WEIGHTSYNC_JOIN``, on a thread."""
+        on_daemon(self._take_part, "weightsync-join")
+
+    def leave(self) -> None:
+        """Take part no more, and end the holders."""
+        self._over.set()
+        self._end_holders()
+
+    def _take_part(self) -> None:
+        while not self._over.is_set():
+            node, why = None, "it has let this process go"
+            try:
+                node = self._new_node(self._ask())
+                logger.info("[%s] joins the driver at %s", self._title, self._driver)
+                self._trouble = ""
+                node.run(_DIAL_S, AGAIN_S)
+                logger.info("[%s] the driver at %s has let it go", self._title, self._driver)
+            except (OSError, WeightSyncError) as error:
+                why = str(error)
+                if why != self._trouble:  # a driver may come much later
+                    self._trouble = why
+                    logger.warning("[%s] waits for its driver at %s: %s", self._title, self._driver, why)
+            if node and not node.welcomed.exception():
+                self._left(why)
+            self._end_holders()
+            self._over.wait(PAUSE_S)
+
+    def _ask(self) -> NodeOffer:
+        """Ask the driver for a place. Raises OSError if it does not answer or has none."""
+        self._address = own_address(self._driver)
+        stream = Stream(self._driver, os.environ.get(TOKEN, ""), MAX_NBYTES, _DIAL_S, self._tls)
+        try:
+            stream.send(msgspec.msgpack.encode(self._greeting()))
+            if (came := stream.receive(_DIAL_S)) is None:
+                raise TimeoutError("it does not answer")
+        except ConnectionResetError as error:
+            raise ConnectionResetError(f"it hangs up: is {TOKEN} the same there?") from error
+        finally:
+            stream.close()
+        answer = joined(came)
+        if isinstance(answer, Refused):
+            raise ConnectionRefusedError(answer.why)
+        return msgspec.structs.replace(answer.offer, tls=self._tls)
+
+    def _placed(self, device: str) -> Placement:
+        return Placement(host_id(), self._address, device, os.getpid(), own_versions())
+
+    async def sync_start_holder(
+        self, name: str, placement: Placement, transport: str, ports: Ports | None, offer: NodeOffer
+    ) -> None:
+        """Start the process of a holder, which dials the driver by itself."""
+        await self.sync_end_holder(name)
+        settings = holder_settings(name, placement, transport, SyncConfig(ports=ports, tls=self._tls))
+        offer = msgspec.structs.replace(offer, tls=self._tls)
+        visible = {"CUDA_VISIBLE_DEVICES": placement.gpu if transport == "nccl" else ""}
+        child = subprocess.Popen(
+            [sys.executable, "-m", "weightsync.actors.servers.holder_process"],
+            stdin=subprocess.PIPE,
+            env=os.environ | visible,
+        )
+        self._holders[name] = child
+        assert child.stdin
+        with child.stdin as orders:
+            orders.write(msgspec.json.encode((os.getpid(), settings, offer)))
+
+    async def sync_end_holder(self, name: str) -> None:
+        """End the process of a holder, if there is one."""
+        if child := self._holders.pop(name, None):
+            child.kill()
+            await asyncio.to_thread(child.wait)
+
+    def _end_holders(self) -> None:
+        while self._holders:
+            _, child = self._holders.popitem()
+            child.kill()
+            child.wait()

@@ -1,0 +1,80 @@
+"""Trainer ranks that Ray did not start, as the driver calls them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from ray.actor import ActorHandle
+
+from weightsync.actors.ray.placement import Placement
+from weightsync.actors.servers.handle import Joined
+from weightsync.actors.servers.peers import ServedTrainer
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.errors import PeerLostError, StateError, WeightSyncError
+
+logger = logging.getLogger("weightsync.actors")
+
+
+class Rank(Joined):
+    """A trainer rank that Ray did not start.
+
+    Attributes:
+        process: the process that has the place, as it calls itself; "" before the first.
+    """
+
+    _protocol = ServedTrainer
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.process = rank, ""
+
+    def __repr__(self) -> str:
+        return f"trainer {self.rank}"
+
+    async def placement(self) -> Placement:
+        """Return the rank's placement, as the driver uses it, once the rank is in `update`."""
+        return self._placed([await self._waited_for("placement")])[0]
+
+    async def begin(self) -> None:
+        """Wait until the rank is in `update`."""
+        await self._waited_for("begin")
+
+    async def _waited_for(self, method: str) -> Any:  # noqa: ANN401 - its answer
+        """Call a method, of the next process if this one ends."""
+        while True:
+            try:
+                return await self._call(method)
+            except PeerLostError as error:
+                logger.warning("[%s] waiting until it joins again: %s", self, error)
+                self.expect(self.link.name, self.link.again_s)
+
+
+TrainerHandle: TypeAlias = ActorHandle[Any] | Rank
+
+
+@asynccontextmanager
+async def in_update(
+    ranks: Mapping[str, Rank], version: Callable[[], int], timeout_s: float
+) -> AsyncIterator[None]:
+    """Have all `ranks` in `update` during the body. Afterwards they return the new `version`, or raise.
+
+    Raises a DeadlineError that names the ranks which do not come in `timeout_s` seconds.
+    """
+    before = version()
+    error: WeightSyncError | None = StateError("the update failed")  # or one that was to commit with it
+    try:
+        begun = {name: rank.begin() for name, rank in ranks.items()}
+        (await gather_named(begun, "update()", timeout_s)).require()
+        yield
+        if version() > before:
+            error = None
+    except WeightSyncError as raised:
+        error = raised
+        raise
+    finally:
+        told = {name: rank.link.call("end", version(), error) for name, rank in ranks.items()}
+        for name in (await gather_named(told, "end", GRACE_S)).failures:
+            ranks[name].kill()  # it learns that by itself
