@@ -48,7 +48,7 @@ class JoinedProcess:
 
     @abstractmethod
     def _greeting(self) -> Join | JoinRank:
-        """Return what the driver knows the process by."""
+        """Return the message that names this process to the driver."""
 
     @abstractmethod
     def _new_node(self, offer: NodeOffer) -> Node:

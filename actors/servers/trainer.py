@@ -73,7 +73,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
                     raise called
                 _answer(*called)
         except (Empty, KeyboardInterrupt) as error:
-            if self._takes_part and self._node:  # what the driver says later is for no other `update`
+            if self._takes_part and self._node:  # a late end must not end another `update`
                 self._node.stop()
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -147,8 +147,8 @@ def join(model: Any = None, **options: Any) -> JoinedTrainer:  # noqa: ANN401
             step(model, batch)
             shard.update()
 
-    The driver's address is in ``WEIGHTSYNC_JOIN``, see docs/servers.md. The rank and the world size are those
-    of `torch.distributed`, or of ``RANK`` and ``WORLD_SIZE``. Returns before the driver is reached.
+    The driver's address is in ``WEIGHTSYNC_JOIN``, see docs/servers.md. The rank and the world size come from
+    `torch.distributed`, or from ``RANK`` and ``WORLD_SIZE``. Returns before the driver is reached.
 
     Args:
         model: this rank's, as ``self.model`` of `TrainerShard`.

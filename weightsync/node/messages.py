@@ -168,7 +168,7 @@ def from_node(data: bytes) -> FromNode:
 
 
 def joining(data: bytes) -> Join | JoinRank:
-    """Decode what a process says that joins. Raises WireError for anything else."""
+    """Decode the first message of a process that joins. Raises WireError for anything else."""
     return decoded(_join.decode, data)
 
 
