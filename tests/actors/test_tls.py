@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,34 +76,36 @@ def pid(actor: Any) -> int:
     return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
-async def certificate(host: str, port: int) -> bytes | None:
-    """Return the certificate that is shown at a port."""
+def certificate(stream: ssl.SSLSocket) -> bytes | None:
+    """Return the certificate that the other end shows, if any."""
+    with suppress(OSError):
+        stream.do_handshake()
+        return stream.getpeercert(binary_form=True)
+    return None
+
+
+def show(own: bytes, pids: Iterable[int]) -> bool:
+    """Whether one of these processes has a port at which it shows a certificate: most ports say nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    _, writer = await asyncio.open_connection(host, port, ssl=context)
-    writer.close()
-    shown: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return shown
-
-
-async def show(own: bytes, pids: Iterable[int]) -> bool:
-    """Whether one of these processes has a port at which it shows a certificate: most ports say nothing."""
-    found = [at for number in pids for at in psutil.Process(number).net_connections("tcp")]
-    places = [each.laddr for each in found if each.status == psutil.CONN_LISTEN]
     here = ray.util.get_node_ip_address()
-    asked = [
-        asyncio.create_task(certificate(here if ip in ("0.0.0.0", "::") else ip, port)) for ip, port in places
-    ]
-    for answer in asyncio.as_completed(asked, timeout=patient(10)):
-        with suppress(OSError):
-            if await answer == own:
-                break
-    else:
-        return False
-    for each in asked:
-        each.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
-    return True
+    streams = []
+    with ExitStack() as opened:
+        for each in [at for number in pids for at in psutil.Process(number).net_connections("tcp")]:
+            if each.status == psutil.CONN_LISTEN:
+                host = here if each.laddr.ip in ("0.0.0.0", "::") else each.laddr.ip
+                with suppress(OSError):
+                    plain = socket.create_connection((host, each.laddr.port), patient(10))
+                    wrapped = context.wrap_socket(plain, do_handshake_on_connect=False)
+                    streams.append(opened.enter_context(wrapped))
+        with ThreadPoolExecutor(len(streams)) as threads:
+            asked = [threads.submit(certificate, stream) for stream in streams]
+            try:
+                return any(answer.result() == own for answer in as_completed(asked))
+            finally:
+                for stream in streams:  # ends waits for answers
+                    with suppress(OSError):
+                        socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
 
 def test_versions_arrive_and_a_killed_engine_is_filled(fleet: Fleet, folder: Path) -> None:
@@ -111,8 +114,8 @@ def test_versions_arrive_and_a_killed_engine_is_filled(fleet: Fleet, folder: Pat
         fleet.update(version)
     own = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
     holders = [*map(pid, fleet.sync.holders().values())]
-    assert asyncio.run(show(own, [os.getpid()])), "the driver's port for nodes speaks TLS"
-    assert asyncio.run(show(own, holders)), "and so does the store where holders meet"
+    assert show(own, [os.getpid()]), "the driver's port for nodes speaks TLS"
+    assert show(own, holders), "and so does the store where holders meet"
     os.kill(pid(fleet.engines["e1"]), signal.SIGKILL)
     report = fleet.sync.update_weights(4)
     assert report.engines["e0"] == 4
