@@ -1,0 +1,106 @@
+"""Brings a local folder to a version of a store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weightsync.errors import StoreError
+from weightsync.stores import tensor_file
+from weightsync.stores.history import History
+from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.manifest import Manifest, Stored, manifest_name
+from weightsync.stores.meter import Meter, Tell, silent
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.routes import Route, route
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Where a folder is, and the bytes that were downloaded for it."""
+
+    version: int
+    nbytes: int
+
+
+def follow(
+    store: ObjectStore, folder: LocalFolder, version: int | None = None, tell: Tell = silent
+) -> Followed:
+    """Bring `folder` to the newest version, or to `version`.
+
+    If the call is interrupted or raises, readers of the folder see the version that they saw before, and the
+    next call goes on with the objects that are here.
+
+    Raises:
+        StoreError: the store does not have the version, or an object is missing, torn or damaged.
+    """
+    with folder.locked():
+        history = History(store)
+        target = history.require(history.newest if version is None else version)
+        return Followed(target.version, bring(store, folder, target, history, tell))
+
+
+def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: History, tell: Tell) -> int:
+    """Bring a locked folder to `target`. Returns the bytes that were downloaded."""
+    if folder.shows(target):
+        return 0
+    routes = {name: _route(store, folder, name, target, history) for name in target.files}
+    needed = {file.content for file in target.files.values()}
+    needed |= {stored for way in routes.values() for stored in (way.start, *way.changes)}
+    folder.tidy(needed)
+    meter = Meter(tell, sum(way.nbytes for way in routes.values()))
+    for name, way in routes.items():
+        _make(store, folder, target, name, way, meter)
+    folder.show(target)
+    return meter.nbytes
+
+
+def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest, history: History) -> Route:
+    found = route(name, target, history.find, folder.has)
+    if found is None:
+        problem = f"nothing brings a follower to its {name}: publish with --anchor"
+        raise StoreError(store.url, manifest_name(target.version), problem, target.version)
+    return found
+
+
+def _make(
+    store: ObjectStore, folder: LocalFolder, target: Manifest, name: str, way: Route, meter: Meter
+) -> None:
+    """Make a file of `target`, unless it is here."""
+    start = _fetch(store, folder, way.start, target.version, meter)
+    if not way.changes:
+        return
+    deltas = [_fetch(store, folder, each, target.version, meter) for each in way.changes]
+    wanted, part = target.files[name].content, folder.part(target.files[name].content.sha256)
+    shutil.copyfile(folder.object(start), part)
+    tensor_file.apply([folder.object(each) for each in deltas], part)
+    if (found := Stored.of(part)) == wanted:
+        folder.add(part, wanted)
+        return
+    problem = f"applied, its changes give {name} {found}, not {wanted}"
+    if (base := Stored.of(folder.object(start))) != start:
+        folder.object(start).unlink()
+        problem += f": the copy here of the version before was damaged ({base}, not {start}) and is removed"
+    raise StoreError(store.url, way.changes[-1].name, problem, target.version)
+
+
+def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> Stored:
+    """Download an object, unless it is here."""
+    if folder.has(stored):
+        return stored
+
+    def parts() -> Iterator[memoryview]:
+        for part in store.stream(stored.name):
+            yield part
+            meter.moved(len(part))
+
+    try:
+        found = folder.save(stored.sha256, parts())
+    except StoreError as error:
+        raise StoreError(error.store, error.name, error.problem, version) from error
+    if found != stored:
+        problem = f"it is damaged: {found}, not {stored}"
+        raise StoreError(store.url, stored.name, problem, version)
+    folder.add(folder.part(stored.sha256), stored)
+    return stored

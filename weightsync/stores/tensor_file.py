@@ -1,0 +1,61 @@
+"""Changes from one safetensors file to another with the same header."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from weightsync.deltas.changes import Changes, Span
+from weightsync.deltas.tiles import Bytes
+
+_WIDTHS = (1, 2, 4, 8)
+
+
+def delta(old: Path, new: Path) -> Bytes | None:
+    """Return the changes as bytes; None if the headers differ, or the file is as short."""
+    was, now = np.memmap(old, np.uint8, "r"), np.memmap(new, np.uint8, "r")
+    size = len(now) if len(now) == len(was) else 0
+    header = _header(now)
+    if not size or not header or header != _header(was):
+        return None
+    changes = Changes.between(_spans(header), was, now)
+    if changes.nbytes >= size:
+        return None
+    data = np.empty(changes.nbytes, np.uint8)
+    changes.write(data)
+    return data
+
+
+def apply(deltas: Sequence[Path], to: Path) -> None:
+    """Apply changes, oldest first, to the file that the first one is based on. Writes each value once.
+
+    Raises WireError if they are not changes of this file.
+    """
+    memory = np.memmap(to, np.uint8, "r+")
+    spans = _spans(_header(memory))
+    each = (Changes.decode(spans, np.memmap(path, np.uint8, "r")) for path in deltas)
+    functools.reduce(Changes.then, each).apply(memory)
+    memory.flush()
+
+
+def _header(file: Bytes) -> bytes:
+    """Return the JSON before the tensors, b"" if the file is too short for it."""
+    end = 8 + int.from_bytes(file[:8].tobytes(), "little")
+    return file[8:end].tobytes() if end <= len(file) else b""
+
+
+def _spans(header: bytes) -> list[Span]:
+    tensors = (each for name, each in json.loads(header).items() if name != "__metadata__")
+    return [_span(8 + len(header), tensor["data_offsets"], tensor["shape"]) for tensor in tensors]
+
+
+def _span(start: int, offsets: tuple[int, int], shape: Sequence[int]) -> Span:
+    begin, end = offsets
+    nbytes = end - begin
+    width = nbytes // (math.prod(shape) or 1)
+    return Span(start + begin, nbytes, width if width in _WIDTHS and nbytes % width == 0 else 1)
