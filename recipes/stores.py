@@ -49,7 +49,7 @@ def follow_store(
     reached, told = 0, ""
     while True:
         try:
-            if once or version or History(store).newest > reached:
+            if once or version or History(store).newest != reached:
                 reached, told = _step(store, local, version, say), ""
             elif not reached and not told:
                 say(told := f"{url} has no version yet")

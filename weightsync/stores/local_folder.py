@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.stores.manifest import Manifest, Stored
 
 _PART = ".part"
@@ -32,22 +32,34 @@ class LocalFolder:
     """A folder that `follow` keeps at a version. One process at a time changes it."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder. Raises ConfigError if that is not possible."""
+        """Make the folder. Raises ConfigError if that is not possible, or it has other files."""
         self.path = path
         self.current = path / "current"
-        self._objects, self._versions = path / "objects", path / "versions"
-        try:
+        self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
+        with self._told():
+            path.mkdir(parents=True, exist_ok=True)
+            if not self._lock.exists() and any(path.iterdir()):
+                raise ConfigError("FOLDER", str(path), "it has other files: give a new folder")
+            self._lock.touch()
             for each in (self._objects, self._versions):
-                each.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError("FOLDER", str(path), f"{error.strerror}: give a folder to write to") from error
+                each.mkdir(exist_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes that would change the folder waiting."""
-        with (self.path / "lock").open("w") as lock:
+        """Keep other processes that would change the folder waiting. Raises ConfigError if a disk is full."""
+        with self._told(), self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightSyncError:
+            raise
+        except OSError as error:
+            remedy = f"{error.strerror}: give a folder to write to, with enough space"
+            raise ConfigError("FOLDER", str(self.path), remedy) from error
 
     @property
     def version(self) -> int:

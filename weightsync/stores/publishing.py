@@ -119,8 +119,9 @@ def _file(copy: LocalFolder, name: str, stored: Stored, before: VersionFile | No
     if before and before.content == stored:
         return VersionFile(stored, whole=False, base=stored.sha256)
     if before and name.endswith(".safetensors"):
-        data = tensor_file.delta(copy.object(before.content), copy.object(stored))
-        if data is not None:
+        base = copy.object(before.content)
+        data = tensor_file.delta(base, copy.object(stored))
+        if data is not None and Stored.of(base) == before.content:  # a damaged copy misleads followers
             delta = copy.save("delta", [data.data])
             copy.add(copy.part("delta"), delta)
             return VersionFile(stored, whole=False, base=before.content.sha256, delta=delta)

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import obstore.exceptions
 import pytest
 
 from tests.pages import ROOT
@@ -319,6 +320,22 @@ def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:
     assert site.follow("f").nbytes > first.nbytes
 
 
+def test_a_damaged_copy_of_the_publisher_does_not_reach_followers(site: Site) -> None:
+    site.publish()
+    first = History(site.store).require(1).files[FILES[0]].content
+    damaged(site.copy.object(first), "flipped")
+    site.publish()
+    assert [History(site.store).require(2).files[name].whole for name in FILES] == [True, False]
+    site.follow("f")
+
+
+def test_a_store_that_refuses_is_named(site: Site) -> None:
+    refusal = obstore.exceptions.PermissionDeniedError("Forbidden\n\nDebug source: …")
+    with mock.patch("obstore.list", side_effect=refusal), pytest.raises(StoreError) as caught:
+        site.publish()
+    assert str(caught.value) == f"{site.url}: versions: Forbidden"
+
+
 def test_of_two_publishers_of_a_version_one_wins_and_the_other_names_it(site: Site) -> None:
     site.publish()
     other, mine = site.folder("other"), save(site.root / "mine", tensors(1), 8)
@@ -462,13 +479,19 @@ def test_without_obstore_a_store_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_folders_that_cannot_be_used_are_refused(site: Site, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="give a folder to write to"):
+    with pytest.raises(ConfigError, match="File exists: give a folder to write to"):
         LocalFolder(tmp_path / "file")
+    with pytest.raises(ConfigError, match="it has other files: give a new folder"):
+        LocalFolder(tmp_path)
+    site.publish()
+    full = mock.patch.object(LocalFolder, "save", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(ConfigError, match="No space left on device: give a folder to write to, with"):
+        site.follow("full")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="give a folder with safetensors files"):
         publish(site.store, tmp_path / "empty", site.copy)
     with pytest.raises(StoreError, match="it is not there; none is"):
-        site.follow("f")
+        follow(ObjectStore(f"memory://{tmp_path}/empty"), site.folder("f"))
 
 
 def test_each_store_has_a_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
