@@ -259,7 +259,7 @@ def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With safetensors files.")],
     url: _Url,
     anchor: Annotated[
-        bool, typer.Option("--anchor", help="Upload all files whole, and compare with no version before.")
+        bool, typer.Option("--anchor", help="Upload all files whole, also those that are there.")
     ] = False,
     keep: Annotated[
         int | None,

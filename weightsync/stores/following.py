@@ -57,11 +57,13 @@ def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: Hi
 
 
 def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest, history: History) -> Route:
-    found = route(name, target, history.find, folder.has)
-    if found is None:
-        problem = f"nothing brings a follower to its {name}: publish with --anchor"
-        raise StoreError(store.url, manifest_name(target.version), problem, target.version)
-    return found
+    if found := route(name, target, history.find, folder.has):
+        return found
+    at = target
+    while at.base:  # raises the reason
+        at = history.require(at.base)
+    problem = f"no earlier version has its {name}: publish with --anchor"
+    raise StoreError(store.url, manifest_name(target.version), problem, target.version)
 
 
 def _make(

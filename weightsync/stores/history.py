@@ -7,6 +7,10 @@ from weightsync.stores.manifest import FOLDER, Manifest, manifest_name
 from weightsync.stores.object_store import Listed, ObjectStore
 
 
+class DamagedError(StoreError):
+    """A manifest cannot be used."""
+
+
 class History:
     """The versions of a store when this was made.
 
@@ -27,27 +31,26 @@ class History:
         return self.versions[-1] if self.versions else 0
 
     @property
-    def listed(self) -> Listed:
-        """The manifest of the newest version."""
+    def newest_listed(self) -> Listed:
+        """The size and time of the newest manifest."""
         return self._listed[manifest_name(self.newest)]
 
     def find(self, version: int) -> Manifest | None:
-        """Return the manifest of a version, None if it is not there. Raises StoreError if it is damaged."""
+        """Return the manifest of a version, None if it is not there or damaged."""
+        try:
+            return self.require(version)
+        except DamagedError:
+            return None
+
+    def require(self, version: int) -> Manifest:
+        """Return the manifest of a version. Raises DamagedError if it is not there or damaged."""
         if version not in self._read:
             data = self._store.read(name := manifest_name(version))
             if data is None:
-                return None
+                there = f"versions {self.versions[0]} to {self.newest} are" if self.versions else "none is"
+                raise DamagedError(self._store.url, name, f"it is not there; {there}", version)
             try:
-                made = Manifest.decode(data)
+                self._read[version] = Manifest.decode(data)
             except ValueError as error:
-                raise StoreError(self._store.url, name, f"it is damaged: {error}", version) from error
-            self._read[version] = made
+                raise DamagedError(self._store.url, name, f"it is damaged: {error}", version) from error
         return self._read[version]
-
-    def require(self, version: int) -> Manifest:
-        """Return the manifest of a version. Raises StoreError if it is not there or damaged."""
-        found = self.find(version)
-        if found is None:
-            there = f"versions {self.versions[0]} to {self.newest} are" if self.versions else "none is"
-            raise StoreError(self._store.url, manifest_name(version), f"it is not there; {there}", version)
-        return found

@@ -1,8 +1,10 @@
-"""A local folder with versions of a store, of which readers only see whole ones::
+"""A local folder with versions of a store::
 
-objects/<sha256>            files, each complete and checked
-versions/00000007-1a2b3c4d/ links to the files of a version
-current                     link to the version that the folder is at; switched last
+    objects/<sha256>            files, each complete and checked
+    versions/00000007-1a2b3c4d/ links to the files of a version
+    current                     a link to one of these folders, replaced last
+
+Readers open ``current``, and so they only see whole versions.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.stores.manifest import Manifest, Stored
 
 _PART = ".part"
@@ -55,10 +57,8 @@ class LocalFolder:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except WeightSyncError:
-            raise
         except OSError as error:
-            remedy = f"{error.strerror}: give a folder to write to, with enough space"
+            remedy = f"{error}: give a folder to write to, with enough space"
             raise ConfigError("FOLDER", str(self.path), remedy) from error
 
     @property
@@ -133,6 +133,5 @@ class LocalFolder:
 
 
 def _folder_name(manifest: Manifest) -> str:
-    contents: Mapping[str, str] = manifest.contents
-    digest = hashlib.sha256(repr(sorted(contents.items())).encode())
+    digest = hashlib.sha256(repr(sorted(manifest.contents.items())).encode())
     return f"{manifest.version:08d}-{digest.hexdigest()[:8]}"

@@ -15,6 +15,8 @@ from weightsync.errors import ConfigError, StoreError, nearest
 
 _SCHEMES = ("file", "gs", "memory", "s3")
 _CHUNK = 8 << 20
+_MOST_PARTS = 9_000
+"""S3 takes 10,000 parts of an object."""
 Moved = Callable[[int], None]
 """Is told how many more bytes have moved."""
 
@@ -79,11 +81,13 @@ class ObjectStore:
     def put(self, name: str, path: Path, moved: Moved) -> None:
         """Upload a file. The object appears once it is whole."""
         with self._told(name):
-            if path.stat().st_size > _CHUNK:
-                self._obstore.put(self._store, name, _parts(path, moved), chunk_size=_CHUNK)
+            nbytes = path.stat().st_size
+            if nbytes > _CHUNK:
+                size = max(_CHUNK, nbytes // _MOST_PARTS)
+                self._obstore.put(self._store, name, _parts(path, moved), chunk_size=size)
             else:
                 self._obstore.put(self._store, name, path.read_bytes(), use_multipart=False)
-                moved(path.stat().st_size)
+                moved(nbytes)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that is not there yet. Returns False if it is."""

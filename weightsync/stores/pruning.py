@@ -34,4 +34,4 @@ def prune(store: ObjectStore, keep: int) -> tuple[int, int]:
 
 def is_left_over(listed: Listed, history: History) -> bool:
     """Return True if `prune` removes this object when no version names it."""
-    return bool(history.newest) and listed.written < history.listed.written - _UPLOAD_TIME
+    return bool(history.newest) and listed.written < history.newest_listed.written - _UPLOAD_TIME

@@ -16,7 +16,7 @@ from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder
 from weightsync.stores.manifest import OBJECTS, Manifest, Stored, VersionFile, manifest_name
 from weightsync.stores.meter import Meter, Tell, silent
-from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.object_store import Listed, ObjectStore
 from weightsync.stores.pruning import is_left_over
 from weightsync.stores.routes import MOST_DELTAS, since_anchor
 
@@ -49,7 +49,7 @@ def publish(
     Args:
         copy: a folder for a copy of the newest version, with which `files` are compared. If it has another
             version, the newest is downloaded.
-        anchor: store all files whole, and do not compare. The newest version may be damaged.
+        anchor: upload all files whole, also those that are there. The versions before may be damaged.
 
     Raises:
         ConfigError: `files` has no safetensors file.
@@ -58,16 +58,16 @@ def publish(
     """
     with copy.locked():
         history = History(store)
-        newest = history.require(history.newest) if history.newest else None
-        if newest and not anchor:
+        newest = history.require(history.newest) if history.newest and not anchor else None
+        if newest:
             bring(store, copy, newest, history, tell)
         copy.tidy()
         taken = {path.name: _take(copy, path) for path in _files(files)}
         if newest and {name: stored.sha256 for name, stored in taken.items()} == newest.contents:
             return Published(newest.version, 0, newest.is_anchor, is_new=False)
-        made = _compared(copy, taken, None if anchor else newest, history)
-        made = replace(made, version=history.newest + 1)
-        nbytes = _upload(store, copy, made, history, tell)
+        made = replace(_compared(copy, taken, newest, history), version=history.newest + 1)
+        there = {} if anchor else store.list(OBJECTS)
+        nbytes = _upload(store, copy, made, there, history, tell)
         _announce(store, made)
         copy.show(made)
         return Published(made.version, nbytes, made.is_anchor, is_new=True)
@@ -128,9 +128,15 @@ def _file(copy: LocalFolder, name: str, stored: Stored, before: VersionFile | No
     return VersionFile(stored, whole=True)
 
 
-def _upload(store: ObjectStore, copy: LocalFolder, made: Manifest, history: History, tell: Tell) -> int:
+def _upload(
+    store: ObjectStore,
+    copy: LocalFolder,
+    made: Manifest,
+    there: Mapping[str, Listed],
+    history: History,
+    tell: Tell,
+) -> int:
     """Upload the objects that are not there. One that a pruner may remove counts as not there."""
-    there = store.list(OBJECTS)
     missing = []
     for stored in sorted(made.objects, key=lambda each: each.sha256):
         listed = there.get(stored.name)

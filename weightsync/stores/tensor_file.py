@@ -17,14 +17,16 @@ _WIDTHS = (1, 2, 4, 8)
 
 
 def delta(old: Path, new: Path) -> Bytes | None:
-    """Return the changes as bytes; None if the headers differ, or the file is as short."""
-    was, now = np.memmap(old, np.uint8, "r"), np.memmap(new, np.uint8, "r")
-    size = len(now) if len(now) == len(was) else 0
-    header = _header(now)
-    if not size or not header or header != _header(was):
+    """Return the changes as bytes; None if the headers differ or cannot be read, or the file is as short."""
+    try:
+        was, now = np.memmap(old, np.uint8, "r"), np.memmap(new, np.uint8, "r")
+        header = _header(now)
+        if len(was) != len(now) or header != _header(was):
+            return None
+        changes = Changes.between(_spans(header), was, now)
+    except ValueError:  # no JSON, or an empty file
         return None
-    changes = Changes.between(_spans(header), was, now)
-    if changes.nbytes >= size:
+    if changes.nbytes >= len(now):
         return None
     data = np.empty(changes.nbytes, np.uint8)
     changes.write(data)
