@@ -14,6 +14,7 @@ from weightsync.stores.manifest import Manifest, Stored, manifest_name
 from weightsync.stores.meter import Meter, Tell, silent
 from weightsync.stores.object_store import ObjectStore
 from weightsync.stores.routes import Route, route
+from weightsync.stores.threads import on_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,13 @@ def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: Hi
     if folder.shows(target):
         return 0
     routes = {name: _route(store, folder, name, target, history) for name in target.files}
-    needed = {file.content for file in target.files.values()}
-    needed |= {stored for way in routes.values() for stored in (way.start, *way.changes)}
-    folder.tidy(needed)
-    meter = Meter(tell, sum(way.nbytes for way in routes.values()))
-    for name, way in routes.items():
-        _make(store, folder, target, name, way, meter)
+    sources = {stored for way in routes.values() for stored in (way.start, *way.changes)}
+    folder.tidy(sources | {file.content for file in target.files.values()})
+    missing = [stored for stored in sources if not folder.has(stored)]
+    meter = Meter(tell, sum(stored.nbytes for stored in missing))
+    on_threads(lambda stored: _fetch(store, folder, stored, target.version, meter), missing)
+    changed = {target.files[name].content: way for name, way in routes.items() if way.changes}
+    on_threads(lambda made: _make(store, folder, target.version, *made), changed.items())
     folder.show(target)
     return meter.nbytes
 
@@ -66,31 +68,25 @@ def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest,
     raise StoreError(store.url, manifest_name(target.version), problem, target.version)
 
 
-def _make(
-    store: ObjectStore, folder: LocalFolder, target: Manifest, name: str, way: Route, meter: Meter
-) -> None:
-    """Make a file of `target`, unless it is here."""
-    start = _fetch(store, folder, way.start, target.version, meter)
-    if not way.changes:
-        return
-    deltas = [_fetch(store, folder, each, target.version, meter) for each in way.changes]
-    wanted, part = target.files[name].content, folder.part(target.files[name].content.sha256)
-    shutil.copyfile(folder.object(start), part)
-    tensor_file.apply([folder.object(each) for each in deltas], part)
+def _make(store: ObjectStore, folder: LocalFolder, version: int, wanted: Stored, way: Route) -> None:
+    """Make a file of a version from objects that are here."""
+    start, part = folder.object(way.start), folder.part(wanted.sha256)
+    shutil.copyfile(start, part)
+    tensor_file.apply([folder.object(each) for each in way.changes], part)
     if (found := Stored.of(part)) == wanted:
         folder.add(part, wanted)
         return
-    problem = f"applied, its changes give {name} {found}, not {wanted}"
-    if (base := Stored.of(folder.object(start))) != start:
-        folder.object(start).unlink()
-        problem += f": the copy here of the version before was damaged ({base}, not {start}) and is removed"
-    raise StoreError(store.url, way.changes[-1].name, problem, target.version)
+    problem = f"applied, it gives {found}, not {wanted}"
+    if (base := Stored.of(start)) != way.start:
+        start.unlink()
+        problem += (
+            f": the copy here of the version before was damaged ({base}, not {way.start}) and is removed"
+        )
+    raise StoreError(store.url, way.changes[-1].name, problem, version)
 
 
-def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> Stored:
-    """Download an object, unless it is here."""
-    if folder.has(stored):
-        return stored
+def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> None:
+    """Download an object."""
 
     def parts() -> Iterator[memoryview]:
         for part in store.stream(stored.name):
@@ -105,4 +101,3 @@ def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int
         problem = f"it is damaged: {found}, not {stored}"
         raise StoreError(store.url, stored.name, problem, version)
     folder.add(folder.part(stored.sha256), stored)
-    return stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 
 Tell = Callable[[int, int], None]
 """Is told the bytes that have moved, and all bytes that have to."""
@@ -13,12 +14,13 @@ def silent(done: int, total: int) -> None:
 
 
 class Meter:
-    """Bytes that have moved."""
+    """Bytes that have moved, on any thread."""
 
     def __init__(self, tell: Tell, total: int) -> None:
-        self._tell, self._total, self.nbytes = tell, total, 0
+        self._tell, self._total, self.nbytes, self._lock = tell, total, 0, Lock()
         tell(0, total)
 
     def moved(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._tell(self.nbytes, self._total)
+        with self._lock:
+            self.nbytes += nbytes
+            self._tell(self.nbytes, self._total)

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from weightsync.errors import ConfigError, SourceChangedError, StoreError
@@ -19,6 +20,7 @@ from weightsync.stores.meter import Meter, Tell, silent
 from weightsync.stores.object_store import Listed, ObjectStore
 from weightsync.stores.pruning import is_left_over
 from weightsync.stores.routes import MOST_DELTAS, since_anchor
+from weightsync.stores.threads import on_threads
 
 _CHUNK = 8 << 20
 
@@ -62,7 +64,8 @@ def publish(
         if newest:
             bring(store, copy, newest, history, tell)
         copy.tidy()
-        taken = {path.name: _take(copy, path) for path in _files(files)}
+        paths = _files(files)
+        taken = dict(zip((path.name for path in paths), on_threads(partial(_take, copy), paths), strict=True))
         if newest and {name: stored.sha256 for name, stored in taken.items()} == newest.contents:
             return Published(newest.version, 0, newest.is_anchor, is_new=False)
         made = replace(_compared(copy, taken, newest, history), version=history.newest + 1)
@@ -89,10 +92,10 @@ def _take(copy: LocalFolder, path: Path) -> Stored:
                 yield part
 
     before = _stamp(path)
-    stored = copy.save("taken", parts())
+    stored = copy.save(f"taken {path.name}", parts())
     if _stamp(path) != before:
         raise SourceChangedError(0, (), (str(path),))
-    copy.add(copy.part("taken"), stored)
+    copy.add(copy.part(f"taken {path.name}"), stored)
     return stored
 
 
@@ -107,7 +110,8 @@ def _compared(
     """Return what to publish. The deltas are in `copy`. Its version is still to be set."""
     publisher = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
     before = newest.files if newest else {}
-    files = {name: _file(copy, name, stored, before.get(name)) for name, stored in taken.items()}
+    compared = on_threads(lambda name: _file(copy, name, taken[name], before.get(name)), taken)
+    files = dict(zip(taken, compared, strict=True))
     made = Manifest(0, newest.version if newest else None, publisher, files)
     num, nbytes = since_anchor(newest, history.find) if newest else (0, 0)
     if num + 1 > MOST_DELTAS or nbytes + made.delta_nbytes > made.nbytes:
@@ -122,8 +126,8 @@ def _file(copy: LocalFolder, name: str, stored: Stored, before: VersionFile | No
         base = copy.object(before.content)
         data = tensor_file.delta(base, copy.object(stored))
         if data is not None and Stored.of(base) == before.content:  # a damaged copy misleads followers
-            delta = copy.save("delta", [data.data])
-            copy.add(copy.part("delta"), delta)
+            delta = copy.save(f"delta {name}", [data.data])
+            copy.add(copy.part(f"delta {name}"), delta)
             return VersionFile(stored, whole=False, base=before.content.sha256, delta=delta)
     return VersionFile(stored, whole=True)
 
@@ -143,8 +147,7 @@ def _upload(
         if not listed or listed.nbytes != stored.nbytes or is_left_over(listed, history):
             missing.append(stored)
     meter = Meter(tell, sum(stored.nbytes for stored in missing))
-    for stored in missing:
-        store.put(stored.name, copy.object(stored), meter.moved)
+    on_threads(lambda stored: store.put(stored.name, copy.object(stored), meter.moved), missing)
     return meter.nbytes
 
 

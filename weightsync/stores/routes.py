@@ -11,7 +11,7 @@ Versions = Callable[[int], Manifest | None]
 """Returns the manifest of a version, None if the store does not have it."""
 
 MOST_DELTAS = 100
-"""The most versions after an anchor, and so the most that a follower folds when it joins."""
+"""The most versions after an anchor, and so the most deltas that a follower applies when it joins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,6 +64,14 @@ class Site:
         self.held = tensors()
         self.contents: dict[int, dict[str, bytes]] = {}
 
+    def copied(self, to: Path) -> Site:
+        """Return a copy of everything in a folder, in place of an earlier copy."""
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(self.root, to, symlinks=True)
+        made = Site(to)
+        made.held, made.contents = self.held, {**self.contents}
+        return made
+
     def publish(self, share: float = 0.02, **options: Any) -> Published:
         """Change a share of the elements, save and publish."""
         step = len(self.contents) + 1
@@ -94,16 +104,17 @@ class Crash(BaseException):
 
 
 def crashes(targets: Mapping[type, tuple[str, ...]], run: Callable[[], object]) -> Iterator[None]:
-    """Run until no call crashes: each time the next call of `targets`' methods, before it or after it.
+    """Run until no call crashes: after the first call of `targets`' methods, then after the second one, …
 
-    Yields after each crash.
+    Yields after each crash. `run` begins anew each time. It has one thread.
     """
     for limit in itertools.count():
-        left = itertools.chain([True] * limit, itertools.repeat(False))
+        process = _Process(limit)
         with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch("weightsync.stores.threads.NUM_THREADS", 1))
             for target, names in targets.items():
                 for name in names:
-                    crashing = _crashing(getattr(target, name), left)
+                    crashing = _crashing(getattr(target, name), process)
                     patches.enter_context(mock.patch.object(target, name, crashing))
             with contextlib.suppress(Crash):
                 run()
@@ -111,16 +122,21 @@ def crashes(targets: Mapping[type, tuple[str, ...]], run: Callable[[], object]) 
         yield
 
 
-def _crashing(method: Callable[..., Any], left: Iterator[bool]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        _go_on(left)
+@dataclass
+class _Process:
+    """A process that ends after a call, and calls nothing more."""
+
+    calls_left: int
+
+    def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self.calls_left < 0:
+            raise Crash
         result = method(*args, **options)
-        _go_on(left)
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise Crash
         return result
 
-    return call
 
-
-def _go_on(left: Iterator[bool]) -> None:
-    if not next(left):
-        raise Crash
+def _crashing(method: Callable[..., Any], process: _Process) -> Callable[..., Any]:
+    return lambda *args, **options: process.call(method, *args, **options)
