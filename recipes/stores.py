@@ -26,7 +26,7 @@ def publish_folder(
     """Publish a checkpoint's folder, then prune. Raises as `publish`, and as `contents` for its files."""
     contents([str(folder)])
     store, began = ObjectStore(url, make=True), time.monotonic()
-    local = LocalFolder(copy or default_folder(url))
+    local = LocalFolder(copy or default_folder(url, "published"))
     with byte_bar("publish") as tell:
         made = publish(store, folder, local, anchor=anchor, tell=tell)
     kind = "an anchor" if made.is_anchor else "a delta"

@@ -24,7 +24,7 @@ class FollowedStore:
     ) -> None:
         """Raises ConfigError if the URL or the folder cannot be used."""
         self._name, self._store = name, ObjectStore(url)
-        self._folder = LocalFolder(Path(folder) if folder else default_folder(url))
+        self._folder = LocalFolder(Path(folder) if folder else default_folder(url, "followed"))
         self.exclude, self.stored = exclude, stored
         self.checkpoint = ""
 

@@ -24,10 +24,10 @@ _PART = ".part"
 """How names of files end that are being written."""
 
 
-def default_folder(url: str) -> Path:
-    """Return the folder of a store in the user's cache."""
+def default_folder(url: str, use: str) -> Path:
+    """Return the folder of a store in the user's cache. Folders for other uses do not wait for it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "weightsync", "stores", hashlib.sha256(url.encode()).hexdigest()[:16])
+    return Path(cache, "weightsync", use, hashlib.sha256(url.encode()).hexdigest()[:16])
 
 
 class LocalFolder:

@@ -531,9 +531,9 @@ def test_folders_that_cannot_be_used_are_refused(site: Site, tmp_path: Path) -> 
 
 def test_each_store_has_a_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, second = default_folder("s3://one"), default_folder("s3://two")
+    first, second = default_folder("s3://one", "followed"), default_folder("s3://two", "followed")
     assert first != second
-    assert first.parent == second.parent == tmp_path / "weightsync" / "stores"
+    assert first.parent == second.parent == tmp_path / "weightsync" / "followed"
 
 
 def test_progress_ends_with_all_bytes(site: Site) -> None:
