@@ -7,7 +7,7 @@ from weightsync.stores.manifest import FOLDER, Manifest, manifest_name
 from weightsync.stores.object_store import Listed, ObjectStore
 
 
-class DamagedError(StoreError):
+class _DamagedError(StoreError):
     """A manifest cannot be used."""
 
 
@@ -39,18 +39,18 @@ class History:
         """Return the manifest of a version, None if it is not there or damaged."""
         try:
             return self.require(version)
-        except DamagedError:
+        except _DamagedError:
             return None
 
     def require(self, version: int) -> Manifest:
-        """Return the manifest of a version. Raises DamagedError if it is not there or damaged."""
+        """Return the manifest of a version. Raises StoreError if it is not there or damaged."""
         if version not in self._read:
             data = self._store.read(name := manifest_name(version))
             if data is None:
                 there = f"versions {self.versions[0]} to {self.newest} are" if self.versions else "none is"
-                raise DamagedError(self._store.url, name, f"it is not there; {there}", version)
+                raise _DamagedError(self._store.url, name, f"it is not there; {there}", version)
             try:
                 self._read[version] = Manifest.decode(data)
             except ValueError as error:
-                raise DamagedError(self._store.url, name, f"it is damaged: {error}", version) from error
+                raise _DamagedError(self._store.url, name, f"it is damaged: {error}", version) from error
         return self._read[version]
