@@ -60,6 +60,7 @@ setup(
         "deepspeed": ["deepspeed>=0.19"],
         "megatron": ["megatron-core>=0.16"],
         "peft": ["peft>=0.18"],
+        "store": ["obstore>=0.12"],
         "mbridge": ["mbridge>=0.15", "megatron-core>=0.16"],
         "docs": ["mkdocs>=1.6"],
         "dev": [
@@ -67,6 +68,9 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "obstore>=0.12",
+            "moto[s3]>=5.2",
+            "flask-cors>=6.0",
             "jsonschema>=4.20",
             "kubernetes-validate>=1.37",
             "ruff>=0.14",

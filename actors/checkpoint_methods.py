@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import ray
 
+from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.loop import LoopThread
+from weightsync.errors import ConfigError
 from weightsync.sources.checkpoint.checkpoint_store import Reading
 
 
@@ -17,6 +20,7 @@ class CheckpointMethods:
 
     _loop: LoopThread
     _members: Membership
+    _stores: dict[str, FollowedStore]
 
     def register_checkpoint(
         self,
@@ -55,10 +59,62 @@ class CheckpointMethods:
         self._loop.run_concurrently(registering).result()
         return self._loop.run_concurrently(self._members.checkpoints.read(name))
 
-    def unregister_checkpoint(self, name: str) -> None:
-        """Free the memory of a checkpoint. Engines that serve it are not affected.
+    def register_store(
+        self,
+        url: str,
+        *,
+        name: str = "store",
+        folder: str | Path | None = None,
+        exclude: Collection[str] = (),
+        stored: bool = False,
+    ) -> Future[Reading]:
+        """Register the newest version of a store as a checkpoint. See docs/stores.md.
+
+        Returns when the version is in `folder`. ``update_weights(checkpoint=name)`` then downloads the newest
+        version, if it is another one, and moves it. Its checkpoint is called such as ``store@7``.
+
+        Args:
+            url: the store, such as ``s3://bucket/policy`` or ``file:///mnt/policy``.
+            name: the store's name in `update_weights` and `unregister_checkpoint`.
+            folder: the folder on this host that follows the store, such as ``/dev/shm/policy``; by default
+                one in the user's cache.
+            exclude, stored: as of `register_checkpoint`.
 
         Raises:
-            ConfigError: no checkpoint has this name.
+            ConfigError: the URL or the folder cannot be used, or the name is taken.
+            StoreError: the store has no version, or an object is missing or damaged.
+            WeightSyncError: as `register_checkpoint`.
         """
+        if name in (taken := {*self._stores, *self._members.checkpoints.names}):
+            raise ConfigError("name", name, f"choose a name other than {', '.join(sorted(taken))}")
+        store = FollowedStore(name, url, folder, exclude, stored)
+        reading = self._follow(store)
+        self._stores[name] = store
+        return reading
+
+    def _follow(self, store: FollowedStore) -> Future[Reading]:
+        """Register the newest version of a store, in place of the version before."""
+        checkpoint, files = store.follow()
+        if checkpoint == store.checkpoint:
+            return self._loop.run_concurrently(self._members.checkpoints.read(checkpoint))
+        reading = self.register_checkpoint(
+            checkpoint, [str(files)], exclude=store.exclude, stored=store.stored
+        )
+        before, store.checkpoint = store.checkpoint, checkpoint
+        if before:
+            self.unregister_checkpoint(before)
+        return reading
+
+    def _checkpoint_of(self, name: str) -> str:
+        """Return the checkpoint that is registered for a store of that name, or `name`."""
+        return self._stores[name].checkpoint if name in self._stores else name
+
+    def unregister_checkpoint(self, name: str) -> None:
+        """Free the memory of a checkpoint, or of a store's. Engines that serve it are not affected.
+
+        Raises:
+            ConfigError: no checkpoint or store has this name.
+        """
+        if store := self._stores.pop(name, None):
+            name = store.checkpoint
         self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()

@@ -1,10 +1,11 @@
-"""A bar for long calls, on a terminal."""
+"""Bars for long calls and for bytes, on a terminal."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,3 +35,19 @@ def wait_with_bar(future: Future[T], what: str, share: Callable[[], float]) -> T
             done = share()
             bar.update(task, completed=done, total=1.0 if done else None, refresh=True)
     return future.result()
+
+
+@contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr during the body, if stderr is a terminal.
+
+    Yields a function that is told the bytes that have moved, and all bytes.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

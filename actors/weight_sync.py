@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
+from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.holders.detached import run_prefix
 from weightsync.actors.joint_update import Part, update_together
 from weightsync.actors.membership import Membership
@@ -93,6 +94,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         parts = self.config, self._fleet, self._controller
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
+        self._stores: dict[str, FollowedStore] = {}
         self._last: SyncReport | None = None
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
@@ -343,8 +345,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         Args:
             version: a whole number greater than the last version, and than the versions that engines served
                 when they were connected; by default the least such number.
-            checkpoint: the registered checkpoint to move, if there are no trainers. The call waits until the
-                checkpoint is read.
+            checkpoint: the registered checkpoint to move, or the store whose newest version to move, if there
+                are no trainers. The call waits until the checkpoint is read.
             components: the components to update together: ``model``, names of `add_model`, and adapters, such
                 as ``adapter math``. No component commits before all have the version; if one fails, none
                 commits. By default only ``model``.
@@ -356,6 +358,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             StateError: before `connect`, or while another update runs.
             ConfigError: `version` is not such a number, `checkpoint` is not registered, or a component is
                 not there.
+            StoreError: an object of the store is missing or damaged, or the store cannot be read.
             WeightSyncError: fewer than ``config.min_engines`` took the version; the error is the first cause.
         """
         # Not after a wait for `held`: this thread would wake, and take the interpreter's lock, just before
@@ -363,8 +366,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         update = self._begin_update(version, checkpoint, components, Future())
         if not checkpoint:
             return update.result()
-        share = partial(self._members.checkpoints.read_share, checkpoint)
-        return wait_with_bar(update, f"read {checkpoint}", share)
+        read = self._checkpoint_of(checkpoint)
+        return wait_with_bar(update, f"read {read}", partial(self._members.checkpoints.read_share, read))
 
     def update_weights_async(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
@@ -391,13 +394,16 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     ) -> Submitted[SyncReport]:
         try:
             self._loop.end_interrupted()  # it may commit a version
+            if store := self._stores.get(checkpoint):
+                self._follow(store)
+                checkpoint = store.checkpoint
             others = self._adapters.parts()
             others[MODEL] = partial(self._as_part, checkpoint)
             parts = self._models.parts(components or [MODEL], others)
             number = check_version(version, max(part.version for part in parts.values()))
             loops = self._models.loops(components)
             return self._loop.submit(lambda: self._update(number, parts, held), loops)
-        except (ConfigError, StateError) as error:
+        except WeightSyncError as error:
             refused: Submitted[SyncReport] = Submitted()
             refused.set_exception(error)
             return refused

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from weightsync import __version__
 from weightsync.config import parse_ports
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, TransportError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.cluster import existing_cluster, local_cluster
 from weightsync.recipes.config.recipe import Recipe, load_recipe
@@ -67,7 +67,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except WeightSyncError as error:
-            raise typer.Exit(_complain(error, BAD_INPUT)) from None
+            failed = isinstance(error, TransportError)
+            raise typer.Exit(_complain(error, FAILED if failed else BAD_INPUT)) from None
 
 
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False)
@@ -77,6 +78,10 @@ _Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a ship
 _Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")]
 _Cluster = Annotated[
     str | None, typer.Option(help="Rates of the links: a YAML file, or hosts of configs/clusters.")
+]
+
+_Url = Annotated[
+    str, typer.Argument(metavar="URL", help="file:///mnt/policy, s3://bucket/policy or gs://bucket/policy.")
 ]
 
 
@@ -257,6 +262,44 @@ def serve_checkpoint(
         return DONE
 
     raise typer.Exit(with_cluster(folder, engines, inside))
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With safetensors files.")],
+    url: _Url,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Upload all files whole, also those that are there.")
+    ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Then remove what no follower of the last KEEP versions needs.", min=1),
+    ] = None,
+    copy: Annotated[
+        Path | None, typer.Option(help="Folder for a copy of the newest version; in ~/.cache if not given.")
+    ] = None,
+) -> None:
+    """Publish a checkpoint's folder as the next version of a store: what changed, or all if that is less."""
+    from weightsync.recipes.stores import publish_folder
+
+    publish_folder(folder, url, copy, keep, Screen(Console()).line, anchor=anchor)
+
+
+@app.command()
+def follow(
+    url: _Url,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The version is in FOLDER/current.")],
+    version: Annotated[int | None, typer.Option(help="End at this version.", min=1)] = None,
+    once: Annotated[bool, typer.Option("--once", help="End at the newest version.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks at the store.", min=0.01)] = 5.0,
+) -> None:
+    """Keep a local folder at the newest version of a store, until Ctrl-C (exit code 130)."""
+    from weightsync.recipes.stores import follow_store
+
+    try:
+        follow_store(url, folder, version, Screen(Console()).line, once=once, every_s=every)
+    except KeyboardInterrupt:
+        raise typer.Exit(_complain("interrupted", INTERRUPTED)) from None
 
 
 @app.command()

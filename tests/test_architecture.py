@@ -7,7 +7,7 @@ knows Ray::
     actors        plugins     testing       extend
     driver        holder      engines       sources
     collectives   node          experts
-    channel       readers     transports
+    channel       readers     transports    stores
     quantising    deltas
     memory        report
     protocol      faults
@@ -82,7 +82,7 @@ FLOORS = (
     ("weightsync.protocol", "weightsync.faults"),
     ("weightsync.memory", "weightsync.report"),
     ("weightsync.quantising", "weightsync.deltas"),
-    ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
+    ("weightsync.channel", "weightsync.readers", "weightsync.transports", "weightsync.stores"),
     ("weightsync.collectives", "weightsync.experts", "weightsync.node"),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
     ("weightsync.testing", "weightsync.extend", "weightsync.actors"),

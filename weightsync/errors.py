@@ -10,7 +10,8 @@
     ├── PeerLostError         a needed process has ended: names the process
     ├── PeerError             a needed process raised an error that is not in this tree
     ├── TransportError        bytes could not be moved
-    │   └── ReadError         a peer's memory could not be read: names the peer
+    │   ├── ReadError         a peer's memory could not be read: names the peer
+    │   └── StoreError        an object of a store is missing or damaged: names the object and the version
     ├── WireError             bytes on a socket of ours that are not a message of ours
     ├── EngineError           an engine refused or failed: names the engine, the rank and the phase
     │   └── RankLostError     the process of a rank ended or is stopped: names the rank
@@ -55,6 +56,7 @@ __all__ = [
     "SlowError",
     "SourceChangedError",
     "StateError",
+    "StoreError",
     "TransportError",
     "VerifyError",
     "WeightSyncError",
@@ -217,6 +219,25 @@ class ReadError(TransportError):
 
     def __str__(self) -> str:
         return f"{self.peer} could not be read: {self.cause}"
+
+
+class StoreError(TransportError):
+    """A store, or an object of a store, cannot be used.
+
+    Attributes:
+        store: the URL.
+        name: the object, such as ``objects/<sha256>``.
+        problem: the problem, with the expected and the found sha256 of a damaged object.
+        version: the version that needs the object, 0 if it is not known.
+    """
+
+    def __init__(self, store: str, name: str, problem: str, version: int = 0) -> None:
+        super().__init__(store, name, problem, version)
+        self.store, self.name, self.problem, self.version = store, name, problem, version
+
+    def __str__(self) -> str:
+        version = f" of version {self.version}" if self.version else ""
+        return f"{self.store}: {self.name}{version}: {self.problem}"
 
 
 class WireError(WeightSyncError):

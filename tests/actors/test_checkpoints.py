@@ -29,17 +29,22 @@ from tests.fleets.command import weightsync
 from tests.fleets.faulty import pid
 from tests.fleets.local_cluster import forking_python
 from tests.models import build_tiny_qwen3, greedy
+from tests.pages import run_block
 from tests.patience import patient
 from tests.terminal import Terminal
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.holders.detached import NAMESPACE, actor_name
 from weightsync.actors.holders.weight_holder import spawn_standby
-from weightsync.errors import PeerLostError, SourceChangedError, StateError
+from weightsync.errors import PeerLostError, SourceChangedError, StateError, StoreError
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.quantize import quantize
 from weightsync.recipes.loops.serve_checkpoint import Fleet, serve
 from weightsync.recipes.report.screen import Screen
+from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.manifest import manifest_name
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.publishing import publish
 
 WIDTH = 512
 Make = Callable[..., WeightSync]
@@ -185,6 +190,53 @@ def test_float8_weights_and_their_scales_fill_engines_of_full_precision(make: Ma
     sync.connect()
     assert sync.update_weights(checkpoint="float8").verified
     assert all_hold(sync, wanted)
+
+
+def test_a_store_brings_engines_to_its_newest_version(
+    engines: dict[str, Any], make: Make, tmp_path: Path
+) -> None:
+    store, copy = f"file://{tmp_path}/store", LocalFolder(tmp_path / "copy")
+    held = dict(weights(1))
+    bucket = ObjectStore(store, make=True)
+
+    def publish_one() -> int:
+        return publish(bucket, Path(save(tmp_path / "model", held)), copy).version
+
+    publish_one()
+    names = {"WeightSync": make, "engines": engines}
+    folders = {"s3://bucket/policy": store, "/dev/shm": str(tmp_path)}
+    known = run_block("docs/stores.md", 0, names, folders)
+    sync, first = known["sync"], known["report"]
+    assert (first.version, first.checkpoint, first.verified, all_hold(sync, held)) == (
+        1,
+        "store@1",
+        True,
+        True,
+    )
+    for _ in range(3):
+        held["1.bias"] = held["1.bias"] + 1
+        newest = publish_one()
+    assert sync.update_weights(checkpoint="store").checkpoint == "store@4"
+    assert all_hold(sync, held)
+    assert sync.update_weights(checkpoint="store").version == 3
+    with pytest.raises(ConfigError, match="choose a name other than store, store@4"):
+        sync.register_store(store)
+    served = dict(held)
+    held["1.bias"] = held["1.bias"] + 1
+    newest = publish_one()
+    manifest = tmp_path / "store" / manifest_name(newest)
+    good = manifest.read_bytes()
+    manifest.write_bytes(good[:-9])
+    for update in (sync.update_weights, lambda **which: sync.update_weights_async(**which).result()):
+        with pytest.raises(StoreError, match=r"5.json of version 5: it is damaged"):
+            update(checkpoint="store")
+    assert all_hold(sync, served)
+    manifest.write_bytes(good)
+    assert sync.update_weights(checkpoint="store").checkpoint == "store@5"
+    assert all_hold(sync, held)
+    sync.unregister_checkpoint("store")
+    with pytest.raises(ConfigError):
+        sync.update_weights(checkpoint="store")
 
 
 @pytest.mark.faults

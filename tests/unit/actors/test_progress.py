@@ -1,4 +1,4 @@
-"""A bar for long calls."""
+"""Bars for long calls and for bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from tests.terminal import Terminal
-from weightsync.actors.progress import wait_with_bar
+from weightsync.actors.progress import byte_bar, wait_with_bar
 
 
 def test_a_bar_shows_the_share_and_ends_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +26,16 @@ def test_a_bar_shows_the_share_and_ends_with_the_call(monkeypatch: pytest.Monkey
     assert "read base" in shown.getvalue()
     assert "0:00:00" in shown.getvalue()
     assert list(shares) == []
+
+
+@pytest.mark.parametrize("terminal", [Terminal(), io.StringIO()])
+def test_bytes_have_a_bar_on_a_terminal(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with byte_bar("publish") as tell:
+        tell(0, 4_000_000)
+        tell(1_000_000, 4_000_000)
+    shown = terminal.getvalue()
+    assert ("publish" in shown, "1.0/4.0 MB" in shown) == (terminal.isatty(), terminal.isatty())
 
 
 @pytest.mark.parametrize("stderr", [Terminal(), io.StringIO(), None])

@@ -22,6 +22,7 @@ RUN_BY = {
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
     "docs/servers.md": ["tests/contract/test_server.py"],
+    "docs/stores.md": ["tests/unit/stores/test_store_commands.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],
     "docs/verl.md": ["tests/contract/test_verl.py"],
 }

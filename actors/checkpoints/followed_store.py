@@ -1,0 +1,35 @@
+"""A store whose newest version stands for trainers, as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from weightsync.actors.progress import byte_bar
+from weightsync.stores.following import follow
+from weightsync.stores.local_folder import LocalFolder, default_folder
+from weightsync.stores.object_store import ObjectStore
+
+
+class FollowedStore:
+    """A store, and the local folder that follows it.
+
+    Attributes:
+        exclude, stored: as of `register_checkpoint`.
+        checkpoint: the checkpoint that is registered for it, such as ``store@7``; "" before the first.
+    """
+
+    def __init__(
+        self, name: str, url: str, folder: str | Path | None, exclude: Collection[str], stored: bool
+    ) -> None:
+        """Raises ConfigError if the URL or the folder cannot be used."""
+        self._name, self._store = name, ObjectStore(url)
+        self._folder = LocalFolder(Path(folder) if folder else default_folder(url, "followed"))
+        self.exclude, self.stored = exclude, stored
+        self.checkpoint = ""
+
+    def follow(self) -> tuple[str, Path]:
+        """Download the newest version. Returns the name of its checkpoint, and its files."""
+        with byte_bar(f"follow {self._name}") as tell:
+            found = follow(self._store, self._folder, tell=tell)
+        return f"{self._name}@{found.version}", self._folder.current.resolve()

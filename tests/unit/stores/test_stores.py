@@ -1,0 +1,546 @@
+"""Stores in a folder and in memory: joining, sleeping, crashes, damage, races and pruning."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import obstore.exceptions
+import pytest
+
+from tests.pages import ROOT
+from tests.patience import patient
+from tests.unit.stores.store_rig import FILES, Crash, Site, content, crashes, save, tensors
+from weightsync.errors import ConfigError, SourceChangedError, StoreError
+from weightsync.stores import tensor_file
+from weightsync.stores.following import follow
+from weightsync.stores.history import History
+from weightsync.stores.local_folder import LocalFolder, default_folder
+from weightsync.stores.manifest import OBJECTS, manifest_name
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.pruning import prune
+from weightsync.stores.publishing import publish
+
+STEPS = {ObjectStore: ("put", "create", "stream"), Path: ("rename", "replace", "symlink_to")}
+"""A process is ended after each of these calls."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_disk() -> Iterator[None]:
+    """Waits for no disk."""
+    with mock.patch("os.fsync"):
+        yield
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """A store with 20 versions, of which the first and the eleventh are anchors."""
+    site = Site(tmp_path_factory.mktemp("store"))
+    for version in range(1, 21):
+        made = site.publish(anchor=version == 11)
+        assert (made.version, made.is_anchor) == (version, version in (1, 11))
+    return site
+
+
+def test_a_follower_joins_at_each_version(twenty: Site) -> None:
+    for version in range(1, 21):
+        assert twenty.follow(f"joined {version}", version).version == version
+    assert twenty.follow("newest").version == 20
+
+
+def test_a_follower_that_slept_takes_the_changes_of_all_versions_and_writes_each_file_once(
+    twenty: Site,
+) -> None:
+    history = History(twenty.store)
+    manifests = {version: history.require(version) for version in history.versions}
+    twenty.follow("slept", 12)
+    with mock.patch.object(tensor_file, "apply", wraps=tensor_file.apply) as applied:
+        found = twenty.follow("slept", 20)
+    state = manifests[20].files["trainer_state.json"].content.nbytes
+    assert found.nbytes == state + sum(manifests[version].delta_nbytes for version in range(13, 21))
+    assert applied.call_count == len(FILES)
+    twenty.follow("slept longer", 2)
+    with mock.patch.object(tensor_file, "apply", wraps=tensor_file.apply) as applied:
+        assert twenty.follow("slept longer", 10).nbytes < manifests[1].nbytes
+    assert applied.call_count == len(FILES)
+    assert twenty.follow("slept longer", 20).nbytes > manifests[11].nbytes, "no delta leads to version 11"
+
+
+def test_a_follower_goes_back(twenty: Site) -> None:
+    assert [twenty.follow("back", version).version for version in (20, 3, 20)] == [20, 3, 20]
+
+
+def test_a_store_in_memory_is_of_its_process(tmp_path: Path) -> None:
+    site = Site(tmp_path, f"memory://{tmp_path}")
+    assert [site.publish().version for _ in range(2)] == [1, 2]
+    site.follow("f")
+    assert History(ObjectStore(site.url)).newest == 2
+    assert History(ObjectStore("memory://other")).newest == 0
+
+
+def test_deltas_are_short_and_files_that_are_equal_are_not_sent(site: Site) -> None:
+    site.publish()
+    whole = History(site.store).require(1).nbytes
+    made = site.publish(0.01)
+    assert made.nbytes < whole / 20
+    assert not made.is_anchor
+    again = publish(site.store, site.root / "files", site.copy)
+    assert (again.version, again.nbytes, again.is_new) == (2, 0, False)
+    step = save(site.root / "files", site.held, 77)
+    made = site.publish_again(step)
+    assert (made.version, made.nbytes) == (3, len('{"step": 77}'))
+    assert site.follow("f").version == 3
+
+
+def test_deltas_that_add_up_to_the_anchor_make_a_new_one_and_followers_need_not_download_it(
+    site: Site,
+) -> None:
+    made = [site.publish(0.22) for _ in range(6)]
+    assert [each.is_anchor for each in made] == [True, False, False, False, True, False]
+    history = History(site.store)
+    anchor = history.require(5)
+    site.follow("f", 4)
+    followed = site.follow("f", 5)
+    assert followed.nbytes == anchor.delta_nbytes + anchor.files["trainer_state.json"].content.nbytes
+    assert followed.nbytes < anchor.nbytes / 2
+    assert site.follow("joins", 5).nbytes == anchor.nbytes
+    assert site.follow("slept", 1).nbytes == history.require(1).nbytes
+    assert site.follow("slept", 6).nbytes < history.require(6).delta_nbytes + anchor.nbytes + 100
+
+
+def test_so_many_versions_after_an_anchor_make_a_new_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.stores.publishing.MOST_DELTAS", 2)
+    made = [site.publish(0.01) for _ in range(5)]
+    assert [each.is_anchor for each in made] == [True, False, False, True, False]
+
+
+def test_a_file_with_another_header_comes_whole(site: Site) -> None:
+    site.publish()
+    site.publish_again(save(site.root / "files", site.held, 2, metadata={"format": "pt"}))
+    files = History(site.store).require(2).files
+    assert [files[name].whole for name in FILES] == [True, False]
+    site.held["embed"] = np.zeros((100, 35), np.float32)
+    site.publish()
+    assert History(site.store).require(3).files[FILES[0]].whole
+    os.unlink(site.root / "files" / FILES[1])
+    site.publish_again(site.root / "files")
+    for strange in (b"", b"short", bytes(range(60))):
+        for end in (b"", b"."):
+            (site.root / "files" / "other.safetensors").write_bytes(strange + end)
+            site.publish_again(site.root / "files")
+    for version in (1, 3, 2, 4, 10, 7):
+        site.follow("f", version)
+
+
+def test_a_publisher_that_has_no_copy_downloads_the_newest_version(site: Site) -> None:
+    for _ in range(3):
+        site.publish()
+    site.copy = site.folder("another host's copy")
+    assert not site.publish().is_anchor
+    site.follow("f")
+
+
+def test_a_file_that_is_written_while_it_is_read_is_named(site: Site) -> None:
+    site.publish()
+    save_part, times = LocalFolder.save, itertools.count()
+
+    def written(folder: LocalFolder, name: str, parts: Iterator[bytes]) -> Any:
+        stored = save_part(folder, name, parts)
+        os.utime(site.root / "files" / FILES[1], ns=(0, next(times)))
+        return stored
+
+    with mock.patch.object(LocalFolder, "save", written), pytest.raises(SourceChangedError, match=FILES[1]):
+        publish(site.store, site.root / "files", site.copy)
+    assert History(site.store).newest == 1
+
+
+def test_a_publisher_that_crashes_after_any_step_publishes_nothing_or_all(tmp_path: Path) -> None:
+    first = Site(tmp_path / "first")
+    first.publish()
+    first.publish()
+    first.follow("f")
+    files = save(tmp_path / "next", tensors(7), 3)
+    first.contents[3] = content(files)
+    site, puts, seen = first, list[str](), list[tuple[int, int]]()
+    put = ObjectStore.put
+
+    def counted(store: ObjectStore, name: str, *rest: Any) -> None:
+        put(store, name, *rest)
+        puts.append(name)
+
+    def run() -> None:
+        nonlocal site
+        site = first.copied(tmp_path / "now")
+        puts.clear()
+        publish(site.store, files, site.copy)
+
+    with mock.patch.object(ObjectStore, "put", counted):
+        for _ in crashes(STEPS, run):
+            seen.append((History(site.store).newest, len(puts)))
+            assert site.follow("f").version == seen[-1][0]
+            assert publish(site.store, files, site.copy).version == 3
+            assert len(puts) == len(set(puts)), "an object was uploaded again"
+            assert site.follow("f").version == 3
+    assert {newest for newest, _ in seen} == {2, 3}
+    assert {num for _, num in seen} == set(range(len(puts) + 1)), "it crashed after each object"
+
+
+def test_a_follower_that_crashes_after_any_step_shows_a_whole_version(site: Site) -> None:
+    for share in (0.02, 0.02, 0.5, 0.02):
+        site.publish(share)
+    site.follow("f", 1)
+    now, seen = site.root / "now", set()
+
+    def run(before: int, version: int) -> None:
+        shutil.rmtree(now, ignore_errors=True)
+        if before:
+            shutil.copytree(site.root / "f", now, symlinks=True)
+        follow(site.store, site.folder("now"), version)
+
+    for before, version in ((0, 3), (1, 4)):
+        run(before, before or 1)
+        whole = site.follow("now" if before else "joins", version).nbytes
+        for _ in crashes(STEPS, partial(run, before, version)):
+            shown = site.folder("now").version
+            seen.add((before, shown))
+            if shown:
+                assert content(now / "current") == site.contents[shown]
+            assert site.follow("now", version).nbytes <= whole
+    assert seen == {(0, 0), (0, 3), (1, 1), (1, 4)}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from weightsync.stores.following import follow
+from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.publishing import publish
+
+name, at, calls, url, root = sys.argv[1:]
+method, left = getattr(ObjectStore, at), iter(range(int(calls)))
+
+def killing(*args):
+    if next(left, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return method(*args)
+
+setattr(ObjectStore, at, killing)
+if name == "publish":
+    publish(ObjectStore(url), Path(root, "next"), LocalFolder(Path(root, "copy")))
+else:
+    follow(ObjectStore(url), LocalFolder(Path(root, "f")))
+"""
+
+
+@pytest.mark.parametrize(("name", "at"), [("publish", "put"), ("follow", "stream")])
+def test_a_process_that_is_killed_goes_on_when_it_is_started_again(site: Site, name: str, at: str) -> None:
+    site.publish()
+    site.follow("f")
+    files = save(site.root / "next", tensors(7), 9)
+    if name == "follow":
+        site.publish_again(files)
+    arguments = [name, at, "2", site.url, str(site.root)]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert content(site.folder("f").current) == site.contents[1]
+    assert History(site.store).newest == (1 if name == "publish" else 2)
+    whole = sum(map(len, content(files).values()))
+    if name == "publish":
+        assert 0 < site.publish_again(files).nbytes < whole
+    assert 0 < site.follow("f").nbytes < whole + (whole if name == "publish" else 0)
+    assert site.folder("f").version == 2
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data if how == "flipped" else data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
+def test_a_damaged_object_is_named_and_nothing_of_its_version_is_shown(site: Site, how: str) -> None:
+    site.publish()
+    site.follow("f")
+    site.publish()
+    second = History(site.store).require(2)
+    changes = second.files[FILES[1]].delta
+    whole = History(site.store).require(1).files[FILES[0]].content
+    assert changes
+    for damage, name in ((changes, "f"), (whole, "joins")):
+        good = site.file(damage.name).read_bytes()
+        damaged(site.file(damage.name), how)
+        with pytest.raises(StoreError) as caught:
+            site.follow(name)
+        assert (caught.value.name, caught.value.version) == (damage.name, 2)
+        found = f"sha256 [0-9a-f]{{64}}, not {damage.nbytes} bytes with sha256 {damage.sha256}"
+        assert caught.match("it is not there" if how == "missing" else found)
+        assert caught.match(f"^{site.url}: {damage.name} of version 2: ")
+        site.file(damage.name).write_bytes(good)
+        assert site.folder("f").version == 1
+        assert not site.folder("joins").current.exists()
+    assert site.follow("f").version == 2
+    good = site.file(manifest_name(2)).read_bytes()
+    damaged(site.file(manifest_name(2)), how)
+    if how == "missing":
+        with pytest.raises(StoreError, match=r"2.json of version 2: it is not there; versions 1 to 1 are"):
+            site.follow("joins", 2)
+    else:
+        for run in (lambda: site.follow("joins"), site.publish):
+            with pytest.raises(StoreError, match=r"2.json of version 2: it is damaged: sha256 is .*, not"):
+                run()
+    site.file(manifest_name(2)).write_bytes(good)
+    site.follow("joins")
+
+
+def test_an_anchor_repairs_a_store_that_is_damaged(site: Site) -> None:
+    site.publish()
+    site.publish()
+    for path in site.file(OBJECTS).iterdir():
+        damaged(path, "torn")
+    site.copy = site.folder("of another host")
+    with pytest.raises(StoreError, match="it is damaged"):
+        site.publish()
+    assert site.publish_again(site.root / "files", anchor=True).version == 3
+    site.follow("f")
+    for path in (*site.file(OBJECTS).iterdir(), site.file(manifest_name(3))):
+        damaged(path, "flipped")
+    assert site.publish_again(site.root / "files", anchor=True).version == 4
+    site.follow("f")
+    assert site.publish().version == 5
+    site.follow("f")
+
+
+def test_a_damaged_manifest_ends_a_route_and_is_named_if_there_is_no_other(site: Site) -> None:
+    for share in (0.02, 0.2, 0.9, 0.02):
+        site.publish(share)
+    assert History(site.store).require(3).is_anchor
+    site.follow("f", 1)
+    damaged(site.file(manifest_name(2)), "torn")
+    site.follow("f")
+    damaged(site.file(manifest_name(3)), "torn")
+    with pytest.raises(StoreError, match=r"3.json of version 3: it is damaged"):
+        site.follow("joins")
+
+
+def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:
+    site.publish()
+    site.follow("f")
+    first = History(site.store).require(1).files[FILES[0]].content
+    site.publish()
+    damaged(site.folder("f").object(first), "flipped")
+    with pytest.raises(StoreError, match=r"copy here of the version before was damaged .* and is removed"):
+        site.follow("f")
+    assert site.follow("f").nbytes == first.nbytes
+
+
+def test_a_damaged_copy_of_the_publisher_does_not_reach_followers(site: Site) -> None:
+    site.publish()
+    first = History(site.store).require(1).files[FILES[0]].content
+    damaged(site.copy.object(first), "flipped")
+    site.publish()
+    assert [History(site.store).require(2).files[name].whole for name in FILES] == [True, False]
+    site.follow("f")
+
+
+def test_a_store_that_refuses_is_named(site: Site) -> None:
+    refusal = obstore.exceptions.PermissionDeniedError("Forbidden\n\nDebug source: …")
+    with mock.patch("obstore.list", side_effect=refusal), pytest.raises(StoreError) as caught:
+        site.publish()
+    assert str(caught.value) == f"{site.url}: versions: Forbidden"
+
+
+def test_of_two_publishers_of_a_version_one_wins_and_the_other_names_it(site: Site) -> None:
+    site.publish()
+    other, mine = site.folder("other"), save(site.root / "mine", tensors(1), 8)
+    theirs = save(site.root / "theirs", tensors(2), 9)
+    create = ObjectStore.create
+
+    def late(store: ObjectStore, name: str, data: bytes) -> bool:
+        with mock.patch.object(ObjectStore, "create", create):
+            publish(store, theirs, other)
+        return create(store, name, data)
+
+    with mock.patch.object(ObjectStore, "create", late), pytest.raises(StoreError) as caught:
+        publish(site.store, mine, site.copy)
+    winner = History(site.store).require(2).publisher
+    assert caught.match(f"00000002.json of version 2: {winner} has published this version: publish again")
+    site.contents[2] = content(theirs)
+    site.follow("f")
+    assert site.publish_again(mine).version == 3
+    site.follow("f")
+
+
+def test_publishers_at_once_all_get_a_version_or_lose(site: Site) -> None:
+    meet = threading.Barrier(3)
+    create = ObjectStore.create
+
+    def at_once(*args: Any) -> bool:
+        meet.wait(patient(30))
+        return create(*args)
+
+    def one(number: int) -> int:
+        files = save(site.root / f"files {number}", tensors(number), number)
+        with contextlib.suppress(StoreError):
+            return publish(site.store, files, site.folder(f"copy {number}")).version
+        return 0
+
+    with mock.patch.object(ObjectStore, "create", at_once), ThreadPoolExecutor(3) as pool:
+        assert sorted(pool.map(one, range(3))) == [0, 0, 1]
+
+
+def test_a_publisher_that_is_told_too_late_that_it_has_won_has_won(site: Site) -> None:
+    create = ObjectStore.create
+
+    def twice(*args: Any) -> bool:
+        create(*args)
+        return create(*args)
+
+    with mock.patch.object(ObjectStore, "create", twice):
+        assert site.publish().version == 1
+
+
+def aged(site: Site, hours: float) -> None:
+    """Have all objects be older."""
+    for path in (*site.file(OBJECTS).iterdir(), *site.file("versions").iterdir()):
+        stat = path.stat()
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - round(hours * 3600e9)))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 20])
+def test_pruning_leaves_what_followers_of_the_last_versions_need(site: Site, keep: int) -> None:
+    for version in range(1, 9):
+        site.publish(anchor=version in (3, 6))
+        site.follow(f"at {version}")
+    aged(site, 2)
+    site.publish()
+    first = {1: 6, 2: 6, 4: 6, 20: 1}[keep]
+    num_objects = len([*site.file(OBJECTS).iterdir()])
+    versions, objects = prune(site.store, keep)
+    assert versions == first - 1
+    assert len([*site.file(OBJECTS).iterdir()]) == num_objects - objects
+    assert bool(objects) == bool(versions)
+    history = History(site.store)
+    assert history.versions == [*range(first, 10)]
+    named = {each.name for version in history.versions for each in history.require(version).objects}
+    assert named == {f"{OBJECTS}/{path.name}" for path in site.file(OBJECTS).iterdir()}
+    for version in history.versions[-keep:]:
+        site.follow(f"joins at {version}", version)
+    for version in range(1, 9):
+        assert site.follow(f"at {version}").version == 9
+    if first > 1:
+        with pytest.raises(StoreError, match=f"it is not there; versions {first} to 9 are"):
+            site.follow("too old", 1)
+    assert prune(site.store, keep) == (0, 0)
+    assert site.publish().version == 10
+
+
+def test_a_publisher_does_not_rely_on_objects_that_a_pruner_may_remove(site: Site) -> None:
+    site.publish()
+    files = save(site.root / "never", tensors(5), 5)
+    with mock.patch.object(ObjectStore, "create", side_effect=Crash), pytest.raises(Crash):
+        publish(site.store, files, site.copy)
+    assert prune(site.store, 1) == (0, 0), "they may belong to an upload"
+    aged(site, 2)
+    assert prune(site.store, 1) == (0, 0), "they are as old as the newest version"
+    site.publish(0)
+    create = ObjectStore.create
+
+    def prunes_before(*args: Any) -> bool:
+        prune(site.store, 1)
+        return create(*args)
+
+    with mock.patch.object(ObjectStore, "create", prunes_before):
+        site.publish_again(files)
+    site.follow("f")
+    assert prune(ObjectStore(f"memory://{site.root}/empty"), 1) == (0, 0)
+
+
+def test_left_over_objects_are_removed(site: Site) -> None:
+    site.publish()
+    files = save(site.root / "never", tensors(5), 5)
+    with mock.patch.object(ObjectStore, "create", side_effect=Crash), pytest.raises(Crash):
+        publish(site.store, files, site.copy)
+    aged(site, 2)
+    site.publish()
+    assert prune(site.store, 5) == (0, 3)
+    site.follow("f")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ftp://host/policy", "valid: file, gs, memory, s3"),
+        ("/mnt/policy", "give file:///mnt/policy"),
+        ("S4://bucket", "did you mean 's3'"),
+        ("file:///no/such/folder", "/no/such/folder"),
+        ("file://relative", "relative"),
+        ("s3://", "s3://"),
+    ],
+)
+def test_a_wrong_url_is_refused(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match="URL: ") as caught:
+        ObjectStore(url)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_obstore_a_store_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'weightsync\[store\]'"):
+        ObjectStore("file:///tmp")
+
+
+def test_folders_that_cannot_be_used_are_refused(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"File exists: .*: give a folder to write to"):
+        LocalFolder(tmp_path / "file")
+    with pytest.raises(ConfigError, match="it has other files: give a new folder"):
+        LocalFolder(tmp_path)
+    site.publish()
+    full = mock.patch.object(LocalFolder, "save", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(ConfigError, match="No space left on device: give a folder to write to, with"):
+        site.follow("full")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="give a folder with safetensors files"):
+        publish(site.store, tmp_path / "empty", site.copy)
+    with pytest.raises(StoreError, match="it is not there; none is"):
+        follow(ObjectStore(f"memory://{tmp_path}/empty"), site.folder("f"))
+
+
+def test_each_store_has_a_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = default_folder("s3://one", "followed"), default_folder("s3://two", "followed")
+    assert first != second
+    assert first.parent == second.parent == tmp_path / "weightsync" / "followed"
+
+
+def test_progress_ends_with_all_bytes(site: Site) -> None:
+    told: list[tuple[int, int]] = []
+    made = site.publish(tell=lambda *each: told.append(each))
+    assert told[0] == (0, made.nbytes)
+    assert told[-1] == (made.nbytes, made.nbytes)
+    told.clear()
+    found = follow(site.store, site.folder("f"), tell=lambda *each: told.append(each))
+    assert told[-1] == (found.nbytes, found.nbytes) == (made.nbytes, made.nbytes)

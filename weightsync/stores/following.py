@@ -1,0 +1,103 @@
+"""Brings a local folder to a version of a store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weightsync.errors import StoreError
+from weightsync.stores import tensor_file
+from weightsync.stores.history import History
+from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.manifest import Manifest, Stored, manifest_name
+from weightsync.stores.meter import Meter, Tell, silent
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.routes import Route, route
+from weightsync.stores.threads import on_threads
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Where a folder is, and the bytes that were downloaded for it."""
+
+    version: int
+    nbytes: int
+
+
+def follow(
+    store: ObjectStore, folder: LocalFolder, version: int | None = None, tell: Tell = silent
+) -> Followed:
+    """Bring `folder` to the newest version, or to `version`.
+
+    If the call is interrupted or raises, readers of the folder see the version that they saw before, and the
+    next call goes on with the objects that are here.
+
+    Raises:
+        StoreError: the store does not have the version, or an object is missing, torn or damaged.
+    """
+    with folder.locked():
+        history = History(store)
+        target = history.require(history.newest if version is None else version)
+        return Followed(target.version, bring(store, folder, target, history, tell))
+
+
+def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: History, tell: Tell) -> int:
+    """Bring a locked folder to `target`. Returns the bytes that were downloaded."""
+    if folder.shows(target):
+        return 0
+    routes = {name: _route(store, folder, name, target, history) for name in target.files}
+    sources = {stored for way in routes.values() for stored in (way.start, *way.changes)}
+    folder.tidy(sources | {file.content for file in target.files.values()})
+    missing = [stored for stored in sources if not folder.has(stored)]
+    meter = Meter(tell, sum(stored.nbytes for stored in missing))
+    on_threads(lambda stored: _fetch(store, folder, stored, target.version, meter), missing)
+    changed = {target.files[name].content: way for name, way in routes.items() if way.changes}
+    on_threads(lambda made: _make(store, folder, target.version, *made), changed.items())
+    folder.show(target)
+    return meter.nbytes
+
+
+def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest, history: History) -> Route:
+    if found := route(name, target, history.find, folder.has):
+        return found
+    at = target
+    while at.base:  # raises the reason
+        at = history.require(at.base)
+    problem = f"no earlier version has its {name}: publish with --anchor"
+    raise StoreError(store.url, manifest_name(target.version), problem, target.version)
+
+
+def _make(store: ObjectStore, folder: LocalFolder, version: int, wanted: Stored, way: Route) -> None:
+    """Make a file of a version from objects that are here."""
+    start, part = folder.object(way.start), folder.part(wanted.sha256)
+    shutil.copyfile(start, part)
+    tensor_file.apply([folder.object(each) for each in way.changes], part)
+    if (found := Stored.of(part)) == wanted:
+        folder.add(part, wanted)
+        return
+    problem = f"applied, it gives {found}, not {wanted}"
+    if (base := Stored.of(start)) != way.start:
+        start.unlink()
+        problem += (
+            f": the copy here of the version before was damaged ({base}, not {way.start}) and is removed"
+        )
+    raise StoreError(store.url, way.changes[-1].name, problem, version)
+
+
+def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> None:
+    """Download an object."""
+
+    def parts() -> Iterator[memoryview]:
+        for part in store.stream(stored.name):
+            yield part
+            meter.moved(len(part))
+
+    try:
+        found = folder.save(stored.sha256, parts())
+    except StoreError as error:
+        raise StoreError(error.store, error.name, error.problem, version) from error
+    if found != stored:
+        problem = f"it is damaged: {found}, not {stored}"
+        raise StoreError(store.url, stored.name, problem, version)
+    folder.add(folder.part(stored.sha256), stored)

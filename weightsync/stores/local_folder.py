@@ -1,0 +1,137 @@
+"""A local folder with versions of a store::
+
+    objects/<sha256>            files, each complete and checked
+    versions/00000007-1a2b3c4d/ links to the files of a version
+    current                     a link to one of these folders, replaced last
+
+Readers open ``current``, and so they only see whole versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weightsync.errors import ConfigError
+from weightsync.stores.manifest import Manifest, Stored
+
+_PART = ".part"
+"""How names of files end that are being written."""
+
+
+def default_folder(url: str, use: str) -> Path:
+    """Return the folder of a store in the user's cache. Folders for other uses do not wait for it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "weightsync", use, hashlib.sha256(url.encode()).hexdigest()[:16])
+
+
+class LocalFolder:
+    """A folder that `follow` keeps at a version. One process at a time changes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder. Raises ConfigError if that is not possible, or it has other files."""
+        self.path = path
+        self.current = path / "current"
+        self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
+        with self._told():
+            path.mkdir(parents=True, exist_ok=True)
+            if not self._lock.exists() and any(path.iterdir()):
+                raise ConfigError("FOLDER", str(path), "it has other files: give a new folder")
+            self._lock.touch()
+            for each in (self._objects, self._versions):
+                each.mkdir(exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes that would change the folder waiting. Raises ConfigError if a disk is full."""
+        with self._told(), self._lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = f"{error}: give a folder to write to, with enough space"
+            raise ConfigError("FOLDER", str(self.path), remedy) from error
+
+    @property
+    def version(self) -> int:
+        """The version that readers see, 0 if there is none yet."""
+        return int(self._shown.partition("-")[0]) if self._shown else 0
+
+    @property
+    def _shown(self) -> str:
+        return os.path.basename(os.readlink(self.current)) if self.current.is_symlink() else ""
+
+    def object(self, stored: Stored) -> Path:
+        """Return the path of an object. If there is a file, it is complete."""
+        return self._objects / stored.sha256
+
+    def has(self, stored: Stored) -> bool:
+        return self.object(stored).exists()
+
+    def part(self, name: str) -> Path:
+        """Return a path for a file that is to become an object by `add`."""
+        return self._objects / (name + _PART)
+
+    def save(self, name: str, parts: Iterable[bytes | memoryview]) -> Stored:
+        """Write a file at ``part(name)``."""
+        digest, nbytes = hashlib.sha256(), 0
+        with self.part(name).open("wb") as file:
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+                nbytes += len(part)
+        return Stored(digest.hexdigest(), nbytes)
+
+    def add(self, part: Path, stored: Stored) -> None:
+        """Make a file at a path of `part`, of which `stored` is true, an object."""
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        if self.has(stored):
+            part.unlink()  # readers of the other file look at its inode
+        else:
+            part.rename(self.object(stored))
+
+    def shows(self, manifest: Manifest) -> bool:
+        """Return True if readers see this version."""
+        return self._shown == _folder_name(manifest)
+
+    def show(self, manifest: Manifest) -> None:
+        """Switch to a version whose files are here. Files of the version before stay until `tidy`."""
+        name = _folder_name(manifest)
+        if not (self._versions / name).exists():
+            part = self._versions / (name + _PART)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            for file, sha256 in manifest.contents.items():
+                (part / file).symlink_to(f"../../objects/{sha256}")
+            part.rename(self._versions / name)
+        link = self.path / f"current{_PART}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"versions/{name}")
+        link.replace(self.current)
+
+    def tidy(self, needed: Collection[Stored] = ()) -> None:
+        """Remove all but the version that readers see, and objects that are needed next."""
+        for folder in self._versions.iterdir():
+            if folder.name != self._shown:
+                shutil.rmtree(folder)
+        used = {stored.sha256 for stored in needed}
+        if self._shown:
+            used |= {os.path.basename(os.readlink(link)) for link in self.current.iterdir()}
+        for file in self._objects.iterdir():
+            if file.name not in used:
+                file.unlink()
+
+
+def _folder_name(manifest: Manifest) -> str:
+    digest = hashlib.sha256(repr(sorted(manifest.contents.items())).encode())
+    return f"{manifest.version:08d}-{digest.hexdigest()[:8]}"
