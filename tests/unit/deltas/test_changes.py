@@ -173,7 +173,7 @@ def test_the_code_is_the_shortest(kind: str, seed: int) -> None:
     places = np.flatnonzero(old != new)
     assert found.nbytes == min(coded(places, new[places], len(old)).nbytes, new.nbytes)
     assert found.nbytes <= len(old) / 8 + 1 + 2 * len(places)
-    assert (found.places(len(old)) == places).all()
+    assert found.code == Code.DENSE or (found.places(len(old)) == places).all()
 
 
 def test_each_code_is_used() -> None:

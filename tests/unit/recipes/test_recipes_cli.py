@@ -324,7 +324,7 @@ def test_the_plan_on_the_page_is_what_is_printed(page: str, is_end: bool) -> Non
     assert is_end or result.stdout == shown[2]
 
 
-MODEL = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=8", "--apart"]
+QWEN = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=8", "--apart"]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ MODEL = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=
     ],
 )
 def test_a_plan_says_whether_deltas_pay_on_a_link(link: str, density: str, said: str) -> None:
-    result = RUNNER.invoke(cli.app, [*MODEL, "--link", link, "--density", density])
+    result = RUNNER.invoke(cli.app, [*QWEN, "--link", link, "--density", density])
     assert result.exit_code == 0, result.output
     section = result.stdout.partition("\ndeltas\n")[2]
     assert re.search(said, section), section
@@ -353,7 +353,7 @@ def test_a_plan_says_whether_deltas_pay_on_a_link(link: str, density: str, said:
     ],
 )
 def test_a_link_that_cannot_be_is_refused(options: list[str], said: str) -> None:
-    result = RUNNER.invoke(cli.app, [*MODEL, *options])
+    result = RUNNER.invoke(cli.app, [*QWEN, *options])
     assert result.exit_code == 2
     assert re.search(said, " ".join(result.output.split())), result.output
 
