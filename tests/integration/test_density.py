@@ -89,7 +89,7 @@ def test_without_the_setting_nothing_is_sampled() -> None:
         for version in (1, 2):
             assert (await loop.controller.update(version)).density == {}
 
-    drive(work, CONFIG, Large)
+    drive(work, CONFIG)
 
 
 def test_names_are_grouped_by_their_numbers() -> None:
