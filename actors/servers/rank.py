@@ -63,11 +63,15 @@ async def in_update(
 
     Raises a DeadlineError that names the ranks which do not come in `timeout_s` seconds.
     """
-    before = version()
+    before, links = version(), {name: rank.link for name, rank in ranks.items()}
     error: WeightSyncError | None = StateError("the update failed")  # or one that was to commit with it
     try:
-        begun = {name: rank.begin() for name, rank in ranks.items()}
-        (await gather_named(begun, "update()", timeout_s)).require()
+        begun = await gather_named(
+            {name: rank.begin() for name, rank in ranks.items()}, "update()", timeout_s
+        )
+        # A process that takes a rank's place from now on is in no update, and is not told of an end.
+        links = {name: rank.link for name, rank in ranks.items()}
+        begun.require()
         yield
         if version() > before:
             error = None
@@ -75,6 +79,8 @@ async def in_update(
         error = raised
         raise
     finally:
-        told = {name: rank.link.call("end", version(), error) for name, rank in ranks.items()}
+        told = {name: link.call("end", version(), error) for name, link in links.items()}
         for name in (await gather_named(told, "end", GRACE_S)).failures:
-            ranks[name].kill()  # it learns that by itself
+            links[name].end(
+                PeerLostError(name, "it was not told how an update ended")
+            )  # it learns that by itself

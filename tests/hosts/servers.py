@@ -104,7 +104,7 @@ def check(trainer: ray.ActorHandle, version: int) -> None:
 def serve(weights: Mapping[str, torch.Tensor], version: int) -> None:
     """Both servers serve these weights as that version."""
     found = [(ask("version", name), ask("digest", name)) for name in OTHERS]
-    assert found == [(version, number(digest(weights)))] * 2
+    assert found == [(version, number(digest(weights)))] * 2, (found, version, number(digest(weights)))
 
 
 def serves_only(sync: WeightSync, name: str) -> None:

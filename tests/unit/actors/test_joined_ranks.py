@@ -212,6 +212,32 @@ def test_the_next_process_of_a_rank_is_waited_for(drive: Callable[..., None]) ->
     drive(test, num_ranks=1)
 
 
+def test_a_process_that_comes_while_an_update_fails_is_not_told_of_it(drive: Callable[..., None]) -> None:
+    """Told, it would train on, a step ahead of the ranks that join after it."""
+
+    async def test(driver: Driver) -> None:
+        first, place = rank(0, 1), driver.members.trainers[0]
+        waiting, lost = updating(first), PeerLostError("trainer 0", "it was killed")
+
+        async def update() -> None:
+            async with driver.members.exclusive():
+                first.leave()
+                place.link.end(lost)
+                with pytest.raises(PeerLostError):
+                    await waiting
+                again.append(updating(rank(0, 1)))
+                assert await asyncio.to_thread(until, lambda: place.link.is_dialled, patient(10))
+                raise lost
+
+        again: list[asyncio.Future[int]] = []
+        with pytest.raises(PeerLostError, match="it was killed"):
+            await update()
+        await driver.update()
+        assert await again[0] == 1
+
+    drive(test, num_ranks=1)
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closes", "is killed"])
 def test_ranks_are_let_go_if_the_driver(
     is_killed: bool, drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch
