@@ -29,7 +29,7 @@ class FollowedStore:
         self.checkpoint = ""
 
     def follow(self) -> tuple[str, Path]:
-        """Download the newest version. Returns the name of its checkpoint, and its files."""
+        """Download the newest version. Returns the checkpoint's name and the files' folder."""
         with byte_bar(f"follow {self._name}") as tell:
             found = follow(self._store, self._folder, tell=tell)
         return f"{self._name}@{found.version}", self._folder.current.resolve()

@@ -1,4 +1,4 @@
-"""The methods of processes that Ray did not start, besides the methods that every node has."""
+"""The methods of processes that Ray did not start. Nodes of actors answer fewer methods."""
 
 from __future__ import annotations
 

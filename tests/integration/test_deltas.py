@@ -96,7 +96,8 @@ def test_hosts_get_what_changed_and_engines_hold_the_version() -> None:
             assert report.ways == {"holder 0": "mapped, delta" if few else "mapped"}
             assert (report.bytes_from["holder 0"] < 4 * NUM_ELEMENTS) == few
         saved = loop.tasks[-1].deltas[0]
-        assert (saved.base, saved.density) == (5, 0)
+        assert saved.base == 5
+        assert saved.nbytes < 100, "nothing changed"
 
     drive_apart(work)
 

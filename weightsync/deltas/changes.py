@@ -1,4 +1,4 @@
-"""What changes from one version of some memory to a later version, as bytes to send, store and fold."""
+"""What changes from one version of some memory to a later version, as bytes to send and to store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.deltas.tiles import Bytes, Code, Elements, Tile, cut, difference, folded
+from weightsync.deltas.tiles import Bytes, Code, Elements, Tile, cut, difference
 from weightsync.errors import PlanError, WireError
 
 
@@ -31,7 +31,7 @@ class Changes:
     """
 
     def __init__(self, spans: Sequence[Span], tiles: Sequence[Tile]) -> None:
-        """`tiles`: one for each of `places`."""
+        """`tiles`: one for each tile of the spans, in order."""
         self._spans, self._tiles = spans, tiles
 
     @staticmethod
@@ -56,10 +56,8 @@ class Changes:
         ends = first + np.cumsum(sizes)
         values_at = int(ends[-1]) if num else first
         value_ends = values_at + np.cumsum(counts * np.array(widths, np.int64))
-        if (int(value_ends[-1]) if num else first) != len(data):
-            raise WireError(
-                f"a delta has {len(data)} bytes, not the {int(value_ends[-1])} that its tiles need"
-            )
+        if (needed := int(value_ends[-1]) if num else first) != len(data):
+            raise WireError(f"a delta has {len(data)} bytes, not the {needed} that its tiles need")
         tiles = []
         for width, code, size, end, count, value_end in zip(
             widths,
@@ -81,11 +79,6 @@ class Changes:
         """The bytes that `write` writes."""
         return 9 * len(self._tiles) + sum(tile.nbytes for tile in self._tiles)
 
-    @property
-    def num_changed(self) -> int:
-        """The elements that have values. A tile that is sent whole counts whole."""
-        return sum(len(tile.values) for tile in self._tiles)
-
     def write(self, to: Bytes) -> None:
         """Write everything to `to`, uint8[nbytes]."""
         num = len(self._tiles)
@@ -104,15 +97,6 @@ class Changes:
         """
         for tile, memory in zip(self._tiles, _cut(self._spans, to), strict=True):
             tile.apply(memory)
-
-    def then(self, later: Changes) -> Changes:
-        """Return one set of changes for these and afterwards `later`. Raises PlanError for other spans."""
-        if later._spans != self._spans:
-            raise PlanError("delta", "the later changes are of other memory")
-        sizes = (part.stop - part.start for span in self._spans for part in cut(span.nbytes, span.itemsize))
-        widths = (span.itemsize for span in self._spans for _ in cut(span.nbytes, span.itemsize))
-        tiles = zip(self._tiles, later._tiles, sizes, widths, strict=True)
-        return Changes(self._spans, [folded(a, b, nbytes // width) for a, b, nbytes, width in tiles])
 
 
 _CODES = frozenset(Code)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from weightsync.deltas.tiles import expected_nbytes
-from weightsync.plan import TensorMeta
+from weightsync.protocol.messages import Sample
 from weightsync.report import Density
 
 
@@ -16,20 +15,16 @@ def group(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def densities(
-    tensors: Sequence[TensorMeta], samples: Iterable[Mapping[str, tuple[int, int]]]
-) -> Mapping[str, Density]:
-    """Add up the ranks' samples of each group, as in `PublishReport.changed`. `tensors`: all of the plan."""
-    sampled, changed = Counter[str](), Counter[str]()
+def densities(samples: Iterable[Mapping[str, Sample]]) -> Mapping[str, Density]:
+    """Add up the ranks' samples of each group."""
+    found: dict[str, list[Sample]] = {}
     for sample in samples:
-        for name, (num, found) in sample.items():
-            sampled[name] += num
-            changed[name] += found
-    nbytes, deltas = Counter[str](), Counter[str]()
-    for meta in tensors if sampled else ():
-        if found := sampled[name := group(meta.name)]:
-            nbytes[name] += meta.nbytes
-            deltas[name] += round(expected_nbytes(meta.numel, meta.itemsize, changed[name] / found))
-    return {
-        name: Density(changed[name] / num, num, nbytes[name], deltas[name]) for name, num in sampled.items()
-    }
+        for name, its in sample.items():
+            found.setdefault(name, []).append(its)
+    return {name: _density(its) for name, its in found.items()}
+
+
+def _density(samples: Iterable[Sample]) -> Density:
+    num, num_changed, numel, nbytes = map(sum, zip(*samples, strict=True))
+    changed = num_changed / num
+    return Density(changed, num, nbytes, round(expected_nbytes(numel, nbytes // numel, changed)))

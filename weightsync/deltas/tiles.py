@@ -117,17 +117,6 @@ def coded(places: _Places, values: Elements, num_elements: int) -> Tile:
     return Tile(code, _INDEX[code](places, gaps, num_elements), values)
 
 
-def folded(first: Tile, then: Tile, num_elements: int) -> Tile:
-    """Return one tile for `first` and afterwards `then`: the later value of each element."""
-    if first.code == Code.NOTHING or then.code == Code.DENSE:
-        return then
-    if then.code == Code.NOTHING:
-        return first
-    its = np.concatenate([then.places(num_elements), first.places(num_elements)])
-    places, at = np.unique(its, return_index=True)
-    return coded(places, np.concatenate([then.values, first.values])[at], num_elements)
-
-
 def _runs_index(places: _Places, gaps: _Places, _: int) -> Bytes:
     begins = np.flatnonzero(np.concatenate([[True], gaps[1:] > 0]))
     ends = np.append(begins[1:], len(places))

@@ -24,9 +24,10 @@ _MESSAGE_NBYTES = 8192
 class SharedMemoryMover(Mover):
     """Processes of one host. Tokens on a GPU go through the host's memory.
 
-    In an exchange a rank waits until its peers have read the previous rows, and writes rows into its shared
-    memory. Once the peers have written too, it copies the needed rows from the peers' memory. No rank writes
-    into another rank's memory, so that a late rank damages nothing.
+    In an exchange a rank waits until all peers have read the rank's previous rows. Then the rank writes rows
+    into memory of its own that the peers map. Once the peers have written too, the rank copies the needed
+    rows from the peers' memory. No rank writes into another rank's memory, so that a late rank damages
+    nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 60.0) -> None:

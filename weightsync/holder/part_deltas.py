@@ -55,8 +55,7 @@ class PartDeltas:
         offer, nbytes = None, changes.nbytes
         if nbytes < sum(span.nbytes for span in spans):
             offer = self._store.save_delta(replace(header, base=base.version), _Content(changes, nbytes))
-        density = changes.num_changed / max(1, sum(span.nbytes // span.itemsize for span in spans))
-        return Delta(base.version, offer, nbytes, density, time.perf_counter() - began)
+        return Delta(base.version, offer, nbytes, time.perf_counter() - began)
 
     def copy(self, part: SnapshotPart, delta: Delta, timeout_s: float, turn: int) -> Offer | None:
         """Stage another holder's part: this holder's version `delta.base`, and the changes since.

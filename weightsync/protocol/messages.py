@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -183,14 +183,12 @@ class Delta:
         base: the version before.
         offer: the offer of the memory; None if the delta is not shorter than the part, and is not kept.
         nbytes: the bytes of the delta.
-        density: the changed elements, as a fraction of all.
         seconds: how long it took to find them.
     """
 
     base: int
     offer: Offer | None
     nbytes: int
-    density: float
     seconds: float
 
 
@@ -359,6 +357,15 @@ class PublishTask(msgspec.Struct, frozen=True):
     density: bool = False
 
 
+class Sample(NamedTuple):
+    """A rank's sample of a group of tensors. `numel` and `nbytes` are of the rank's whole share."""
+
+    num: int
+    num_changed: int
+    numel: int
+    nbytes: int
+
+
 class PublishReport(msgspec.Struct, frozen=True):
     """A trainer rank's answer to `publish`.
 
@@ -368,7 +375,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
         agreement: as in `Compared`; None if nothing was compared.
-        changed: sampled elements, and those that changed since the version before, by group of tensors.
+        changed: what was sampled of the changes since the version before, by group of tensors.
     """
 
     fingerprint: Fingerprint
@@ -377,7 +384,7 @@ class PublishReport(msgspec.Struct, frozen=True):
     spans: Sequence[Span]
     agreement: Fingerprint | None = None
     written: tuple[str, ...] = ()
-    changed: Mapping[str, tuple[int, int]] = {}
+    changed: Mapping[str, Sample] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle it quickly, which arrays do not: the driver gets one from each trainer rank."""
@@ -391,7 +398,7 @@ def _publish_report(
     nonfinite: Mapping[str, int],
     spans: Sequence[Span],
     written: tuple[str, ...],
-    changed: Mapping[str, tuple[int, int]],
+    changed: Mapping[str, Sample],
 ) -> PublishReport:
     rows = np.frombuffer(words, np.uint64).reshape(-1, 3)
     agreement = rows[2] if len(rows) > 2 else None

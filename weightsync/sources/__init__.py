@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.protocol.messages import Compared, PublishTask
+from weightsync.protocol.messages import Compared, PublishTask, Sample
 from weightsync.sources.base import (
     ComparesReplicas,
     ExportsWeights,
@@ -82,7 +82,7 @@ def compare(source: Source, rounds: Sequence[int]) -> Compared | None:
     return None
 
 
-def changed(source: Source, task: PublishTask) -> Mapping[str, tuple[int, int]]:
+def changed(source: Source, task: PublishTask) -> Mapping[str, Sample]:
     """Have `source` sample what changed, see `PublishReport.changed`. Empty if it cannot, or is not to."""
     return source.changed() if task.density and isinstance(source, MeasuresDensity) else {}
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
-from weightsync.protocol.messages import Attached, Compared, Published
+from weightsync.protocol.messages import Attached, Compared, Published, Sample
 
 Models: TypeAlias = tuple[Any, Any]
 """A rank's model and its draft, None for one that it does not have."""
@@ -103,8 +103,8 @@ class ComparesReplicas(Protocol):
 class MeasuresDensity(Protocol):
     """A source that samples how many elements change from one version to the next."""
 
-    def changed(self) -> Mapping[str, tuple[int, int]]:
-        """Return sampled elements, and those that changed since the last call, by group of tensors.
+    def changed(self) -> Mapping[str, Sample]:
+        """Return what was sampled of the changes since the last call, by group of tensors.
 
         Called after `publish`. Returns nothing the first time after `attach`.
         """

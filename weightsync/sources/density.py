@@ -10,11 +10,14 @@ import torch
 
 from weightsync.deltas.density import group
 from weightsync.plan import Plan
+from weightsync.protocol.messages import Sample
 
 EVERY = 64
 """One of so many rows is sampled."""
 _ROW = 1024
 """Elements of a row of a tensor with one dimension."""
+_Key = tuple[str, torch.dtype]
+"""A group of tensors, and the dtype in which they travel."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,27 +29,30 @@ class DensitySample:
 
     def __init__(self, plan: Plan, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
         """`parts`: tensors' numbers in the plan and live elements of them, in any shape and dtype."""
-        self._rows: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        self._rows: dict[_Key, list[torch.Tensor]] = {}
+        self._numel = Counter[_Key]()
         for number, part in parts:
             meta = plan.tensors[number]
-            dtype: torch.dtype = getattr(torch, meta.dtype)
+            key = group(meta.name), getattr(torch, meta.dtype)
             if part.numel():
-                rows = self._rows.setdefault((group(meta.name), dtype), [])
-                rows.append(_sampled(part.detach(), meta.name))
-        self._before: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+                self._rows.setdefault(key, []).append(_sampled(part.detach(), meta.name))
+                self._numel[key] += part.numel()
+        self._before: dict[_Key, torch.Tensor] = {}
 
-    def changed(self) -> Mapping[str, tuple[int, int]]:
-        """Return sampled elements, and those of them that changed since the last call, by group of tensors.
+    def changed(self) -> Mapping[str, Sample]:
+        """Return what changed in the sampled rows since the last call, by group of tensors.
 
         Returns nothing the first time.
         """
         before = self._before
         self._before = {key: _joined(key[1], rows) for key, rows in self._rows.items()}
-        sampled, changed = Counter[str](), Counter[str]()
+        found: dict[str, Sample] = {}
         for key, old in before.items():
-            sampled[key[0]] += old.numel()
-            changed[key[0]] += int((old != self._before[key]).count_nonzero())
-        return {name: (num, changed[name]) for name, num in sampled.items()}
+            (name, dtype), numel = key, self._numel[key]
+            num_changed = int((old != self._before[key]).count_nonzero())
+            its = Sample(old.numel(), num_changed, numel, numel * dtype.itemsize)
+            found[name] = Sample(*map(sum, zip(its, found.get(name, (0, 0, 0, 0)), strict=True)))
+        return found
 
 
 def _joined(dtype: torch.dtype, rows: list[torch.Tensor]) -> torch.Tensor:

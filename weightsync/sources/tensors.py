@@ -29,7 +29,7 @@ from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
-from weightsync.protocol.messages import Attached, Compared, Digests, Published, combine
+from weightsync.protocol.messages import Attached, Compared, Digests, Published, Sample, combine
 from weightsync.sources.claimed_boxes import ClaimedBoxes
 from weightsync.sources.density import DensitySample
 from weightsync.sources.difference import difference
@@ -297,7 +297,7 @@ class TensorSource(ABC):
             return Compared(combine([x.digests for x in made]), combine([x.agreement for x in made]))
         return self._claims().compare(rounds, self._live)
 
-    def changed(self) -> Mapping[str, tuple[int, int]]:
+    def changed(self) -> Mapping[str, Sample]:
         """Sample what changed since the version before, see `MeasuresDensity`."""
         if self._density is None and self._plan and (self._in_place or self._copies):
             self._density = DensitySample(self._plan, self._published_parts())

@@ -36,8 +36,7 @@ def delta(old: Path, new: Path) -> Bytes | None:
 def apply(deltas: Sequence[Path], to: Path) -> None:
     """Apply changes, oldest first, to the file that the first one is based on.
 
-    Folding them first takes four to eight times as long. Raises WireError if they are not changes of this
-    file.
+    Raises WireError if they are not changes of this file.
     """
     memory = _mapped(to, "r+")
     spans = _spans(_header(memory))

@@ -17,7 +17,7 @@ OFFER = Offer(
 
 
 def made(nbytes: int, seconds: float = 1.0) -> Delta:
-    return Delta(1, OFFER if nbytes < NBYTES else None, nbytes, nbytes / NBYTES, seconds)
+    return Delta(1, OFFER if nbytes < NBYTES else None, nbytes, seconds)
 
 
 def copied(nbytes: int, seconds: float) -> StagedPart:

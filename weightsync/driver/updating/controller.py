@@ -310,7 +310,7 @@ class Controller:
             routes=connection.router.routes,
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
-            density=densities(connection.plan.tensors, made.samples) if made else {},
+            density=densities(made.samples) if made else {},
             bytes_from=read.bytes_from if read else {},
             ways=read.ways if read else {},
         )

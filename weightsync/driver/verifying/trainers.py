@@ -16,7 +16,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError, SourceChangedError, WeightSyncError
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, PublishTask, combine
+from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, PublishTask, Sample, combine
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
 
@@ -48,7 +48,7 @@ class Publication:
         return {name: each.spans for name, each in self.answers.items() if each.spans}
 
     @property
-    def samples(self) -> Sequence[Mapping[str, tuple[int, int]]]:
+    def samples(self) -> Sequence[Mapping[str, Sample]]:
         """What ranks sampled of the changes since the version before, if they were asked to."""
         return [each.changed for each in self.answers.values() if each.changed]
 

@@ -24,7 +24,7 @@ import numpy as np
 from weightsync.memory.kernels.digest_factors import splitmix64
 from weightsync.plan.layout.layout import Int64
 from weightsync.plan.layout.replicas import Claims
-from weightsync.protocol.messages import Compared, Digests, Fingerprint, Published, PublishReport
+from weightsync.protocol.messages import Compared, Digests, Fingerprint, Published, PublishReport, Sample
 from weightsync.protocol.timing import Span
 
 
@@ -46,7 +46,7 @@ def publish_report(
     frozen: Sequence[int],
     spans: Sequence[Span],
     compared: Compared | None = None,
-    changed: Mapping[str, tuple[int, int]] | None = None,
+    changed: Mapping[str, Sample] | None = None,
 ) -> PublishReport:
     """Return the driver's report of a version. `frozen` has the indices of the plan's frozen tensors."""
     digests, agreement = published.digests, compared.agreement if compared else None
