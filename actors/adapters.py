@@ -13,12 +13,12 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.coverage import coverage
 from weightsync.actors.holders.holder_processes import SharedProcesses
-from weightsync.actors.joint_update import Part
+from weightsync.actors.joint_update import JointPart
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.handles import check_version
 from weightsync.actors.ray.remote import answer, share
-from weightsync.actors.servers.handle import Server
+from weightsync.actors.servers.handle import JoinedServer
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
@@ -96,9 +96,9 @@ class Adapter:
         async with self._controller.exclusive():
             return await self._move(version)
 
-    def as_part(self, engines: Mapping[str, ActorHandle[Any]]) -> Part:
+    def as_part(self, engines: Mapping[str, ActorHandle[Any]]) -> JointPart:
         """Return it as a part of an update of several components."""
-        return Part(self.version, lambda: self.follow(engines), self._controller.exclusive, self._move)
+        return JointPart(self.version, lambda: self.follow(engines), self._controller.exclusive, self._move)
 
     async def _move(
         self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
@@ -184,7 +184,7 @@ class Adapters:
         if not self._engines():
             raise StateError("connect() comes before register_adapter()")
         for engine, handle in self._engines().items():
-            if isinstance(handle, Server):
+            if isinstance(handle, JoinedServer):
                 raise ConfigError("name", name, f"engine {engine} is a server, which takes no adapters yet")
         if name in self._held:
             raise ConfigError("name", name, "unregister_adapter() comes first: there is one of this name")
@@ -212,7 +212,7 @@ class Adapters:
         held = self._known(name)
         return await held.update(check_version(version, held.version), self._engines())
 
-    def parts(self) -> dict[str, Callable[[], Part]]:
+    def parts(self) -> dict[str, Callable[[], JointPart]]:
         """Return functions that make adapters parts of a joint update, by the component's name."""
         return {
             f"adapter {name}": partial(held.as_part, self._engines()) for name, held in self._held.items()

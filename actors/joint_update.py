@@ -12,7 +12,7 @@ from weightsync.report import SyncReport
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JointPart:
     """A component in a joint update.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part:
 
 
 async def update_together(
-    parts: Mapping[str, Part], version: int, when_held: Callable[[], None]
+    parts: Mapping[str, JointPart], version: int, when_held: Callable[[], None]
 ) -> dict[str, SyncReport]:
     """Update all `parts` at the same time. No part commits before the engines of all are verified.
 
@@ -50,7 +50,7 @@ async def update_together(
         if not left:
             when_held()
 
-    async def move(name: str, part: Part) -> SyncReport:
+    async def move(name: str, part: JointPart) -> SyncReport:
         try:
             return await part.move(version, held, joint.member(name))
         except BaseException:  # cancelled, too: the others would wait for ever

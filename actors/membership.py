@@ -34,8 +34,8 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches, is_silence
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import Server
-from weightsync.actors.servers.rank import Rank, in_update
+from weightsync.actors.servers.handle import JoinedServer
+from weightsync.actors.servers.rank import JoinedRank, in_update
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -112,13 +112,13 @@ class Membership:
         named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
         return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
 
-    def _server_joined(self, server: Server) -> None:
+    def _server_joined(self, server: JoinedServer) -> None:
         """Have a server that was lost take part again, once it answers. It may be lost by joining again."""
         back = asyncio.ensure_future(self._take_back(server))
         self._returning.add(back)
         back.add_done_callback(self._returning.discard)
 
-    async def _take_back(self, server: Server) -> None:
+    async def _take_back(self, server: JoinedServer) -> None:
         link = server.link
         with suppress(WeightSyncError):
             await link.dialled()
@@ -140,7 +140,7 @@ class Membership:
         engines = [self._engine(name, handle) for name, handle in self.engines.items()]
         self._holders.follow(
             {each.handle: partial(ask, each) for each in self._trainers().values() if not _is_rank(each)},
-            {each.handle: each.placements for each in engines if not isinstance(each.handle, Server)},
+            {each.handle: each.placements for each in engines if not isinstance(each.handle, JoinedServer)},
         )
 
     async def reconnect(self) -> None:
@@ -159,7 +159,7 @@ class Membership:
         Raises as `in_update`.
         """
         now = self._controller
-        ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, Rank)}
+        ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, JoinedRank)}
         if ranks:
             self._links.expect({}, [*ranks.values()])
         async with in_update(ranks, lambda: now.version, self._config.connect_timeout_s), now.exclusive():
@@ -216,7 +216,7 @@ class Membership:
 
     def can_respawn(self, name: str) -> bool:
         handle = self.engines.get(name)
-        return self.respawner is not None and handle is not None and not isinstance(handle, Server)
+        return self.respawner is not None and handle is not None and not isinstance(handle, JoinedServer)
 
     async def respawn(self, name: str) -> bool:
         """End an engine's process, which may hang or be gone, and start a replacement.
@@ -565,7 +565,7 @@ class Membership:
 
 
 def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
-    return isinstance(trainer.handle, Rank)
+    return isinstance(trainer.handle, JoinedRank)
 
 
 def _has_new_link(trainer: TrainerPeer) -> bool:

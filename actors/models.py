@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from weightsync.actors.joint_update import Part
+from weightsync.actors.joint_update import JointPart
 from weightsync.actors.ray.loop import LoopThread
 from weightsync.errors import ConfigError, nearest
 from weightsync.report import Covered
@@ -37,7 +37,7 @@ class Model(Generic[S]):
 
     sync: S
     loop: LoopThread
-    as_part: Callable[[], Part]
+    as_part: Callable[[], JointPart]
 
 
 class Models(Generic[S]):
@@ -64,7 +64,9 @@ class Models(Generic[S]):
         if name in self.held:
             raise ConfigError("name", name, f"choose a name other than {', '.join(self.held)}")
 
-    def parts(self, names: Collection[str], others: Mapping[str, Callable[[], Part]]) -> dict[str, Part]:
+    def parts(
+        self, names: Collection[str], others: Mapping[str, Callable[[], JointPart]]
+    ) -> dict[str, JointPart]:
         """Return the named components, of these models and of `others`. Raises ConfigError."""
         known = {name: model.as_part for name, model in self.held.items()} | dict(others)
         for name in names:

@@ -18,7 +18,7 @@ from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.holders.detached import run_prefix
-from weightsync.actors.joint_update import Part, update_together
+from weightsync.actors.joint_update import JointPart, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.own_actor import check_own_actor
@@ -493,11 +493,11 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
 
-    def _as_part(self, checkpoint: str = "") -> Part:
+    def _as_part(self, checkpoint: str = "") -> JointPart:
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
-        return Part(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
+        return JointPart(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
 
-    async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
+    async def _update(self, version: int, parts: Mapping[str, JointPart], held: Future[None]) -> SyncReport:
         def when_held() -> None:  # again, if the update is repeated since weights moved
             if not held.done():
                 held.set_result(None)

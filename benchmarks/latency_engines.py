@@ -19,7 +19,7 @@ from weightsync.actors.engine import EngineActor
 
 if TYPE_CHECKING:  # so that mypy checks the benchmark's use of adapters
     from weightsync.engines.sglang.adapter import SglangEngine
-    from weightsync.engines.sglang.api import Server
+    from weightsync.engines.sglang.api import SglangServer
 
 __all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
 
@@ -46,7 +46,7 @@ class SglangLatency(EngineActor):
             serialized_named_tensors=list(payloads), load_format=load_format, flush_cache=False
         )
 
-        async def send(server: Server) -> None:
+        async def send(server: SglangServer) -> None:
             is_probe = load_format == rank_probe.LOADER
             await server.select("draft" if is_probe else "all")
             ok, message = await server.manager.update_weights_from_tensor(request, None)
@@ -84,7 +84,7 @@ class SglangLatency(EngineActor):
     def _answer(self, rank: int) -> Path:
         return Path(self._answers.name) / str(rank)
 
-    async def _call(self, work: Callable[[Server], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
+    async def _call(self, work: Callable[[SglangServer], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
         engine = cast("SglangEngine", self._engine)  # behind our adapter, which only a benchmark may access
         return await asyncio.to_thread(engine.loop.call, work)
 

@@ -257,7 +257,7 @@ def serve_checkpoint(
     def inside() -> int:
         screen = Screen(Console())
         made = _loop("serve_checkpoint", screen)
-        fleet = made.Fleet(kind, engines, tensor_parallel_size, name)
+        fleet = made.EngineFleet(kind, engines, tensor_parallel_size, name)
         made.serve(models, fleet, screen, None if check else _lines())
         return DONE
 

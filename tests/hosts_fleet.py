@@ -26,7 +26,7 @@ from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.bucket_copies import bucket_rows
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
 from weightsync.plan.broadcast.plan import by_tensor
 from weightsync.protocol.device_memory import DeviceMemory, Export
@@ -205,7 +205,7 @@ class Staging(HostStaging):
                 [slot.data_ptr() for slot in slots],
                 into=True,
             )
-            self._unpack = HostCopies(rows, bounds, [*slots, *self.target.values()])
+            self._unpack = AddressCopies(rows, bounds, [*slots, *self.target.values()])
             self.flat = FlatSnapshot(self.target)
 
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
@@ -213,7 +213,7 @@ class Staging(HostStaging):
         address = {key: tensor.data_ptr() for key, tensor in near.items()}
         (whole,) = reads
         copies = whole.copies(address, starts(self.target))
-        self._direct_copy = HostCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
+        self._direct_copy = AddressCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
 
     def start_direct_copy(self, frozen: bool = True) -> None:
         assert self._direct_copy

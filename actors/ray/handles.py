@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from ray.actor import ActorClass, ActorHandle
 
-from weightsync.actors.servers.handle import Server
-from weightsync.actors.servers.rank import Rank
+from weightsync.actors.servers.handle import JoinedServer
+from weightsync.actors.servers.rank import JoinedRank
 from weightsync.errors import ConfigError, nearest
 
 _KINDS = {
@@ -79,12 +79,12 @@ def _check(handles: Iterable[tuple[str, object]], method: str, adopted: str) -> 
     for field, handle in handles:
         if isinstance(handle, (type, ActorClass)):
             raise ConfigError(field, handle, "it is a class: start an actor of it, and give its handle")
-        if isinstance(handle, Server):
+        if isinstance(handle, JoinedServer):
             if handle.url in urls:
                 raise ConfigError(field, handle.url, f"{urls[handle.url]} is the same server")
             urls[handle.url] = field
             continue
-        if isinstance(handle, Rank):
+        if isinstance(handle, JoinedRank):
             if adopted:
                 raise ConfigError(adopted, field, "leave it out: the rank gives it to weightsync.join")
             continue

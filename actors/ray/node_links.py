@@ -11,8 +11,8 @@ import ray
 
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import ProcessHandle, Server
-from weightsync.actors.servers.rank import Rank
+from weightsync.actors.servers.handle import JoinedServer, ProcessHandle
+from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
@@ -74,8 +74,8 @@ class NodeLinks:
     def expect(self, engines: Mapping[str, object], trainers: Sequence[object]) -> None:
         """Let the servers among `engines`, and the ranks among `trainers`, join. Raises as `open`."""
         host, door = ray.util.get_node_ip_address(), self._door
-        servers = {name: each for name, each in engines.items() if isinstance(each, Server)}
-        ranks = [each for each in trainers if isinstance(each, Rank)]
+        servers = {name: each for name, each in engines.items() if isinstance(each, JoinedServer)}
+        ranks = [each for each in trainers if isinstance(each, JoinedRank)]
         assert door
         if (servers or ranks) and not self._joining:
             assert door.port

@@ -27,7 +27,7 @@ from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
 from weightsync.actors.servers.peers import ServedTrainer
-from weightsync.actors.servers.rank import Rank
+from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, TlsFiles
 from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
@@ -244,7 +244,7 @@ class _JoinedTrainer(Remote):
     """A trainer rank that Ray did not start. Its node answers all calls."""
 
     protocol: type = ServedTrainer
-    handle: Rank
+    handle: JoinedRank
 
     def placement(self) -> Awaitable[Placement]:
         return self.handle.placement()
@@ -339,8 +339,8 @@ def remote_trainer(
     adapter: AdapterSpec | None = None,
     adoption: Adoption | None = None,
 ) -> RemoteTrainer:
-    """Return a trainer's actor, the actor's part for an adapter, or a `Rank`, as a peer called `name`."""
-    if isinstance(handle, Rank):
+    """Return a trainer's actor, the actor's part for an adapter, or a `JoinedRank`, as a peer `name`."""
+    if isinstance(handle, JoinedRank):
         return cast("RemoteTrainer", _JoinedTrainer(name, handle, "sync_"))
     return cast("RemoteTrainer", _Trainer(name, handle, adapter, adoption))
 

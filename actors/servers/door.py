@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from ray.actor import ActorHandle
 
 from weightsync.actors.ray.placement import Placement
-from weightsync.actors.servers.handle import EngineHandle, Joined, Server
-from weightsync.actors.servers.rank import Rank, TrainerHandle
+from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
+from weightsync.actors.servers.rank import JoinedRank, TrainerHandle
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.node.link import Link
@@ -35,21 +35,21 @@ class Door:
         token: the secret that they show.
     """
 
-    def __init__(self, config: SyncConfig, when_joined: Callable[[Server], None]) -> None:
+    def __init__(self, config: SyncConfig, when_joined: Callable[[JoinedServer], None]) -> None:
         """`when_joined` is called once a server has got its place, the first time and after a restart."""
         self._config, self._when_joined = config, when_joined
-        self._servers: dict[Server, frozenset[str]] = {}
-        self._ranks: Sequence[Rank] = ()
+        self._servers: dict[JoinedServer, frozenset[str]] = {}
+        self._ranks: Sequence[JoinedRank] = ()
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
 
-    def expect(self, name: str, server: Server, address: str) -> None:
+    def expect(self, name: str, server: JoinedServer, address: str) -> None:
         """Let `server` join as engine `name`. `address`: this driver's, as other hosts reach it."""
         server.expect(f"engine {name}", self._config.heartbeat_s)
         if server not in self._servers:
             self._servers[server] = _addresses(server.url, address)
 
-    def expect_ranks(self, ranks: Sequence[Rank]) -> None:
+    def expect_ranks(self, ranks: Sequence[JoinedRank]) -> None:
         """Let `ranks` join, and no others. Hang up on others."""
         for gone in {*self._ranks}.difference(ranks):
             gone.kill()
@@ -59,7 +59,7 @@ class Door:
 
     def forget(self, server: object) -> None:
         """Let `server` join no more, and hang up."""
-        if isinstance(server, Server) and server in self._servers:
+        if isinstance(server, JoinedServer) and server in self._servers:
             del self._servers[server]
             server.kill()
 
@@ -71,16 +71,16 @@ class Door:
         if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
             found.link.end(PeerLostError(found.link.name, "its process joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
-        if isinstance(found, Server):
+        if isinstance(found, JoinedServer):
             self._when_joined(found)
         return found.link
 
-    def _server(self, url: str) -> Server | str:
+    def _server(self, url: str) -> JoinedServer | str:
         found = next((each for each, urls in self._servers.items() if url in urls), None)
         known = ", ".join(each.url for each in self._servers) or "none"
         return found or f"{url} is not registered; registered: {known}"
 
-    def _rank(self, join: JoinRank) -> Rank | str:
+    def _rank(self, join: JoinRank) -> JoinedRank | str:
         if len(self._ranks) != join.world_size or not 0 <= join.rank < join.world_size:
             how_many = count_text(len(self._ranks), "rank")
             return f"it is rank {join.rank} of {join.world_size}; registered: {how_many}"
@@ -111,7 +111,7 @@ def with_servers(
     }
 
 
-def _server(field: str, url: str) -> Server:
+def _server(field: str, url: str) -> JoinedServer:
     where = urlsplit(url)
     try:
         is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
@@ -119,7 +119,7 @@ def _server(field: str, url: str) -> Server:
         is_whole = False
     if not is_whole or where.path.strip("/"):
         raise ConfigError(field, url, "give the server's address, such as http://10.0.0.7:8000")
-    return Server(url)
+    return JoinedServer(url)
 
 
 def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) -> Sequence[TrainerHandle]:
@@ -129,7 +129,7 @@ def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) ->
     if isinstance(handles, bool) or handles < 1:
         raise ConfigError("trainers", handles, "give the number of ranks that call weightsync.join")
     _check_door(config)
-    return [*map(Rank, range(handles))]
+    return [*map(JoinedRank, range(handles))]
 
 
 def _check_door(config: SyncConfig) -> None:

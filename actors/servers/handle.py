@@ -99,7 +99,7 @@ class Joined(ProcessHandle):
         return handle
 
 
-class Server(Joined):
+class JoinedServer(Joined):
     """An engine in a server that somebody else started, at `url`."""
 
     _protocol = ServedEngine
@@ -129,12 +129,12 @@ class _ServedHolder(ProcessHandle):
         asyncio.ensure_future(self._beside._call("end_holder", self.link.name)).add_done_callback(_no_log)
 
 
-EngineHandle: TypeAlias = ActorHandle[Any] | Server
+EngineHandle: TypeAlias = ActorHandle[Any] | JoinedServer
 
 
 def as_registered(handle: EngineHandle) -> ActorHandle[Any] | str:
     """Return what the user gave for an engine."""
-    return handle.url if isinstance(handle, Server) else handle
+    return handle.url if isinstance(handle, JoinedServer) else handle
 
 
 async def _nothing(*_: object) -> None:

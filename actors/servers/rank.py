@@ -18,7 +18,7 @@ from weightsync.errors import PeerLostError, StateError, WeightSyncError
 logger = logging.getLogger("weightsync.actors")
 
 
-class Rank(Joined):
+class JoinedRank(Joined):
     """A trainer rank that Ray did not start.
 
     Attributes:
@@ -52,12 +52,12 @@ class Rank(Joined):
                 self.expect(self.link.name, self.link.again_s)
 
 
-TrainerHandle: TypeAlias = ActorHandle[Any] | Rank
+TrainerHandle: TypeAlias = ActorHandle[Any] | JoinedRank
 
 
 @asynccontextmanager
 async def in_update(
-    ranks: Mapping[str, Rank], version: Callable[[], int], timeout_s: float
+    ranks: Mapping[str, JoinedRank], version: Callable[[], int], timeout_s: float
 ) -> AsyncIterator[None]:
     """Have all `ranks` in `update` during the body. Afterwards they return the new `version`, or raise.
 

@@ -24,7 +24,7 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import ConfigError, DeadlineError, PeerError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.routes import host_of
-from weightsync.recipes.doctor.cluster_report import ClusterReport, Host, Pair, rounds
+from weightsync.recipes.doctor.cluster_report import ClusterReport, HostFacts, Pair, rounds
 from weightsync.recipes.doctor.host_probe import HostProbe, wall
 from weightsync.recipes.doctor.link_probe import SECRET_NBYTES
 
@@ -106,7 +106,9 @@ class _Examination:
         self._peers = {each["NodeID"]: _place(each, self._names[each["NodeID"]]) for each in nodes}
         try:
             await self._ask("start", lambda peer: peer.call("ready"))
-            hosts: dict[str, Host] = await self._ask("facts", lambda peer: peer.call("facts", self._ports))
+            hosts: dict[str, HostFacts] = await self._ask(
+                "facts", lambda peer: peer.call("facts", self._ports)
+            )
             clocks = await self._ask("clock", _clock)
             served = "serve", self._ports, self._secret, 2 * self._timeout_s
             offers: dict[str, Offer] = await self._ask("listen", lambda peer: peer.call(*served))
@@ -138,7 +140,7 @@ class _Examination:
             ray.kill(peer.handle)
         return outcome.answers
 
-    async def _measure(self, hosts: Mapping[str, Host], offers: Mapping[str, Offer]) -> list[Pair]:
+    async def _measure(self, hosts: Mapping[str, HostFacts], offers: Mapping[str, Offer]) -> list[Pair]:
         found: dict[tuple[str, str], Pair] = {}
         for each in rounds([*offers]):
             calls = {a: self._reach(a, b, hosts, offers) for a, b in each if a in self._peers}
@@ -147,7 +149,9 @@ class _Examination:
         order = [*offers]
         return [found[key] for key in sorted(found, key=lambda key: (*map(order.index, key),))]
 
-    async def _reach(self, a: str, b: str, hosts: Mapping[str, Host], offers: Mapping[str, Offer]) -> Pair:
+    async def _reach(
+        self, a: str, b: str, hosts: Mapping[str, HostFacts], offers: Mapping[str, Offer]
+    ) -> Pair:
         """Measure from host `a` to `b`, and say how weights would go."""
         one, other, peer = hosts[a], hosts[b], self._peers[a]
         pair = Pair(self._names[a], self._names[b], offers[b].endpoint, broadcast=_broadcast(one, other))
@@ -184,7 +188,7 @@ async def _clock(peer: _Peer) -> dict[str, float]:
     return {"offset_ms": best[0] * 1e3, "uncertainty_ms": best[1] * 1e3}
 
 
-def _broadcast(one: Host, other: Host) -> str:
+def _broadcast(one: HostFacts, other: HostFacts) -> str:
     transport = choose_transport("auto", [*one.devices, *other.devices])
     if transport != "nccl":
         return transport

@@ -17,7 +17,7 @@ MAX_APART_MS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostFacts:
     """The facts of one host.
 
     Attributes:
@@ -93,7 +93,7 @@ class Pair:
 class ClusterReport:
     """All hosts and pairs. `failures`: by host, why the answer is not complete."""
 
-    hosts: Sequence[Host]
+    hosts: Sequence[HostFacts]
     pairs: Sequence[Pair]
     failures: Mapping[str, str] = field(default_factory=dict)
     ports: Ports | None = None
@@ -140,7 +140,7 @@ def _absent(text: str) -> str:
     return "see ray list nodes, and Ray's logs on that host"
 
 
-def _versions(hosts: Sequence[Host]) -> Iterator[str]:
+def _versions(hosts: Sequence[HostFacts]) -> Iterator[str]:
     for library in SHARED:
         found = by_version(library, ((host.label, host.versions) for host in hosts))
         if len(found) > 1:
@@ -148,7 +148,7 @@ def _versions(hosts: Sequence[Host]) -> Iterator[str]:
             yield f"{library} differs: {each}; {REMEDY}"
 
 
-def _alike(hosts: Sequence[Host]) -> Iterator[str]:
+def _alike(hosts: Sequence[HostFacts]) -> Iterator[str]:
     for one, other in combinations(hosts, 2):
         if shared := _shared(one, other):
             yield (
@@ -157,7 +157,7 @@ def _alike(hosts: Sequence[Host]) -> Iterator[str]:
             )
 
 
-def _shared(one: Host, other: Host) -> str:
+def _shared(one: HostFacts, other: HostFacts) -> str:
     gpus = sorted(device for device in {*one.devices} & {*other.devices} if device.startswith("cuda:"))
     found = [f"address {one.address}"] if one.address == other.address else []
     found += [f"GPU {gpus[0]}"] if gpus else []
@@ -166,7 +166,7 @@ def _shared(one: Host, other: Host) -> str:
     return ", ".join(found)
 
 
-def _clocks(hosts: Sequence[Host]) -> Iterator[str]:
+def _clocks(hosts: Sequence[HostFacts]) -> Iterator[str]:
     known = [(host.offset_ms, host) for host in hosts if host.offset_ms is not None]
     if not known:
         return
@@ -179,7 +179,7 @@ def _clocks(hosts: Sequence[Host]) -> Iterator[str]:
         )
 
 
-def _ports(hosts: Sequence[Host], ports: Ports | None) -> Iterator[str]:
+def _ports(hosts: Sequence[HostFacts], ports: Ports | None) -> Iterator[str]:
     for host in hosts:
         if host.ports_problem:
             yield f"{host.label}: {host.ports_problem}; give the address of an interface to ray start there"
@@ -206,7 +206,7 @@ def _unreachable(pairs: Sequence[Pair]) -> Iterator[str]:
             )
 
 
-def _host_cells(host: Host) -> dict[str, str]:
+def _host_cells(host: HostFacts) -> dict[str, str]:
     clock = "" if host.offset_ms is None else f"{host.offset_ms:+.2f} ± {host.uncertainty_ms:.2f} ms"
     free = "" if host.free_ports is None else f"{host.free_ports} free, {host.num_ports} needed"
     return {

@@ -19,7 +19,7 @@ from weightsync.recipes.doctor.link_probe import LinkServer, measure
 
 if TYPE_CHECKING:
     from weightsync.protocol.handles import Offer
-    from weightsync.recipes.doctor.cluster_report import Host, Pair
+    from weightsync.recipes.doctor.cluster_report import HostFacts, Pair
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OTHERS = ("ray", "cupy", "vllm", "sglang", "mooncake")
@@ -42,18 +42,18 @@ class HostProbe:
         """Return this host's clock, in seconds since 1970."""
         return wall()
 
-    def facts(self, ports: Ports | None) -> Host:
+    def facts(self, ports: Ports | None) -> HostFacts:
         """Return the facts of this host without the clock, and the number of `ports` that can be bound.
 
         Raises ConfigError if no protocol for refills works.
         """
         from weightsync.readers import choose_protocol, rdma_devices
-        from weightsync.recipes.doctor.cluster_report import Host
+        from weightsync.recipes.doctor.cluster_report import HostFacts
         from weightsync.recipes.doctor.probes import moves_on_gpus
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         gpus = _gpus()
-        found = Host(
+        found = HostFacts(
             node=node,
             name=platform.node(),
             address=address,

@@ -32,7 +32,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkRate:
     """The measurement of one connection.
 
     Attributes:
@@ -91,7 +91,7 @@ class LinkServer:
                 _until(connection, deadline)
 
 
-def measure(endpoint: str, secret: bytes, timeout_s: float) -> Link:
+def measure(endpoint: str, secret: bytes, timeout_s: float) -> LinkRate:
     """Measure one connection to a `LinkServer`, for about `SECONDS` seconds.
 
     Raises OSError if the endpoint cannot be reached, or does not answer within `timeout_s` seconds.
@@ -105,7 +105,7 @@ def measure(endpoint: str, secret: bytes, timeout_s: float) -> Link:
         connection.sendall(secret)
         rtt_s = statistics.median(_ping(connection, deadline) for _ in range(NUM_PINGS))
         nbytes, seconds = _REPLY.unpack(_send_until_reply(connection, deadline))
-    return Link(rtt_s * 1e3, nbytes / seconds / 1e9, nbytes)
+    return LinkRate(rtt_s * 1e3, nbytes / seconds / 1e9, nbytes)
 
 
 def _ping(connection: socket.socket, deadline: float) -> float:

@@ -26,7 +26,7 @@ from weightsync.recipes.forecast.deltas import SlowLink, explain_deltas
 from weightsync.recipes.forecast.engine_reads import reads_floor
 from weightsync.recipes.forecast.grids import TrainersGrid, engine_layout
 from weightsync.recipes.forecast.hosts import HostSpec
-from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
+from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, MegatronOrder, TrainerParallel, Zero
 from weightsync.recipes.forecast.quantised import INT4, explain_formats, formats_text, why_whole
 from weightsync.recipes.forecast.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.report import DIRECT, Covered, coverage_table
@@ -215,7 +215,9 @@ def _trainers(spec: TrainerSpec, *, is_mixture: bool) -> TrainerParallel:
     kinds: dict[str, TrainerParallel] = {
         "fsdp2": Fsdp(spec.count),
         "deepspeed": Zero(spec.count),
-        "megatron": Megatron(dp=spec.count, ep=spec.count) if is_mixture else Megatron(tp=spec.count),
+        "megatron": MegatronOrder(dp=spec.count, ep=spec.count)
+        if is_mixture
+        else MegatronOrder(tp=spec.count),
         "plain": Fsdp(shards=1, replicas=spec.count),
     }
     return kinds[spec.kind]

@@ -12,7 +12,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout.layout import Bool
 from weightsync.recipes.forecast.cuts import BEHIND, Cut, Kind, RankPosition, lay_out, partition
-from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
+from weightsync.recipes.forecast.parallel import EngineParallel, Fsdp, MegatronOrder, TrainerParallel, Zero
 from weightsync.recipes.forecast.shapes import ModelShape
 from weightsync.recipes.forecast.zero import zero_layout
 from weightsync.text import count_text
@@ -90,7 +90,7 @@ class TrainersGrid:
 
     def of_tensors(self, kept: Bool) -> Layout:
         """Return the segments of some tensors on all ranks. `kept`: bool[T]. Buffers keep their numbers."""
-        if isinstance(self.parallel, Megatron):
+        if isinstance(self.parallel, MegatronOrder):
             return self.whole.of_tensors(kept)
         tensors = [self.tensors[number] for number in np.flatnonzero(kept).tolist()]
         names = {meta.name for meta in tensors}
@@ -139,7 +139,9 @@ def _rows(kind: Kind, shards: int) -> Cut:
     return Cut(parts=shards, size=-(-kind.meta.shape[0] // shards))
 
 
-def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> RankPosition:
+def _megatron_position(
+    rank: int, model: ModelShape, parallel: MegatronOrder, num_experts: int
+) -> RankPosition:
     """Return a rank's position: tp innermost, then dp.
 
     Without expert tensor parallelism, ep is innermost.
@@ -156,7 +158,7 @@ def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_exp
     )
 
 
-def _megatron_cut(kind: Kind, model: ModelShape, parallel: Megatron) -> Cut:
+def _megatron_cut(kind: Kind, model: ModelShape, parallel: MegatronOrder) -> Cut:
     tp = parallel.tp if not kind.is_expert or parallel.ep == 1 else 1
     rows = kind.meta.shape[0]
     if kind.leaf in ("q_proj", "k_proj", "v_proj"):

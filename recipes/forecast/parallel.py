@@ -28,7 +28,7 @@ class Zero:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Megatron:
+class MegatronOrder:
     """Ranks in Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages.
 
     Whole experts are assigned to `ep` of the tp x dp ranks of a stage and repeated over the others. With an
@@ -70,7 +70,7 @@ class EngineParallel:
         return self.tp * self.dp
 
 
-TrainerParallel = Fsdp | Megatron | Zero
+TrainerParallel = Fsdp | MegatronOrder | Zero
 
 
 def parse_trainers(text: str) -> TrainerParallel:
@@ -94,7 +94,7 @@ def parse_trainers(text: str) -> TrainerParallel:
         if not shards:
             raise ConfigError("--trainers hsdp", pairs["hsdp"], "give replicas x shards, such as 4x8")
         return Fsdp(_count("--trainers hsdp", shards), _count("--trainers hsdp", replicas))
-    return Megatron(**{key: _count(f"--trainers {key}", value) for key, value in pairs.items()})
+    return MegatronOrder(**{key: _count(f"--trainers {key}", value) for key, value in pairs.items()})
 
 
 def parse_engine(text: str) -> EngineParallel:

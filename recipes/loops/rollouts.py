@@ -21,7 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.recipes.config.recipe import LoopSpec
 from weightsync.recipes.fleet.calls import gather
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.recipes.training.task import Problem, reward
 
 Actor: TypeAlias = "ActorHandle[Any]"
@@ -40,7 +40,7 @@ class Rollouts:
         lost: the errors of engines that failed. Other engines took over the prompts.
     """
 
-    groups: list[Group]
+    groups: list[PromptGroup]
     versions: list[int]
     lost: Mapping[str, WeightSyncError]
 
@@ -65,7 +65,7 @@ def roll_out(
         WeightSyncError: the first engine's error, once no engine is left. An error that is not an engine's
             own fault is raised at once.
     """
-    groups: list[Group] = []
+    groups: list[PromptGroup] = []
     versions: set[int] = set()
     lost: dict[str, WeightSyncError] = {}
     left = list(problems)
@@ -114,12 +114,12 @@ def _generate(
     return made, {bare[process]: error for process, error in outcome.failures.items()}
 
 
-def _groups(problems: Sequence[Problem], rollout: Rollout, size: int) -> list[Group]:
+def _groups(problems: Sequence[Problem], rollout: Rollout, size: int) -> list[PromptGroup]:
     """Group completions: `size` per problem, in order."""
     groups = []
     for index, problem in enumerate(problems):
         own = slice(index * size, (index + 1) * size)
         completions = rollout.tokens[own]
         rewards = [reward(problem, done) for done in completions]
-        groups.append(Group(problem.prompt, completions, rewards, rollout.logprobs[own]))
+        groups.append(PromptGroup(problem.prompt, completions, rewards, rollout.logprobs[own]))
     return groups

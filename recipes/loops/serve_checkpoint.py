@@ -33,7 +33,7 @@ _PROMPT = [[1, 2, 3]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class EngineFleet:
     """`count` engines of a kind, with `tensor_parallel_size` ranks each, under `name` in Ray."""
 
     kind: str
@@ -59,7 +59,7 @@ class Fleet:
         return engine
 
 
-def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[str] | None) -> None:
+def serve(models: Sequence[Path], fleet: EngineFleet, screen: Screen, lines: Iterable[str] | None) -> None:
     """Fill `fleet` with the first of `models`, then follow `lines`. Needs a Ray cluster.
 
     A model is a folder with a ``config.json`` and safetensors files. Engines are built from the first one's
@@ -92,7 +92,7 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
 def _connect(
     sync: WeightSync,
     models: Sequence[Path],
-    fleet: Fleet,
+    fleet: EngineFleet,
     engines: dict[str, ActorHandle[Any]],
     screen: Screen,
 ) -> None:

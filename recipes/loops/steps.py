@@ -23,7 +23,7 @@ from weightsync.recipes.report.run_folder import RunFolder, replace_text
 from weightsync.recipes.report.run_report import RunReport
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.trace import write_trace
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.recipes.training.model import build_checkpoint
 
 
@@ -56,7 +56,7 @@ def start(
 
 
 def train(
-    groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float
+    groups: Sequence[PromptGroup], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float
 ) -> dict[str, float]:
     """Train each rank on a share of `groups`. Returns the mean of each of the ranks' figures."""
     calls = {

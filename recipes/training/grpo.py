@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """One prompt, the completions sampled for it, and the reward of each.
 
     `logprobs`: the engine's log-probability of each token. Without them, the trainer's first
@@ -121,7 +121,7 @@ def distillation_loss(draft: Tensor, target: Tensor, mask: Tensor, temperature: 
     return (entropy * mask).sum() / mask.sum().clamp(min=1)
 
 
-def collate(groups: Sequence[Group], *, pad: int) -> Batch:
+def collate(groups: Sequence[PromptGroup], *, pad: int) -> Batch:
     """Collate groups of equal size into one padded batch.
 
     Padding at the end needs no attention mask, as a causal model never looks ahead.

@@ -13,7 +13,7 @@ from weightsync.recipes.config.recipe import LoopSpec, LoraSpec, TrainerSpec
 from weightsync.recipes.training.backends import make_backend
 from weightsync.recipes.training.grpo import (
     Batch,
-    Group,
+    PromptGroup,
     collate,
     distillation_loss,
     mismatch,
@@ -57,7 +57,7 @@ class Learner:
             self._backend.optimizer, start_factor=1.0, end_factor=0.0, total_iters=loop.steps
         )
 
-    def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
+    def train_step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Take ``loop.epochs`` optimiser steps on this rank's groups.
 
         Returns ``loss``, ``grad_norm`` and, before the first step, `mismatch`. Groups without an engine's

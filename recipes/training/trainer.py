@@ -16,7 +16,7 @@ from weightsync.protocol.ports import listen
 from weightsync.protocol.routes import joined, keep_to_interface_of, own_address
 from weightsync.recipes.config.recipe import LoopSpec, TrainerSpec
 from weightsync.recipes.forecast.quantised import INT4
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.recipes.training.learner import Learner
 
 PATIENCE = timedelta(seconds=60)
@@ -60,7 +60,7 @@ class GrpoTrainer(TrainerShard):
         if self._loop.sleep:
             self.offload()
 
-    def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
+    def train_step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on this rank's groups, see :meth:`weightsync.recipes.training.learner.Learner.train_step`."""
         with self._turn():
             return self._learner.train_step(groups)

@@ -39,7 +39,7 @@ from weightsync.actors.holders.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError, StoreError
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.quantize import quantize
-from weightsync.recipes.loops.serve_checkpoint import Fleet, serve
+from weightsync.recipes.loops.serve_checkpoint import EngineFleet, serve
 from weightsync.recipes.report.screen import Screen
 from weightsync.stores.local_folder import LocalFolder
 from weightsync.stores.manifest import manifest_name
@@ -445,7 +445,7 @@ def test_the_command_serves_and_obeys_lines(
         build_tiny_qwen3(models[1], seed=1)
         yield from ("two", "-one", "-one", "one", "two")
 
-    serve(models, Fleet("torch", 1, 1, "it"), Screen(console), lines())
+    serve(models, EngineFleet("torch", 1, 1, "it"), Screen(console), lines())
     said = console.file.getvalue()
     assert re.findall(r"first token of (\w+): .* \(engine e0 (\d+)\)", said) == [
         (name, str(tokens[name])) for name in ("one", "two", "one", "two")

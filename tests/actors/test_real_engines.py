@@ -19,7 +19,7 @@ from tests.pages import run_block
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.recipes.config.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.recipes.training.model import build_checkpoint
 from weightsync.recipes.training.trainer import GrpoTrainer
 
@@ -35,10 +35,10 @@ MODELS = {
 VERSIONS = 3
 
 
-def _groups(version: int) -> list[Group]:
+def _groups(version: int) -> list[PromptGroup]:
     draw = torch.Generator().manual_seed(version)
     tokens = torch.randint(3, 60, (4, 3), generator=draw).tolist()
-    return [Group(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
+    return [PromptGroup(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
 
 
 def sharpen(model: Path) -> None:

@@ -32,8 +32,8 @@ from weightsync.protocol.handles import Offer
 from weightsync.readers import Read, Reader, choice, choose_protocol, mooncake, open_reader, serve, ways
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
-from weightsync.readers.zeromq_handshake import Server, show_secret
-from weightsync.readers.zeromq_server import CHUNK_NBYTES, Answer, Request
+from weightsync.readers.zeromq_handshake import HandshakeServer, show_secret
+from weightsync.readers.zeromq_server import CHUNK_NBYTES, ReadReply, Request
 
 NO_MOONCAKE = probe("tcp", "")
 WAYS = [
@@ -407,7 +407,7 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
             socket.send_multipart(frames)
             assert socket.poll(int(1000 * patient(5)))
             (answer,) = socket.recv_multipart()
-            assert msgspec.msgpack.decode(answer, type=Answer).refusal
+            assert msgspec.msgpack.decode(answer, type=ReadReply).refusal
         socket.send(bytes(1 << 20))  # more than a server takes: it hangs up
     target = rig.buffer(10)
     assert rig.open([target], {"peer 1": offer}, "zeromq").read([Read("peer 1", 0, 0, 0, 10)], patient(5))
@@ -426,7 +426,7 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, answer, problem: str) -> None:
-    class Wrong(Server):
+    class Wrong(HandshakeServer):
         def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:
             return answer(msgspec.msgpack.decode(frames[0], type=Request).ticket)
 

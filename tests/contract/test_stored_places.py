@@ -16,7 +16,7 @@ from weightsync.engines.loading.live_digest import parameters_of
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.reload_trace import trace_reload
 from weightsync.engines.quantised.stored_loader import StoredLoader, find_places
-from weightsync.engines.vllm.reload import Reload
+from weightsync.engines.vllm.reload import LayerwiseReload
 from weightsync.memory.tensors import meta_of
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
@@ -151,11 +151,11 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 STORED = [meta_of(name, tensor) for name, tensor in checkpoint(0).items()]
 
 
-def reload_of(model: Model) -> Reload:
-    return Reload(model, SimpleNamespace(dtype=torch.bfloat16, quantization="fp8"), CPU)  # type: ignore[arg-type]
+def reload_of(model: Model) -> LayerwiseReload:
+    return LayerwiseReload(model, SimpleNamespace(dtype=torch.bfloat16, quantization="fp8"), CPU)  # type: ignore[arg-type]
 
 
-def load(loader: Reload | StoredLoader, tensors: dict[str, torch.Tensor]) -> None:
+def load(loader: LayerwiseReload | StoredLoader, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         loader.load(iter(tensors.items()))
         loader.finish()
@@ -191,7 +191,7 @@ def test_what_was_traced_is_shown_by_an_update_and_then_written(process: Callabl
 def test_the_engines_loader_is_asked_in_the_first_update_alone() -> None:
     model, calls = Model(transposed), []
 
-    def make() -> Reload:
+    def make() -> LayerwiseReload:
         calls.append(1)
         return reload_of(model)
 
@@ -236,7 +236,7 @@ def test_a_loader_that_does_otherwise_than_traced_keeps_loading(caplog: pytest.L
     places = places_of(model)
     swapped = checkpoint(1) | {"q.weight": checkpoint(1)["k.weight"], "k.weight": checkpoint(1)["q.weight"]}
 
-    class Swaps(Reload):
+    class Swaps(LayerwiseReload):
         def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             super().load((name, swapped[name]) for name, _ in weights)
 
@@ -286,7 +286,7 @@ def test_places_are_found_for_a_gpu() -> None:
 def test_no_reload_is_run_where_it_is_known_not_to_help(
     device: torch.device, form: Format, obstacle: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def make() -> Reload:
+    def make() -> LayerwiseReload:
         raise AssertionError("a reload")
 
     caplog.set_level("INFO")

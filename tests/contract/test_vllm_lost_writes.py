@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.vllm.reload import Reload, rehearse
+from weightsync.engines.vllm.reload import LayerwiseReload, rehearse
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 
@@ -97,7 +97,7 @@ def recorded(model: nn.Module) -> nn.Module:
 
 
 def update(model: nn.Module, given: dict[str, torch.Tensor]) -> None:
-    reload = Reload(model, CONFIG, CPU).witness()
+    reload = LayerwiseReload(model, CONFIG, CPU).witness()
     try:
         reload.load([*given.items()][:2])
         reload.load([*given.items()][2:])

@@ -29,7 +29,7 @@ from weightsync.engines.vllm.api import (
     start,
     stop,
 )
-from weightsync.engines.vllm.reload import Reload
+from weightsync.engines.vllm.reload import LayerwiseReload
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan.layout.formats import Format
@@ -75,7 +75,7 @@ TENSORS = {"proj.weight": torch.ones(4, 3, dtype=torch.int8), "proj.weight_scale
 
 
 def reload_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    reload = Reload(
+    reload = LayerwiseReload(
         model, SimpleNamespace(dtype=torch.bfloat16, quantization="compressed-tensors"), torch.device("cpu")
     )
     try:
@@ -275,7 +275,7 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
     formats = formats_of(checkpoint, quantization_of(fed.runner.model_config.hf_config))
     try:
         for number in (0, 1, 0):
-            reload = Reload(fed.runner.get_model(), fed.runner.model_config, torch.device("cpu"))
+            reload = LayerwiseReload(fed.runner.get_model(), fed.runner.model_config, torch.device("cpu"))
             loader = QuantizingLoader(reload, formats)
             loader.load(weights[number].items())
             loader.finish()

@@ -15,7 +15,7 @@ from weightsync.collectives.shuffle import Shuffle
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan.cross_host import host_bundles
 from weightsync.plan.cross_host.cross_host import CrossHostTerms
 from weightsync.plan.direct import alike
@@ -260,7 +260,7 @@ def test_an_update_plans_nothing_and_takes_no_memory() -> None:
         with (
             mock.patch.object(CrossHostTerms, "plan", side_effect=AssertionError(made)),
             mock.patch.object(Shuffle, "__init__", side_effect=AssertionError(made)),
-            mock.patch.object(HostCopies, "__init__", side_effect=AssertionError(made)),
+            mock.patch.object(AddressCopies, "__init__", side_effect=AssertionError(made)),
             mock.patch("weightsync.collectives.shuffle.torch.empty", side_effect=AssertionError(made)),
         ):
             await loop.update(2)

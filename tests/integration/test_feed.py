@@ -21,7 +21,7 @@ from tests.foreign import NASTY
 from tests.forked import said_by
 from tests.patience import patient
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
-from weightsync.channel.wire import Hello, encode
+from weightsync.channel.wire import FeedHello, encode
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -139,7 +139,7 @@ def test_a_stray_clients_bytes_are_refused_and_logged_and_hurt_nothing(
     thread = _accept(holder, plan, errors)
     context = zmq.Context()
     strays = []
-    wrong = encode(Hello(secret=b"guess", engine="e0", plan_digest=plan.digest()))
+    wrong = encode(FeedHello(secret=b"guess", engine="e0", plan_digest=plan.digest()))
     for data in (*NASTY.values(), b"\x80\x04garbage", b"x" * 60_000, b"y" * 200_000, wrong):
         stray = context.socket(zmq.DEALER)
         stray.connect(holder.ticket.endpoint)

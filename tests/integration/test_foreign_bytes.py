@@ -40,7 +40,7 @@ from weightsync.protocol.listener import Listener
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream
 from weightsync.readers import Read, open_reader, serve
-from weightsync.readers.zeromq_handshake import Server, dial, hang_up
+from weightsync.readers.zeromq_handshake import HandshakeServer, dial, hang_up
 from weightsync.readers.zeromq_server import Request
 from weightsync.testing import DictEngine
 from weightsync.transports.roll_call import RollCall
@@ -307,7 +307,7 @@ def test_a_rank_says_that_its_store_failed(nasty: str) -> None:
             rank.check(["a"])
 
 
-class Nasty(Server):
+class Nasty(HandshakeServer):
     """Answers every request over ZeroMQ with `data`."""
 
     def __init__(self, data: bytes) -> None:

@@ -32,11 +32,11 @@ from weightsync.channel.wire import (
     Cancel,
     Done,
     Failed,
+    FeedHello,
+    FeedWelcome,
     GoingOn,
-    Hello,
     Message,
     Ready,
-    Welcome,
     Writable,
     Written,
     decode,
@@ -107,7 +107,9 @@ class HolderFeed:
         deadline = time.monotonic() + timeout_s
         while self._peer is None:
             sender, message = self._receive(deadline, "hello", timeout_s, self._check_descriptors)
-            if not isinstance(message, Hello) or not hmac.compare_digest(message.secret, self.ticket.secret):
+            if not isinstance(message, FeedHello) or not hmac.compare_digest(
+                message.secret, self.ticket.secret
+            ):
                 logger.warning("[%s] refused a peer without the run's secret", self.ticket.holder)
             elif message.plan_digest != plan_digest:
                 raise WireError(
@@ -115,7 +117,7 @@ class HolderFeed:
                 )
             else:
                 self._peer = sender
-                self._send(Welcome(self.ticket.holder))
+                self._send(FeedWelcome(self.ticket.holder))
         self._directory.remove()
 
     def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
@@ -261,7 +263,7 @@ class EngineFeed:
             feed = cls(ticket, plan, layout)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
-        feed._send(Hello(ticket.secret, ticket.engine, feed.plan_digest))
+        feed._send(FeedHello(ticket.secret, ticket.engine, feed.plan_digest))
         try:
             feed._await_welcome(deadline, timeout_s)
         except WeightSyncError:

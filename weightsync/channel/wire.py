@@ -17,7 +17,7 @@ MAX_MESSAGE_NBYTES = 16 << 20
 """`Written` has digests of all tensors, perhaps of hundreds of thousands."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class FeedHello(msgspec.Struct, frozen=True, tag="hello"):
     """Engine rank → holder, first: the run's secret, the engine's name and the engine's plan."""
 
     secret: bytes
@@ -25,7 +25,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     plan_digest: str
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class FeedWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Holder → engine rank: the hello was accepted."""
 
     holder: str
@@ -107,7 +107,7 @@ class SentError(msgspec.Struct, frozen=True):
         return decoded(_rebuilt, self, f"an error of ours, {self.kind!r} of {len(self.args)} values")
 
 
-Message = Hello | Welcome | Ready | GoingOn | Written | Writable | Done | Failed | Cancel
+Message = FeedHello | FeedWelcome | Ready | GoingOn | Written | Writable | Done | Failed | Cancel
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

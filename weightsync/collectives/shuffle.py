@@ -21,7 +21,7 @@ import torch
 
 from weightsync.errors import ConfigError, PlanError, StateError
 from weightsync.memory.kernels.device_kernels import CopyTable
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.memory.tensors import extent_nbytes
 from weightsync.plan.broadcast.buckets import RUN_ALIGN
 from weightsync.plan.cross_host.shuffle import Lane, Messages, ShufflePlan, starts
@@ -208,7 +208,7 @@ class Shuffle:
             return lambda _: None
         copies = concatenated([each for group in groups for each in group])
         if self._device.type == "cpu":
-            return HostCopies(copies, bounds, self._memory).run
+            return AddressCopies(copies, bounds, self._memory).run
         with torch.cuda.device(self._device):
             table = CopyTable(copies, bounds, _NUM_BLOCKS)
         return lambda group: _launch(table, group, self._device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
 
 
-class CrossHostExchange:
+class ExchangeEnd:
     """One holder's end of the exchange, made once per connect.
 
     Attributes:

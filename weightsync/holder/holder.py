@@ -15,7 +15,7 @@ from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.copy_digests import copy_digests
-from weightsync.holder.cross_host import CrossHostExchange
+from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.live_source import LiveSource
 from weightsync.holder.refill import RefillRuns
 from weightsync.holder.send_buffer import (
@@ -107,7 +107,7 @@ class Holder:
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
         self._groups: Communicators | None = None
-        self.cross_host: CrossHostExchange | None = None
+        self.cross_host: ExchangeEnd | None = None
         self._send_buffer: SendBuffer | None = None
         self._read: RankLayout | None = None
         self.staging: Staging | None = None
@@ -301,7 +301,7 @@ class Holder:
         assert memory
         with self._moving, self.staging.queue():
             plan = terms.plan(rank, sent, received)
-            self.cross_host = CrossHostExchange(members, rank, plan, self._transport(), memory)
+            self.cross_host = ExchangeEnd(members, rank, plan, self._transport(), memory)
         return self.cross_host.offer(self._host, self._ports)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from weightsync.readers import Server, serve_unmapped
 from weightsync.readers.zeromq_server import CHUNK_NBYTES
 
 
-class LiveMemory:
+class LiveSnapshot:
     """Live memory behind a snapshot header, which a server reads through a small host buffer.
 
     On a device, copies run on a separate stream, so the engine continues.
@@ -60,7 +60,7 @@ class LiveSource:
     def __init__(self, name: str, host: str, ports: Ports | None, protocol: str = "zeromq") -> None:
         self._name, self._host, self._ports, self._protocol = name, host, ports, protocol
         self._lock = threading.Lock()
-        self._served: tuple[LiveMemory, SnapshotHeader, Server] | None = None
+        self._served: tuple[LiveSnapshot, SnapshotHeader, Server] | None = None
         self._is_whole, self._num_ends = False, 0
         self._newest = self._offered = 0
 
@@ -77,7 +77,7 @@ class LiveSource:
             if self._served and self._served[1] != header:
                 self._close()
             if self._served is None:
-                memory = LiveMemory(flat, header)
+                memory = LiveSnapshot(flat, header)
                 server = serve_unmapped(memory, self._name, self._host, self._ports, self._protocol)
                 self._served = memory, header, server
             return self._served[2].offer

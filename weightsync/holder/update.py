@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, StateError, WeightSyncError
 from weightsync.faults import inject, inject_in_move
-from weightsync.holder.cross_host import CrossHostExchange
+from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
 from weightsync.protocol.messages import Read, Snapshot, UpdateTask
@@ -224,7 +224,7 @@ def run_update(
     task: UpdateTask,
     index: int,
     staging: Staging,
-    exchange: CrossHostExchange | None,
+    exchange: ExchangeEnd | None,
     start: Callable[[int], Sequence[Pending]],
     consumer: BucketConsumer,
 ) -> None:

@@ -37,7 +37,7 @@ from weightsync.node.messages import (
     from_node,
     joining,
 )
-from weightsync.protocol.listener import Connection, Listener, Receive
+from weightsync.protocol.listener import AcceptedConnection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
 from weightsync.protocol.timing import left_s
@@ -91,7 +91,7 @@ class Link:
         self.when_noticed: Callable[[Notice], None] = _nothing
         self._calls: dict[int, _Call] = {}
         self._ticket, self._process = 0, ""
-        self._connection: Connection | None = None
+        self._connection: AcceptedConnection | None = None
         self._dialled = asyncio.Event()
         self._lost_later: asyncio.TimerHandle | None = None
         self._error: WeightSyncError | None = None
@@ -149,11 +149,11 @@ class Link:
         if self._connection:
             self._connection.send(msgspec.msgpack.encode(message))
 
-    def admit(self, connection: Connection) -> Receive:
+    def admit(self, connection: AcceptedConnection) -> Receive:
         """Take a connection of the node. The node has its place once it has said which process it is."""
         return partial(self._receive, connection)
 
-    def _receive(self, connection: Connection, data: bytes) -> None:
+    def _receive(self, connection: AcceptedConnection, data: bytes) -> None:
         message = from_node(data)
         if isinstance(message, Hello):
             self._greet(connection, message)
@@ -164,7 +164,7 @@ class Link:
         else:
             self._came(message)
 
-    def _greet(self, connection: Connection, hello: Hello) -> None:
+    def _greet(self, connection: AcceptedConnection, hello: Hello) -> None:
         if why := self._refusal(hello.process):
             logger.warning("[%s] a process that dials in its place is refused: %s", self.name, why)
             connection.send(msgspec.msgpack.encode(Refused(why)))
@@ -270,12 +270,12 @@ class Links:
             link.end(PeerError(link.name, "the driver has closed"))
         await self._listener.close()
 
-    def _admit(self, connection: Connection, secret: str) -> Receive:
+    def _admit(self, connection: AcceptedConnection, secret: str) -> Receive:
         if self._door and secret == self._door.token:
             return partial(self._join, connection)
         return self._by_secret[secret].admit(connection)
 
-    def _join(self, connection: Connection, data: bytes) -> None:
+    def _join(self, connection: AcceptedConnection, data: bytes) -> None:
         assert self._door
         found = self._door.link(joining(data))
         answer = Place(self.offer(found)) if isinstance(found, Link) else Refused(found)

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.engines.serving.checks import check_version
 from weightsync.engines.vllm.api import require_no_draft, require_updatable
-from weightsync.engines.vllm.reload import LoadAccount, Reload
+from weightsync.engines.vllm.reload import LayerwiseReload, LoadAccount
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.plugins.sender import Sender, device_of
@@ -60,7 +60,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     _transport: Transport | None = None
     _stream: TensorStream | None = None
-    _reload: Reload | None = None
+    _reload: LayerwiseReload | None = None
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
         """Join the trainer and the other workers. Raises ConfigError, see `require_updatable`."""
@@ -84,7 +84,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Start a reload. Called from vLLM 0.25 on; 0.24 starts reloads itself."""
-        self._reload = Reload(self.model, self.model_config, self.device).witness()
+        self._reload = LayerwiseReload(self.model, self.model_config, self.device).witness()
 
     def finish_weight_update(self) -> None:
         """Finish the reload. Called from vLLM 0.25 on; from 0.28 on, vLLM then removes all LoRA adapters."""

@@ -45,7 +45,7 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        admit: Callable[[Connection, str], Receive],
+        admit: Callable[[AcceptedConnection, str], Receive],
         max_nbytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class Listener:
         """
         self.endpoint = endpoint_of(listening)
         self.admit, self.max_nbytes, self.secrets = admit, max_nbytes, Secrets()
-        self.connections: set[Connection] = set()
+        self.connections: set[AcceptedConnection] = set()
         self._listening, self._tls, self._loop = listening, tls, asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
         self._again: asyncio.TimerHandle | None = None
@@ -93,7 +93,7 @@ class Listener:
         peer = joined(host, port)
         opening = self._loop.create_task(
             self._loop.connect_accepted_socket(
-                lambda: Connection(self, peer),
+                lambda: AcceptedConnection(self, peer),
                 connection,
                 ssl=self._tls,
                 ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
@@ -131,7 +131,7 @@ class Listener:
             )
 
 
-class Connection(asyncio.Protocol):
+class AcceptedConnection(asyncio.Protocol):
     """A connection that was accepted.
 
     Attributes:

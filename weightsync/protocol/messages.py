@@ -335,7 +335,7 @@ class Compared:
     """A source's digests of boxes that other ranks hold, too.
 
     Attributes:
-        digests: uint64[n], of the boxes of `plan.layout.replicas.Claims`; 0 for boxes of other rounds.
+        digests: uint64[n], of the boxes of `plan.layout.replicas.SharedBoxes`; 0 for boxes of other rounds.
         agreement: words that add up to zero over all ranks if their digests of each box are equal.
     """
 

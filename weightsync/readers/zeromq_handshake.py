@@ -43,7 +43,7 @@ _log = logging.getLogger("weightsync.protocol")
 _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 
-class Server(ABC):
+class HandshakeServer(ABC):
     """Answers requests on its own port in one thread, and checks secrets in another thread.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Only:
 def dial(
     context: Context, endpoint: str, secret: str, max_nbytes: int, *, encrypts: bool = False
 ) -> tuple[Socket, Socket]:
-    """Connect to a `Server` that `encrypts`, or does not. Frames of answers have at most `max_nbytes`.
+    """Connect to a `HandshakeServer` that `encrypts`, or does not. Answers have at most `max_nbytes` a frame.
 
     Returns the socket and a monitor. Any event on the monitor means that the connection is lost for good.
     """

@@ -1,6 +1,6 @@
 """Serves memory over ZeroMQ to peers that know the offer's secret.
 
-A request is one frame, a `Request`. An answer is an `Answer`, followed by a frame of data unless refused.
+A request is one frame, a `Request`. An answer is an `ReadReply`, followed by a frame of data unless refused.
 Secrets are checked as in `weightsync.readers.zeromq_handshake`.
 """
 
@@ -18,7 +18,7 @@ from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.readers.base import Readable
 from weightsync.readers.ways import ENCRYPTED
-from weightsync.readers.zeromq_handshake import Server
+from weightsync.readers.zeromq_handshake import HandshakeServer
 
 MAX_FRAME_NBYTES = 256
 CHUNK_NBYTES = 1 << 20
@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Natural
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ReadReply(msgspec.Struct, frozen=True, array_like=True):
     """Server → reader: the data of `ticket` follows, or a `refusal` without data."""
 
     ticket: Natural
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 requests = msgspec.msgpack.Decoder(Request)
-answers = msgspec.msgpack.Decoder(Answer)
+answers = msgspec.msgpack.Decoder(ReadReply)
 
 
 class SharedMemory:
@@ -60,7 +60,7 @@ class SharedMemory:
         return self._view[start : start + nbytes]
 
 
-class ZeroMqServer(Server):
+class ZeroMqServer(HandshakeServer):
     """Answers requests for parts of `memory`."""
 
     def __init__(
@@ -92,7 +92,7 @@ class ZeroMqServer(Server):
         try:
             request = decoded_one(requests.decode, frames)
         except WireError as error:
-            return [msgspec.msgpack.encode(Answer(0, str(error)))]
+            return [msgspec.msgpack.encode(ReadReply(0, str(error)))]
         start, nbytes = request.offset, request.nbytes
         if start + nbytes > self._memory.nbytes:
             return _refuse(
@@ -104,8 +104,8 @@ class ZeroMqServer(Server):
             data = self._memory.read(start, nbytes)
         except Exception as error:  # noqa: BLE001 - the device's errors too: the peer reads elsewhere then
             return _refuse(request, f"{type(error).__name__}: {error}")
-        return [msgspec.msgpack.encode(Answer(request.ticket)), data]
+        return [msgspec.msgpack.encode(ReadReply(request.ticket)), data]
 
 
 def _refuse(request: Request, why: str) -> Sequence[bytes]:
-    return [msgspec.msgpack.encode(Answer(request.ticket, why))]
+    return [msgspec.msgpack.encode(ReadReply(request.ticket, why))]

@@ -14,7 +14,7 @@ from weightsync.plan import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OffloadedPart:
     """A part of a segment, with its data, which may have the dtype that travels."""
 
     segment: Segment
@@ -25,7 +25,9 @@ class Stored:
 class Offloaded:
     """Offloaded tensors. The send buffer restores those that it has completely, host copies the others."""
 
-    def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[OffloadedPart]]
+    ) -> None:
         """Release the memory of `live`. `stored` has the parts of each tensor in the send buffer."""
         self._live = live
         self._copies: dict[str, torch.Tensor] = {}
@@ -62,7 +64,7 @@ class Offloaded:
                 self._live[name].copy_(copy)
 
 
-def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
+def _is_whole(tensor: torch.Tensor, parts: Sequence[OffloadedPart]) -> bool:
     same = all(part.data.dtype == tensor.dtype for part in parts)
     if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return False  # it is expanded: its elements share memory, so they cannot be written one by one
@@ -70,7 +72,7 @@ def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, parts: Sequence[Stored]) -> None:
+def _fill(tensor: torch.Tensor, parts: Sequence[OffloadedPart]) -> None:
     for part in parts:
         target = segment_view(tensor, part.segment)[part.index]
         target.copy_(part.data.view(target.shape))

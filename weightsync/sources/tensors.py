@@ -35,7 +35,7 @@ from weightsync.sources.density import DensitySample
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.offloaded import Offloaded, Stored
+from weightsync.sources.offloaded import Offloaded, OffloadedPart
 from weightsync.sources.piece_copies import PieceCopies
 from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
@@ -327,7 +327,7 @@ class TensorSource(ABC):
         if not self._offloads:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
-            stored: dict[str, list[Stored]] = {}
+            stored: dict[str, list[OffloadedPart]] = {}
             if self._send_buffer:
                 self._follow()
                 self._complete()
@@ -338,7 +338,7 @@ class TensorSource(ABC):
             if self._copies:
                 for copy in self._copies.copies:
                     stored.setdefault(copy.segment.buffer, []).append(
-                        Stored(copy.segment, copy.index, self._copies.place(copy))
+                        OffloadedPart(copy.segment, copy.index, self._copies.place(copy))
                     )
             # Both own memory on the GPU, and are made again after `onload`.
             self._copies = self._claimed = None

@@ -26,7 +26,7 @@ _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedFolder:
     """The version that a folder is in a store.
 
     Attributes:
@@ -42,7 +42,7 @@ class Published:
 
 def publish(
     store: ObjectStore, files: Path, copy: LocalFolder, *, anchor: bool = False, tell: Tell = silent
-) -> Published:
+) -> PublishedFolder:
     """Publish the folder `files` as the next version.
 
     If the call is interrupted or raises, the store has no new version, and the next call does not upload
@@ -67,13 +67,13 @@ def publish(
         paths = _files(files)
         taken = dict(zip((path.name for path in paths), on_threads(partial(_take, copy), paths), strict=True))
         if newest and {name: stored.sha256 for name, stored in taken.items()} == newest.contents:
-            return Published(newest.version, 0, newest.is_anchor, is_new=False)
+            return PublishedFolder(newest.version, 0, newest.is_anchor, is_new=False)
         made = replace(_compared(copy, taken, newest, history), version=history.newest + 1)
         there = {} if anchor else store.list(OBJECTS)
         nbytes = _upload(store, copy, made, there, history, tell)
         _announce(store, made)
         copy.show(made)
-        return Published(made.version, nbytes, made.is_anchor, is_new=True)
+        return PublishedFolder(made.version, nbytes, made.is_anchor, is_new=True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from weightsync.config import Ports, TlsFiles
 from weightsync.errors import WireError
 from weightsync.protocol.decoding import decoded
-from weightsync.protocol.listener import Connection, Listener, Receive
+from weightsync.protocol.listener import AcceptedConnection, Listener, Receive
 from weightsync.protocol.ports import listen
 from weightsync.protocol.stream import Stream, endpoint_of
 from weightsync.protocol.tls import accepting
@@ -93,7 +93,7 @@ class StoreServer:
 
         self._loop.run_until_complete(serve())
 
-    def _admit(self, connection: Connection, secret: str) -> Receive:
+    def _admit(self, connection: AcceptedConnection, secret: str) -> Receive:
         def receive(data: bytes) -> None:
             connection.send(self.answer(data))
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from weightsync.recipes.config.recipe import LoopSpec
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 
 MAX_GRAD_NORM = 1.0
 
@@ -32,7 +32,7 @@ class Backend(ABC):
     _module: nn.Module
     """The module of a forward pass."""
 
-    def share(self, groups: Sequence[Group]) -> Sequence[Group]:
+    def share(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
         """Return the groups that this rank trains on, given the rank's share of a step's groups."""
         return groups
 

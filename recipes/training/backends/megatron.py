@@ -15,7 +15,7 @@ from weightsync.memory.tensors import segment_view
 from weightsync.plan.layout.experts import stack_experts
 from weightsync.recipes.config.recipe import LoopSpec
 from weightsync.recipes.training.backends.base import MAX_GRAD_NORM, Backend, adamw
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.sources.megatron import local_weights
 
 with warnings.catch_warnings():
@@ -54,11 +54,11 @@ class Megatron(Backend):
         self.model = self._module = DistributedDataParallel(config, settings, gpt)
         self.optimizer = adamw(gpt, loop)
 
-    def share(self, groups: Sequence[Group]) -> Sequence[Group]:
+    def share(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
         """Return the groups of all ranks, if all of them are one replica of the model."""
         if not self._is_cut:
             return groups
-        shares: list[Sequence[Group]] = [()] * dist.get_world_size()
+        shares: list[Sequence[PromptGroup]] = [()] * dist.get_world_size()
         dist.all_gather_object(shares, groups)
         return [group for share in shares for group in share]
 

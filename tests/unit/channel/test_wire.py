@@ -17,10 +17,10 @@ from weightsync.channel.wire import (
     Cancel,
     Done,
     Failed,
-    Hello,
+    FeedHello,
+    FeedWelcome,
     Ready,
     SentError,
-    Welcome,
     Writable,
     Written,
     decode,
@@ -36,8 +36,8 @@ from weightsync.errors import (
 )
 
 MESSAGES = [
-    Hello(secret=b"s" * 32, engine="e0", plan_digest="ab"),
-    Welcome(holder="holder 0"),
+    FeedHello(secret=b"s" * 32, engine="e0", plan_digest="ab"),
+    FeedWelcome(holder="holder 0"),
     Ready(attempt=1, bucket=2),
     Done(attempt=1, bucket=2),
     Written(attempt=1, wholes=b"12345678", stored=b""),
@@ -48,7 +48,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_every_message_comes_back_as_it_was(message: Hello) -> None:
+def test_every_message_comes_back_as_it_was(message: FeedHello) -> None:
     assert decode(encode(message)) == message
 
 

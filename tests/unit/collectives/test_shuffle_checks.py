@@ -13,7 +13,7 @@ import torch
 from tests.shuffle_cases import make_case
 from weightsync import Shuffle, gather_send, scatter_recv
 from weightsync.errors import ConfigError, PlanError, StateError
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan.layout.copies import Copies, box_copies
 from weightsync.transports import Op
 from weightsync.transports.base import Send
@@ -94,7 +94,7 @@ def test_host_copies_between_any_views_of_shared_storage() -> None:
     strides = [[stride * size for stride in side.stride()] for side in (source, target)]
     box = (source.shape, size, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
     rows, _ = box_copies([box])
-    copies = HostCopies(Copies(*rows.T), [0, 0, len(rows)], [whole[5:9], source, target])
+    copies = AddressCopies(Copies(*rows.T), [0, 0, len(rows)], [whole[5:9], source, target])
     copies.run(0)
     assert not target.any()
     copies.run(1)
@@ -105,7 +105,7 @@ def test_host_copies_between_any_views_of_shared_storage() -> None:
 def test_host_copies_go_through_parameters() -> None:
     source, target = (torch.nn.Parameter(torch.full((8,), value)) for value in (1.0, 2.0))
     row = (source.data_ptr(), target.data_ptr(), 1, 16, 16, 16)
-    HostCopies(Copies.of([row]), [0, 1], itertools.chain([source], [target])).run(0)
+    AddressCopies(Copies.of([row]), [0, 1], itertools.chain([source], [target])).run(0)
     assert target.tolist() == [1.0] * 4 + [2.0] * 4
 
 

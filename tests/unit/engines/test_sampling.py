@@ -14,7 +14,7 @@ from weightsync.engines.base import Completion, Rollout
 from weightsync.engines.serving.request_loop import Made
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.texts import token_ids
-from weightsync.engines.sglang.api import Server, sampling_params, server_args
+from weightsync.engines.sglang.api import SglangServer, sampling_params, server_args
 from weightsync.engines.vllm.api import engine_args
 from weightsync.errors import ConfigError
 
@@ -104,7 +104,7 @@ def test_sglang_says_log_probabilities_and_reasons(sglang: None) -> None:
             told["finish_reason"] = {"type": "length", "length": 2} if number == 2 else None
             yield {"output_ids": [4, 5][:number], "meta_info": told}
 
-    server = object.__new__(Server)
+    server = object.__new__(SglangServer)
     server.manager = SimpleNamespace(generate_request=generate)
     made: list[Made] = []
     asyncio.run(server.run("e0-0-", [1], sglang_params(), made.append, ""))

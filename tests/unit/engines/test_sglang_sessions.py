@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from weightsync.engines.sglang.api import Server
+from weightsync.engines.sglang.api import SglangServer
 from weightsync.engines.sglang.rank_calls import Call
 
 CALL = Call("ipc://nowhere", b"secret", 0, 0, None, "layout", b"")
@@ -39,7 +39,7 @@ class Manager:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(monkeypatch: pytest.MonkeyPatch) -> SglangServer:
     requests = ModuleType("sglang.srt.managers.io_struct")
     for name in ("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput"):
         setattr(requests, name, SimpleNamespace)
@@ -51,19 +51,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     found |= {"sglang.srt.managers": managers, requests.__name__: requests, utils.__name__: utils}
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
-    server = Server.__new__(Server)
+    server = SglangServer.__new__(SglangServer)
     server.manager, server.forgets = Manager(), True
     return server
 
 
-def test_calls_share_a_session_in_which_no_weights_of_the_model_are_processed(server: Server) -> None:
+def test_calls_share_a_session_in_which_no_weights_of_the_model_are_processed(server: SglangServer) -> None:
     for call in (TO_DRAFT, CALL, CALL):
         asyncio.run(server.on_ranks([call]))
     assert server.manager.log == ["call to draft", "call to target", "call to target"]
     assert server.manager.selected == "draft"
 
 
-def test_an_own_update_of_sglang_has_a_session_that_processes_all(server: Server) -> None:
+def test_an_own_update_of_sglang_has_a_session_that_processes_all(server: SglangServer) -> None:
     async def own() -> None:
         await server.on_ranks([CALL])
         async with server.session():
@@ -75,7 +75,7 @@ def test_an_own_update_of_sglang_has_a_session_that_processes_all(server: Server
     assert server.manager.selected == "draft"
 
 
-def test_what_sglang_cannot_update_is_told_in_its_words(server: Server) -> None:
+def test_what_sglang_cannot_update_is_told_in_its_words(server: SglangServer) -> None:
     server.manager.refused = "Online weight updates are not supported while the splits are active"
     with pytest.raises(RuntimeError, match="not supported while the splits are active"):
         asyncio.run(server.on_ranks([CALL]))

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.engines.test_loader_trace import Sharded, checkpoint, metas_of, unfused
 from weightsync.engines.loading.loader_trace import trace
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
 
 Weights = dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ def test_every_rank_reads_what_its_loader_would_have_written(num_trainers: int, 
             {key: held.data_ptr() for key, held in sources.items()},
             {name: tensor.data_ptr() for name, tensor in live.items()},
         )
-        HostCopies(copies, (0, len(copies)), [*sources.values(), *live.values()]).run(0)
+        AddressCopies(copies, (0, len(copies)), [*sources.values(), *live.values()]).run(0)
         loaded = Sharded(rank, size)
         with torch.no_grad():
             loaded.load_weights(unfused(weights))

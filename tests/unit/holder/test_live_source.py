@@ -14,7 +14,7 @@ import torch
 
 from tests.patience import patient
 from weightsync.errors import ReadError, StateError
-from weightsync.holder.live_source import LiveMemory, LiveSource
+from weightsync.holder.live_source import LiveSnapshot, LiveSource
 from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, encode_header
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
@@ -87,7 +87,7 @@ def test_a_read_shows_no_header_if_the_memory_was_written_meanwhile() -> None:
             super().copy_to(to, first)
             served.clear()
 
-    served = LiveMemory(Written(memory()), HEADER)
+    served = LiveSnapshot(Written(memory()), HEADER)
     assert served.read(0, HEADER_NBYTES)[:1] == b"\0"
     assert served.read(0, HEADER_NBYTES + 9)[:HEADER_NBYTES] == bytes(HEADER_NBYTES)
 

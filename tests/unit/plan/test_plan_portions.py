@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.memory.kernels.bucket_copies import bucket_rows, portion_rows
-from weightsync.memory.kernels.host_copies import HostCopies
+from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.plan.broadcast import portions
 from weightsync.plan.broadcast.plan import by_tensor
@@ -58,11 +58,11 @@ def test_they_write_what_the_buckets_write(world: World, bucket_bytes: int, gap:
         )
         places = [[each.data_ptr() for each in its] for its in brought]
         copies = portion_rows(plan, segments, starts(ours), needs, places)
-        HostCopies(
+        AddressCopies(
             copies, (0, len(copies)), [*ours.values(), *(each for its in brought for each in its)]
         ).run(0)
         rows, bounds = bucket_rows(plan, segments, starts(theirs), [b.data_ptr() for b in buckets], into=True)
-        whole = HostCopies(rows, bounds, [*theirs.values(), *buckets])
+        whole = AddressCopies(rows, bounds, [*theirs.values(), *buckets])
         for bucket in range(plan.num_buckets):
             whole.run(bucket)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

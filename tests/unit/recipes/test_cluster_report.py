@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.recipes.doctor.cluster_report import ClusterReport, Host, Pair, rounds
+from weightsync.recipes.doctor.cluster_report import ClusterReport, HostFacts, Pair, rounds
 
 VERSIONS = {"python": "3.11.9", "weightsync": "0.1.0", "torch": "2.11.0+cu130", "nccl": "2.28.9", "vllm": ""}
 
 
-def host(known: str, **values: Any) -> Host:
+def host(known: str, **values: Any) -> HostFacts:
     number = sum(known.encode())
-    made = Host(
+    made = HostFacts(
         node=f"id-{known}",
         name=known,
         address=f"10.0.0.{number}",

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from weightsync.recipes.training.grpo import (
     Batch,
-    Group,
+    PromptGroup,
     collate,
     distillation_loss,
     group_advantages,
@@ -46,7 +46,7 @@ def test_logprobs_belong_to_the_next_token() -> None:
 
 
 def test_collate_masks_exactly_the_sampled_tokens() -> None:
-    groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0]), Group([4], [[3, 2, 1], [3]], [0.0, 1.0])]
+    groups = [PromptGroup([5, 6], [[7], [8, 9]], [1.0, 0.0]), PromptGroup([4], [[3, 2, 1], [3]], [0.0, 1.0])]
     batch = collate(groups, pad=0)
     assert batch.tokens.tolist() == [[5, 6, 7, 0], [5, 6, 8, 9], [4, 3, 2, 1], [4, 3, 0, 0]]
     sampled = [row[1:][keep.bool()].tolist() for row, keep in zip(batch.tokens, batch.mask, strict=True)]
@@ -55,7 +55,7 @@ def test_collate_masks_exactly_the_sampled_tokens() -> None:
 
 
 def test_an_engines_logprobs_are_at_sampled_tokens_and_compared_there_alone() -> None:
-    groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0], [[-1.0], [-2.0, -3.0]])]
+    groups = [PromptGroup([5, 6], [[7], [8, 9]], [1.0, 0.0], [[-1.0], [-2.0, -3.0]])]
     batch = collate(groups, pad=0)
     assert batch.logprobs is not None
     assert batch.logprobs.tolist() == [[0, -1, 0], [0, -2, -3]]
@@ -64,7 +64,7 @@ def test_an_engines_logprobs_are_at_sampled_tokens_and_compared_there_alone() ->
     assert found["mismatch"] == pytest.approx(0.3)
     assert found["mismatch_kl"] == pytest.approx((math.exp(0.3) - 1.3 + math.exp(-0.6) - 0.4) / 3)
     assert mismatch(batch.logprobs, batch) == {"mismatch": 0, "mismatch_kl": 0}
-    assert mismatch(trainer, collate([Group([5], [[7], [8]], [1.0, 0.0])], pad=0)) == {}
+    assert mismatch(trainer, collate([PromptGroup([5], [[7], [8]], [1.0, 0.0])], pad=0)) == {}
 
 
 def one_token(ratio: float, advantage: float) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def test_the_loss_is_clipped_only_where_that_hurts(
 
 
 def test_long_completions_weigh_as_much_as_short_ones() -> None:
-    batch = collate([Group([1], [[2, 2, 2, 2], [3]], [1.0, 0.0])], pad=0)
+    batch = collate([PromptGroup([1], [[2, 2, 2, 2], [3]], [1.0, 0.0])], pad=0)
     new = torch.zeros_like(batch.mask, requires_grad=True)
     torch.autograd.backward(policy_loss(new, torch.zeros_like(batch.mask), batch, clip=0.2))
     assert new.grad is not None

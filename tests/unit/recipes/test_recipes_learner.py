@@ -20,7 +20,7 @@ from weightsync.memory.tensors import segment_view
 from weightsync.plan.layout.experts import stack_experts
 from weightsync.recipes.config.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
 from weightsync.recipes.training.backends import BACKENDS
-from weightsync.recipes.training.grpo import Group
+from weightsync.recipes.training.grpo import PromptGroup
 from weightsync.recipes.training.learner import Learner
 from weightsync.recipes.training.model import build_checkpoint
 from weightsync.recipes.training.task import ProblemSampler, reward
@@ -31,12 +31,12 @@ Result = tuple[list[dict[str, float]], bool, list[list[int]], dict[str, torch.Te
 MODEL = ModelSpec(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
 
 
-def groups(num_groups: int) -> list[Group]:
+def groups(num_groups: int) -> list[PromptGroup]:
     """Groups in which each completion is another digit, so that one in ten is right."""
     made = []
     for problem in ProblemSampler(3).sample(num_groups):
         completions = [[token] for token in range(2, 12)]
-        made.append(Group(problem.prompt, completions, [reward(problem, done) for done in completions]))
+        made.append(PromptGroup(problem.prompt, completions, [reward(problem, done) for done in completions]))
     return made
 
 

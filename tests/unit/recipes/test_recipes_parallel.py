@@ -6,7 +6,7 @@ from weightsync.errors import ConfigError
 from weightsync.recipes.forecast.parallel import (
     EngineParallel,
     Fsdp,
-    Megatron,
+    MegatronOrder,
     Zero,
     parse_engine,
     parse_trainers,
@@ -19,12 +19,12 @@ from weightsync.recipes.forecast.parallel import (
         ("fsdp=8", Fsdp(8), 8),
         ("hsdp=4x8", Fsdp(shards=8, replicas=4), 32),
         ("zero=8", Zero(8), 8),
-        ("tp=8,ep=8,pp=2", Megatron(tp=8, ep=8, pp=2), 16),
-        ("pp=3,dp=2", Megatron(pp=3, dp=2), 6),
-        ("tp=2,dp=4,ep=8", Megatron(tp=2, dp=4, ep=8), 8),
+        ("tp=8,ep=8,pp=2", MegatronOrder(tp=8, ep=8, pp=2), 16),
+        ("pp=3,dp=2", MegatronOrder(pp=3, dp=2), 6),
+        ("tp=2,dp=4,ep=8", MegatronOrder(tp=2, dp=4, ep=8), 8),
     ],
 )
-def test_trainers(text: str, parsed: Fsdp | Megatron, num_ranks: int) -> None:
+def test_trainers(text: str, parsed: Fsdp | MegatronOrder, num_ranks: int) -> None:
     assert parse_trainers(text) == parsed
     assert parsed.num_ranks == num_ranks
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from weightsync.stores.following import Followed, follow
 from weightsync.stores.local_folder import LocalFolder
 from weightsync.stores.object_store import ObjectStore
-from weightsync.stores.publishing import Published, publish
+from weightsync.stores.publishing import PublishedFolder, publish
 
 FILES = ("model-1.safetensors", "model-2.safetensors")
 Tensors = dict[str, np.ndarray]
@@ -72,13 +72,13 @@ class Site:
         made.held, made.contents = self.held, {**self.contents}
         return made
 
-    def publish(self, share: float = 0.02, **options: Any) -> Published:
+    def publish(self, share: float = 0.02, **options: Any) -> PublishedFolder:
         """Change a share of the elements, save and publish."""
         step = len(self.contents) + 1
         change(self.held, share, seed=step)
         return self.publish_again(save(self.root / "files", self.held, step), **options)
 
-    def publish_again(self, files: Path, **options: Any) -> Published:
+    def publish_again(self, files: Path, **options: Any) -> PublishedFolder:
         made = publish(self.store, files, self.copy, **options)
         self.contents[made.version] = content(files)
         return made

@@ -22,7 +22,7 @@ _END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedAdapter:
     """A version of an adapter that requests can use: the engine's number of the slot, and the version."""
 
     number: int
@@ -50,7 +50,7 @@ class AdapterEngine:
         self._name, self._spec, self.numbers, self._on_ranks = engine, spec, numbers, on_ranks
         self._changed = threading.Condition()
         self._running: Counter[int] = Counter()
-        self._served: Served | None = None
+        self._served: ServedAdapter | None = None
         self._written = 0
         self._loading = self._closed = False
 
@@ -127,7 +127,7 @@ class AdapterEngine:
         """
         with self._changed:
             if self._written:
-                self._served, self._written = Served(self._written, version), 0
+                self._served, self._written = ServedAdapter(self._written, version), 0
             elif version != self.serving():
                 raise StateError(f"adapter {self._spec.name} of engine {self._name} was not written")
 
@@ -136,7 +136,7 @@ class AdapterEngine:
         return self._served.version if self._served else 0
 
     @contextmanager
-    def use(self) -> Iterator[Served]:
+    def use(self) -> Iterator[ServedAdapter]:
         """Keep the current version in its slot during the context. Raises StateError without a version."""
         with self._changed:
             self._require_open()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from weightsync.engines.base import Rollout
-from weightsync.engines.lora.adapter_engine import AdapterEngine, Served
+from weightsync.engines.lora.adapter_engine import AdapterEngine, ServedAdapter
 from weightsync.engines.serving.request_loop import Params
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.serving_ranks import ServingRanks
@@ -71,7 +71,7 @@ class SlotServing(ServingRanks):
         """Give the slots back to the engine. Ranks have released them."""
 
     @abstractmethod
-    def _adapted(self, name: str, served: Served, settings: Any) -> object:  # noqa: ANN401 - the engine's
+    def _adapted(self, name: str, served: ServedAdapter, settings: Any) -> object:  # noqa: ANN401 - the engine's
         """Return `settings` of a request that adapter `name` answers.
 
         Prefixes that the engine caches have to be told apart by the version and by the slot's number, which

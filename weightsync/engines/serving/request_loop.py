@@ -17,7 +17,7 @@ from weightsync.engines.serving.texts import Tokenizer
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Server")
+S = TypeVar("S", bound="AsyncServer")
 
 CacheStep = Literal["keep", "drop", "salt"]
 """The treatment of cached prefixes and of frozen requests' caches at a resume.
@@ -44,7 +44,7 @@ class Made:
     finish_reason: str = ""
 
 
-class Server(Protocol):
+class AsyncServer(Protocol):
     """An inference engine behind coroutines, all of which are awaited on `loop`.
 
     Attributes:
@@ -153,7 +153,7 @@ class RequestLoop:
         self._lock = threading.Lock()
         self._quiet, self._turn = asyncio.Event(), asyncio.Lock()
         self._quiet.set()
-        started: Future[Server] = Future()
+        started: Future[AsyncServer] = Future()
         # The thread runs until the engine's processes have ended, since they would end with it.
         self._thread = threading.Thread(
             target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
@@ -267,7 +267,7 @@ class RequestLoop:
             self.require_ranks()
         return future.result(0)
 
-    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[Server]) -> None:
+    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[AsyncServer]) -> None:
         asyncio.set_event_loop(given := asyncio.new_event_loop())  # only the main thread has one
         try:
             server = start()

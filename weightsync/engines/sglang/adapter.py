@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightsync.config import PrefixCache
-from weightsync.engines.lora.adapter_engine import Served
+from weightsync.engines.lora.adapter_engine import ServedAdapter
 from weightsync.engines.lora.adapter_places import passes
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
@@ -24,7 +24,7 @@ from weightsync.engines.serving.checks import check_version, refuse_salt, requir
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
-from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
+from weightsync.engines.sglang.api import SglangServer, has_sessions, pack, sampling_params, server_args
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
@@ -72,7 +72,7 @@ class SglangEngine(SlotServing):
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()
-        self.loop = RequestLoop(name, lambda: Server(arguments), _stop)
+        self.loop = RequestLoop(name, lambda: SglangServer(arguments), _stop)
         self._replies = Replies(name, self._num_ranks)
         try:
             ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
@@ -194,7 +194,7 @@ class SglangEngine(SlotServing):
         """Have SGLang unload an adapter, if it has loaded it."""
         self._asked("adapter", lambda server: server.unload_lora(name))
 
-    def _adapted(self, name: str, served: Served, settings: Mapping[str, Any]) -> Adapted:
+    def _adapted(self, name: str, served: ServedAdapter, settings: Mapping[str, Any]) -> Adapted:
         slot = slot_name(name, served.number)
         return Adapted(settings, slot, f"{slot} {served.version}")
 
@@ -242,7 +242,7 @@ def _ignore_sigquit() -> None:
     ctypes.CDLL(None).signal(int(signal.SIGQUIT), _SIG_IGN)
 
 
-def _stop(server: Server) -> None:
+def _stop(server: SglangServer) -> None:
     processes = [RankProcess.of(-1, pid) for pid in server.pids]
     for process in processes:
         with contextlib.suppress(ProcessLookupError):

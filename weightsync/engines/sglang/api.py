@@ -177,7 +177,7 @@ def sampling_params(settings: Sampling, index: int, draws_by_seeds: bool) -> dic
     return {**params, _LOGPROBS: settings.logprobs}
 
 
-class Server:
+class SglangServer:
     """SGLang's engine behind coroutines, all of which must be awaited on `loop`.
 
     Attributes:
@@ -217,7 +217,7 @@ class Server:
         on_made: Callable[[Made], object],
         salt: str,
     ) -> None:
-        """Run a request until it ends or is aborted, see `Server.run`.
+        """Run a request until it ends or is aborted, see `SglangServer.run`.
 
         Raises ValueError or RuntimeError if SGLang refuses the request.
         """

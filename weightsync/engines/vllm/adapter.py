@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.engines.base import DraftCounts
-from weightsync.engines.lora.adapter_engine import Served
+from weightsync.engines.lora.adapter_engine import ServedAdapter
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
 from weightsync.engines.serving.checks import check_version
@@ -115,7 +115,7 @@ class VllmEngine(SlotServing, VllmRanks):
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_sleep_mode", True, remedy)
 
-    def _adapted(self, name: str, served: Served, settings: object) -> Adapted:
+    def _adapted(self, name: str, served: ServedAdapter, settings: object) -> Adapted:
         return adapted(name, served.version, served.number, settings)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from weightsync.config import Treatment
 from weightsync.engines.drafts.draft_model import DraftModel, own_tensors, shares_weights
 from weightsync.engines.loading.checkpoint import FULL
 from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, draft_files
-from weightsync.engines.vllm.reload import Reload
+from weightsync.engines.vllm.reload import LayerwiseReload
 from weightsync.engines.vllm.trained_draft import VllmTrainedDraft
 from weightsync.errors import ConfigError
 
@@ -98,7 +98,7 @@ def _is_dummy(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
 
 
 def _load(draft: torch.nn.Module, config: Any, device: torch.device) -> None:  # noqa: ANN401 - vLLM's
-    reload = Reload(draft, config, device)
+    reload = LayerwiseReload(draft, config, device)
     try:
         reload.load(draft_files(draft, config))
         reload.finish()

@@ -28,7 +28,7 @@ _NEVER_WHOLE = -(1 << 60)
 _FROM_CONFIG = ("input_scale_ub",)
 
 
-class Reload:
+class LayerwiseReload:
     """One layerwise reload: vLLM loads each module separately and copies it into live parameters."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Reload:
             for module in model.modules():
                 layerwise().get_layerwise_info(module).load_numel = _NEVER_WHOLE
 
-    def witness(self) -> Reload:
+    def witness(self) -> LayerwiseReload:
         """Fill tensors with a pattern, unless an earlier load is known to have filled them."""
         if self._account.counts:
             filled = self._account.filled_layers()
@@ -134,7 +134,7 @@ def rehearse(
         for meta, whole in zip(tensors, wholes, strict=True)
         for each in as_loaded(meta.name, whole, shapes)
     ]
-    reload = Reload(model, config, device, rehearses=True)
+    reload = LayerwiseReload(model, config, device, rehearses=True)
     had = dict(model.named_parameters())
     try:
         reload.load(placeholders)

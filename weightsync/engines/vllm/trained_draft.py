@@ -13,7 +13,7 @@ from weightsync.engines.drafts.trained_draft import TrainableDraft
 from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.vllm import mtp
 from weightsync.engines.vllm.api import ModelRunner, draft_files, file_headers, model_folder
-from weightsync.engines.vllm.reload import Reload
+from weightsync.engines.vllm.reload import LayerwiseReload
 from weightsync.engines.vllm.storage import why_not_live
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import meta_of
@@ -121,9 +121,9 @@ class VllmTrainedDraft(TrainableDraft):
         for each in weights:
             self.model.load_weights([each])  # type: ignore[operator]
 
-    def loader(self) -> Reload:
+    def loader(self) -> LayerwiseReload:
         """Begin a reload of the draft's own modules."""
-        return Reload(self.own, self.config, self.device).witness()
+        return LayerwiseReload(self.own, self.config, self.device).witness()
 
     def stored_otherwise(self) -> str:
         """Return the layer that may repack weights, "" if no layer does."""

@@ -34,7 +34,7 @@ from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.online import online_loader, trace_online
 from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
-from weightsync.engines.vllm.reload import Reload, rehearse
+from weightsync.engines.vllm.reload import LayerwiseReload, rehearse
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.errors import PlanError
 from weightsync.plan import TensorMeta
@@ -169,8 +169,8 @@ class VllmHost:
     def _live_addresses(self) -> Sequence[int]:
         return [each.data_ptr() for _, each in parameters_of(self.model())]
 
-    def _load(self) -> Reload:
+    def _load(self) -> LayerwiseReload:
         return self._reload().witness()
 
-    def _reload(self) -> Reload:
-        return Reload(self._runner.get_model(), self._runner.model_config, self._device)
+    def _reload(self) -> LayerwiseReload:
+        return LayerwiseReload(self._runner.get_model(), self._runner.model_config, self._device)

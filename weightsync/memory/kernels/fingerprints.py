@@ -23,7 +23,7 @@ import numpy as np
 
 from weightsync.memory.kernels.digest_factors import splitmix64
 from weightsync.plan.layout.layout import Int64
-from weightsync.plan.layout.replicas import Claims
+from weightsync.plan.layout.replicas import SharedBoxes
 from weightsync.protocol.messages import Compared, Digests, Fingerprint, Published, PublishReport, Sample
 from weightsync.protocol.timing import Span
 
@@ -54,7 +54,7 @@ def publish_report(
     return PublishReport(*found, published.nonfinite, spans, agreement, published.written, changed or {})
 
 
-def agreement_factors(claims: Claims, num_tensors: int) -> Digests:
+def agreement_factors(claims: SharedBoxes, num_tensors: int) -> Digests:
     """Return the factors of a rank's digests of `claims`: uint64[3, n]. The driver adds up the products.
 
     Of the ranks that hold a box, one rank has the negative sum of the other ranks' factors, which are odd and

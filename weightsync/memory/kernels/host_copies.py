@@ -11,7 +11,7 @@ import torch
 from weightsync.plan.layout.copies import Copies
 
 
-class HostCopies:
+class AddressCopies:
     """Copies between addresses in host tensors. Copies of one group must not overlap."""
 
     def __init__(self, copies: Copies, bounds: Sequence[int], memory: Iterable[torch.Tensor]) -> None:

@@ -191,7 +191,7 @@ def unproven(weight: str, form: Format) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Linear layers of one format. `targets` are ``Linear``, paths, or ``re:`` and an expression."""
 
     targets: tuple[str, ...]
@@ -202,7 +202,7 @@ class Group:
 class Quantization:
     """Which weights of linear layers a checkpoint quantises, and how. Empty, it quantises none."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[LayerGroup, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @classmethod
@@ -217,12 +217,14 @@ class Quantization:
             return cls(tuple(_read_groups(config)), tuple(config.get("ignore") or ()))
         if method == "fp8":
             ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-            return cls((Group(("Linear",), _read_fp8(config)),), ("lm_head", *ignored))
+            return cls((LayerGroup(("Linear",), _read_fp8(config)),), ("lm_head", *ignored))
         if method == "awq":
-            return cls((Group(("Linear",), _read_awq(config)),), ("lm_head", *_paths_with(config, _AWQ_LEFT)))
+            return cls(
+                (LayerGroup(("Linear",), _read_awq(config)),), ("lm_head", *_paths_with(config, _AWQ_LEFT))
+            )
         if method == "gptq":
             targets = _paths_with(config, _GPTQ_LAYERS) or ("Linear",)
-            return cls((Group(targets, _read_gptq(config)),), ("lm_head",))
+            return cls((LayerGroup(targets, _read_gptq(config)),), ("lm_head",))
         _refuse("quant_method", method, nearest(str(method), _METHODS))
 
     def of(self, weight: str) -> Format | None:
@@ -245,7 +247,7 @@ def _sorted_out(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pat
     return frozenset(each for each in patterns if not each.startswith("re:")), expressions
 
 
-def _read_groups(config: Mapping[str, Any]) -> list[Group]:
+def _read_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     for key in ("transform_config", "sparsity_config"):
         if config.get(key) and config[key].get("format") != "dense":
             _refuse(key, config[key], "leave it out: a bf16 trainer has no such weights")
@@ -264,7 +266,7 @@ def _read_groups(config: Mapping[str, Any]) -> list[Group]:
             _refuse(f"{where}.targets", targets, "[Linear], or paths of modules")
         if weights:
             read = _read_small_groups if layout in _SMALL_GROUPS else _read_weights
-            found.append(Group(tuple(targets), read(f"{where}.weights", layout, weights)))
+            found.append(LayerGroup(tuple(targets), read(f"{where}.weights", layout, weights)))
     return found
 
 

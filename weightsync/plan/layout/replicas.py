@@ -87,7 +87,7 @@ class Replicas:
         rounds[order] = np.arange(len(order)) % self.num_rounds
         return rounds
 
-    def claims(self, trainer: int) -> Claims:
+    def claims(self, trainer: int) -> SharedBoxes:
         """Return the boxes that rank `trainer` and other ranks hold."""
         kind, is_first = self.kind.astype(np.int64), self.place == 0
         box = np.cumsum(is_first) - 1
@@ -98,7 +98,7 @@ class Replicas:
         tensor, nth = repeated(held[kind])
         rows = rows[(np.cumsum(held) - held)[kind[tensor]] + nth]
         before = np.cumsum(num_boxes[kind]) - num_boxes[kind]
-        return Claims(
+        return SharedBoxes(
             tensor,
             before[tensor] + box[rows] - first[kind[tensor]],
             self.offset[rows].astype(np.int64),
@@ -126,7 +126,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claims:
+class SharedBoxes:
     """n boxes that a rank and other ranks hold, by tensor, then by first element.
 
     Attributes:

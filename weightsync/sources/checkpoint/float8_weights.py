@@ -7,12 +7,12 @@ from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.layout.formats import FIELD, MICROSCALING, Format, Quantization
-from weightsync.sources.checkpoint.stored_files import Place, ScaledWeight, read_json
+from weightsync.sources.checkpoint.stored_files import ScaledWeight, StoredPlace, read_json
 
 _FLOAT8 = "float8_e4m3fn"
 
 
-def scaled_weights(found: Mapping[str, Place]) -> list[ScaledWeight]:
+def scaled_weights(found: Mapping[str, StoredPlace]) -> list[ScaledWeight]:
     """Return the float8 weights with known scales, in the order of `found`.
 
     Weights of files without a ``config.json``, and those that it leaves out, stay as they are stored.
@@ -44,7 +44,7 @@ def _quantization(path: Path) -> Quantization:
     return Quantization.read(given) if given else Quantization()
 
 
-def _with_scales(place: Place, form: Format, found: Mapping[str, Place]) -> ScaledWeight:
+def _with_scales(place: StoredPlace, form: Format, found: Mapping[str, StoredPlace]) -> ScaledWeight:
     if form.rule in MICROSCALING:
         raise PlanError(place.meta.name, f"it is {form}, which is not read; give a bfloat16 checkpoint")
     _, wanted = form.stored(place.meta)

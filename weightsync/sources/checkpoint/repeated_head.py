@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from weightsync.sources.checkpoint.stored_files import Place, read_json
+from weightsync.sources.checkpoint.stored_files import StoredPlace, read_json
 
 _HEAD = "lm_head.weight"
 _CHUNK_NBYTES = 4 << 20
 
 
-def repeated_heads(found: Mapping[str, Place]) -> Iterator[tuple[str, str]]:
+def repeated_heads(found: Mapping[str, StoredPlace]) -> Iterator[tuple[str, str]]:
     """Yield (head, embedding) where ``config.json`` ties both, and the files have the same bytes for both.
 
     Loaders of tied models pass over such a head. One with other bytes is not found here.
@@ -29,7 +29,7 @@ def _is_tied(path: Path) -> bool:
     return any(each.get("tie_word_embeddings") is True for each in (config, config.get("text_config") or {}))
 
 
-def _are_equal(head: Place, other: Place) -> bool:
+def _are_equal(head: StoredPlace, other: StoredPlace) -> bool:
     import torch
 
     if (head.meta.shape, head.meta.dtype) != (other.meta.shape, other.meta.dtype):

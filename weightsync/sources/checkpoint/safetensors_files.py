@@ -18,9 +18,9 @@ from weightsync.sources.checkpoint.float8_weights import scaled_weights
 from weightsync.sources.checkpoint.repeated_head import repeated_heads
 from weightsync.sources.checkpoint.stored_files import (
     DequantisedFile,
-    Place,
     ScaledWeight,
     StoredFile,
+    StoredPlace,
     read_json,
 )
 
@@ -77,7 +77,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
             unknown dtype.
         SourceChangedError: a file changed while its header was read.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, StoredPlace] = {}
     files: list[StoredFile] = []
     for path, wanted in _resolve(paths):
         file = StoredFile.check(path)
@@ -87,7 +87,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
                 raise PlanError(
                     name, f"it is in {other} and in {path}; give files that are of one checkpoint"
                 )
-            found[name] = Place(meta, file, start)
+            found[name] = StoredPlace(meta, file, start)
         for name in wanted:
             if name not in found or found[name].file is not file:
                 raise PlanError(name, f"the index names {path}, but it is not in it; download both again")
@@ -130,7 +130,11 @@ def contents_of_both(
 
 
 def _contents(
-    files: Sequence[StoredFile], found: Mapping[str, Place], scaled: Sequence[ScaledWeight], *, stack: bool
+    files: Sequence[StoredFile],
+    found: Mapping[str, StoredPlace],
+    scaled: Sequence[ScaledWeight],
+    *,
+    stack: bool,
 ) -> Contents:
     """Replace the weights of `scaled` by bfloat16 ones, in a further file for each that has some."""
     numbers = {file: number for number, file in enumerate(files)}

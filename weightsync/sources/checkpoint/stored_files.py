@@ -143,7 +143,7 @@ def _open(path: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredPlace:
     """A tensor of a file, and its first byte there."""
 
     meta: TensorMeta
@@ -169,8 +169,8 @@ class ScaledWeight:
         block: rows and columns that share a scale.
     """
 
-    values: Place
-    scales: Place
+    values: StoredPlace
+    scales: StoredPlace
     block: tuple[int, int]
 
     @property

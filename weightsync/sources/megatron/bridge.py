@@ -13,7 +13,7 @@ from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.sources.megatron.cuts import Cut
-from weightsync.sources.megatron.rules import Family, Match, Rule
+from weightsync.sources.megatron.rules import Family, Rule, RuleMatch
 from weightsync.sources.tested import warn_untested
 
 _LAYER, _EXPERT = 1_000_003, 1_000_033
@@ -60,7 +60,7 @@ class BridgedFamily(Family):
         """Return the family `name`, in which these rules count before the bridge."""
         return replace(self, name=name, rules=super().extended(name, *rules).rules)
 
-    def match(self, parameter: str) -> Match:
+    def match(self, parameter: str) -> RuleMatch:
         """Return a rule of the family's own, or one that is made of the bridge's answer.
 
         Raises:
@@ -72,7 +72,7 @@ class BridgedFamily(Family):
         pattern, expert = _numbered(parameter, layer)
         names = self._names(parameter, pattern)
         cut = self.cuts.get(pattern) or {2: Cut.GATED, 3: Cut.QKV}.get(len(names), Cut.WHOLE)
-        return Match(Rule(pattern, tuple(names), cut), layer.end() if layer else 0, expert)
+        return RuleMatch(Rule(pattern, tuple(names), cut), layer.end() if layer else 0, expert)
 
     def tensor(self, parameter: str) -> str | None:
         """Return the checkpoint's name of a parameter outside of all layers, or None if there is none."""

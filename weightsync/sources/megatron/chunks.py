@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.sources.megatron.cuts import Group, Sizes
+from weightsync.sources.megatron.cuts import RankGroup, Sizes
 
 _REFUSED = {
     "attention_output_gate": "its checkpoints interleave query and gate heads in another order",
@@ -34,9 +34,9 @@ class Chunk:
     """
 
     model: nn.Module
-    tensor: Group
-    expert_tensor: Group
-    expert: Group
+    tensor: RankGroup
+    expert_tensor: RankGroup
+    expert: RankGroup
     sizes: Sizes
     stage: int
     num_layers: int
@@ -148,7 +148,7 @@ def _sizes(config: Any, vocab_size: int, num_expert_ranks: int) -> Sizes:  # noq
     )
 
 
-def _group(model: nn.Module, name: str, getter: str) -> Group:
+def _group(model: nn.Module, name: str, getter: str) -> RankGroup:
     """Return this rank's place in one of the model's process groups.
 
     By default they are Megatron's global ones. A group that was not made has one rank.
@@ -159,4 +159,4 @@ def _group(model: nn.Module, name: str, getter: str) -> Group:
         from megatron.core import parallel_state
 
         group = getattr(parallel_state, getter)(check_initialized=False)
-    return Group(group.rank(), group.size()) if group is not None else Group()
+    return RankGroup(group.rank(), group.size()) if group is not None else RankGroup()

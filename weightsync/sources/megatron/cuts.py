@@ -63,7 +63,7 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """This rank's number in a process group, and the group's size."""
 
     rank: int = 0
@@ -120,7 +120,7 @@ class HeldBox:
     expert: int = 0
 
 
-def parts(cut: Cut, array: Array, group: Group, sizes: Sizes) -> tuple[HeldBox, ...]:
+def parts(cut: Cut, array: Array, group: RankGroup, sizes: Sizes) -> tuple[HeldBox, ...]:
     """Return the nonempty boxes that a rank of `group` holds in `array`.
 
     Raises:
@@ -130,16 +130,16 @@ def parts(cut: Cut, array: Array, group: Group, sizes: Sizes) -> tuple[HeldBox, 
     return tuple(part for part in _CUTTERS[cut](array, group, sizes) if part.box.numel)
 
 
-def _whole(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _whole(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     yield HeldBox(0, array.shape, Box.whole(array.shape), 0, array.strides)
 
 
-def _rows(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _rows(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     count = array.shape[0]
     yield _run(array, 0, count * group.size, 0, count, count * group.rank)
 
 
-def _columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _columns(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     if len(array.shape) != 2:
         raise PlanError(
             array.name, f"shape {array.shape}: a parameter that is cut by columns has two dimensions"
@@ -149,7 +149,7 @@ def _columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     yield HeldBox(0, (rows, count * group.size), box, 0, array.strides)
 
 
-def _vocabulary(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _vocabulary(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     count, vocab_size = array.shape[0], sizes.vocab_size
     if count * group.size < vocab_size:
         padded = f"{array.name} has {count * group.size} rows over {group.size} ranks"
@@ -158,13 +158,13 @@ def _vocabulary(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     yield _run(array, 0, vocab_size, 0, min(count, vocab_size - first), first)
 
 
-def _gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _gated(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     half = _half(array.name, array.shape[0])
     for tensor in range(2):
         yield _run(array, tensor, half * group.size, tensor * half, half, half * group.rank)
 
 
-def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _qkv(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     """Yield the overlaps of this rank's rows with queries, key and value of all groups."""
     groups, dim, rows = sizes.num_query_groups, sizes.head_dim, array.shape[0]
     queries = sizes.num_heads // groups
@@ -183,14 +183,14 @@ def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
             at += count
 
 
-def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
+def _latent(array: Array, group: RankGroup, rows: int) -> Iterator[HeldBox]:
     count = array.shape[0]
     if rows not in (count, count * group.size):
         raise PlanError(array.name, f"{count} rows on each of {group.size} ranks; the model has {rows}")
     yield _run(array, 0, rows, 0, count, 0 if count == rows else count * group.rank)
 
 
-def _stacked_outputs(array: Array, group: Group, sizes: Sizes, num_tensors: int) -> Iterator[HeldBox]:
+def _stacked_outputs(array: Array, group: RankGroup, sizes: Sizes, num_tensors: int) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, tensors · outputs]."""
     (inputs, width), num_experts = array.shape, sizes.num_local_experts
     itemsize = _stack_itemsize(array, width, num_experts * num_tensors)
@@ -203,7 +203,7 @@ def _stacked_outputs(array: Array, group: Group, sizes: Sizes, num_tensors: int)
             yield HeldBox(tensor, shape, box, start, strides, expert)
 
 
-def _stacked_columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+def _stacked_columns(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, outputs]."""
     height, outputs = array.shape
     itemsize = _stack_itemsize(array, height, sizes.num_local_experts)
@@ -214,7 +214,7 @@ def _stacked_columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldB
         yield HeldBox(0, shape, box, start, (itemsize, outputs * itemsize), expert)
 
 
-_CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[HeldBox]]] = MappingProxyType(
+_CUTTERS: Mapping[Cut, Callable[[Array, RankGroup, Sizes], Iterator[HeldBox]]] = MappingProxyType(
     {
         Cut.WHOLE: _whole,
         Cut.ROWS: _rows,

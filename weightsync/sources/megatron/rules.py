@@ -64,7 +64,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class RuleMatch:
     """A rule that names a parameter, and the numbers in the parameter's name.
 
     Attributes:
@@ -103,7 +103,7 @@ class Family:
         known: Mapping[str, Rule] = {rule.parameter: rule for rule in (*self.rules, *rules)}
         return Family(name, tuple(known.values()))
 
-    def match(self, parameter: str) -> Match:
+    def match(self, parameter: str) -> RuleMatch:
         """Return the rule for a parameter's name in one ``GPTModel``.
 
         Raises:
@@ -115,13 +115,13 @@ class Family:
         remedy = f"add a rule, as docs/trainers.md shows, or name it in exclude; {hint}"
         raise ConfigError(f"a rule of the family {self.name}", parameter, remedy)
 
-    def find(self, parameter: str) -> Match | None:
+    def find(self, parameter: str) -> RuleMatch | None:
         """Return the rule for a parameter's name in one ``GPTModel``, or None."""
         for pattern, rule in self._patterns:
             if found := pattern.fullmatch(parameter):
                 groups = found.groupdict()
                 layer_end = found.end("layer") if groups.get("layer") else 0
-                return Match(rule, layer_end, int(groups.get("expert") or 0))
+                return RuleMatch(rule, layer_end, int(groups.get("expert") or 0))
         return None
 
     def tensor(self, parameter: str) -> str | None:

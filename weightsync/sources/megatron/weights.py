@@ -14,9 +14,9 @@ from weightsync.memory.tensors import byte_strides
 from weightsync.plan import RankLayout, Segment, Stage, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.megatron.chunks import Chunk, as_chunks, held
-from weightsync.sources.megatron.cuts import Array, Group, HeldBox, parts
+from weightsync.sources.megatron.cuts import Array, HeldBox, RankGroup, parts
 from weightsync.sources.megatron.families import find_family
-from weightsync.sources.megatron.rules import Family, Match
+from weightsync.sources.megatron.rules import Family, RuleMatch
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -101,7 +101,7 @@ class _Declared:
         self._excluded |= found
         return bool(found)
 
-    def _names(self, chunk: Chunk, name: str, match: Match) -> list[str]:
+    def _names(self, chunk: Chunk, name: str, match: RuleMatch) -> list[str]:
         """Return the checkpoint's names for one parameter, in which ``{expert}`` is still open."""
         titles = match.rule.names
         if chunk.is_tied and name == _OUTPUT:
@@ -131,7 +131,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(name, kind.__name__, "train with plain parameters: these need scales, too")
 
 
-def _check_cut(name: str, tensor: torch.Tensor, match: Match, group: Group) -> None:
+def _check_cut(name: str, tensor: torch.Tensor, match: RuleMatch, group: RankGroup) -> None:
     """Raise if Megatron says that it cuts the parameter along another dimension than the rule.
 
     Layers that are not initialised do not say it, and Transformer Engine says it of some that are whole.

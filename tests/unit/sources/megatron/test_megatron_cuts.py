@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Box
-from weightsync.sources.megatron.cuts import Array, Cut, Group, HeldBox, Sizes, parts
+from weightsync.sources.megatron.cuts import Array, Cut, HeldBox, RankGroup, Sizes, parts
 
 SMALL = st.integers(1, 4)
 NONE = Sizes(vocab_size=1, num_heads=1, num_query_groups=1, head_dim=1)
@@ -35,7 +35,7 @@ def check(
     found = [[np.full(tensor.shape, -1, np.int32) for tensor in expert] for expert in wanted]
     for rank, shard in enumerate(shards):
         array = Array("parameter", shard.shape, np.ascontiguousarray(shard).strides)
-        for part in parts(cut, array, Group(rank, len(shards)), sizes):
+        for part in parts(cut, array, RankGroup(rank, len(shards)), sizes):
             target = found[part.expert][part.tensor]
             assert part.shape == target.shape
             assert (target[part.box.slices()] == -1).all()
@@ -102,7 +102,7 @@ def test_latent_rows_are_cut_or_whole(ranks: int, rows: int, is_cut: bool) -> No
         if is_cut:
             check(cut, np.split(tensor, ranks), sizes, [[tensor]])
         else:
-            (part,) = parts(cut, Array("p", tensor.shape, tensor.strides), Group(ranks - 1, ranks), sizes)
+            (part,) = parts(cut, Array("p", tensor.shape, tensor.strides), RankGroup(ranks - 1, ranks), sizes)
             assert part == HeldBox(0, tensor.shape, Box.whole(tensor.shape), 0, tensor.strides)
 
 
@@ -128,12 +128,12 @@ def test_stacked_experts_are_input_major(
 def test_a_padded_vocabulary_smaller_than_the_checkpoints_is_refused() -> None:
     sizes = Sizes(vocab_size=17, num_heads=1, num_query_groups=1, head_dim=1)
     with pytest.raises(ConfigError, match=r"vocab_size: 17 .* p has 16 rows over 2 ranks"):
-        parts(Cut.VOCABULARY, Array("p", (8, 3), (12, 4)), Group(0, 2), sizes)
+        parts(Cut.VOCABULARY, Array("p", (8, 3), (12, 4)), RankGroup(0, 2), sizes)
 
 
 def test_a_rank_of_padding_alone_declares_nothing() -> None:
     sizes = Sizes(vocab_size=8, num_heads=1, num_query_groups=1, head_dim=1)
-    assert parts(Cut.VOCABULARY, Array("p", (8, 3), (12, 4)), Group(1, 2), sizes) == ()
+    assert parts(Cut.VOCABULARY, Array("p", (8, 3), (12, 4)), RankGroup(1, 2), sizes) == ()
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_a_rank_of_padding_alone_declares_nothing() -> None:
 )
 def test_a_shape_that_does_not_fit_the_model_is_refused(cut: Cut, array: Array, problem: str) -> None:
     with pytest.raises(PlanError, match=f"^p: .*{problem}"):
-        parts(cut, array, Group(0, 2), NONE)
+        parts(cut, array, RankGroup(0, 2), NONE)
