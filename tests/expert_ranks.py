@@ -15,11 +15,11 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from tests.patience import patient
-from weightsync.experts import LocalMover, MessageMover, Mover, SharedMemoryMover
+from weightsync.experts import ForwardingMover, LocalMover, MessageMover, Mover, SharedMemoryMover
 
 T = TypeVar("T")
 
-MOVERS = ("local", "shared memory", "messages")
+MOVERS = ("local", "shared memory", "messages", "forwarding")
 
 
 def in_threads(call: Callable[..., T], *per_rank: Iterable[Any]) -> list[T]:
@@ -36,6 +36,10 @@ def movers(kind: str, num_ranks: int, timeout_s: float | None = None) -> Iterato
     if kind == "local":
         yield LocalMover.ranks(num_ranks, timeout_s)
         return
+    if kind == "forwarding":
+        num_local = next(num for num in (2, 3, 1) if num_ranks % num == 0)
+        yield forwarding(num_ranks // num_local, num_local, timeout_s)
+        return
     store = HashStore()
     groups = in_threads(lambda rank: gloo_group(store, rank, num_ranks), range(num_ranks))
     if kind == "messages":
@@ -47,6 +51,14 @@ def movers(kind: str, num_ranks: int, timeout_s: float | None = None) -> Iterato
     finally:
         for each in made:
             each.close()
+
+
+def forwarding(num_hosts: int, num_local: int, timeout_s: float) -> Sequence[ForwardingMover]:
+    """Ranks as on `num_hosts` hosts with `num_local` ranks each."""
+    across = [LocalMover.ranks(num_hosts, timeout_s) for _ in range(num_local)]
+    within = [LocalMover.ranks(num_local, timeout_s) for _ in range(num_hosts)]
+    grid = [(h, each) for h in range(num_hosts) for each in range(num_local)]
+    return [ForwardingMover(across[each][h], within[h][each]) for h, each in grid]
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ The names in `__all__` are public, like the names in `weightsync`. docs/experts.
 
 from __future__ import annotations
 
+from weightsync.experts.forwarding import ForwardingMover
 from weightsync.experts.fp8 import Fp8Rows
 from weightsync.experts.group import ExpertGroup
 from weightsync.experts.movers import LocalMover, MessageMover, Mover
@@ -18,6 +19,7 @@ from weightsync.experts.shared_memory import SharedMemoryMover
 
 __all__ = [
     "ExpertGroup",
+    "ForwardingMover",
     "Fp8Rows",
     "LocalMover",
     "MessageMover",

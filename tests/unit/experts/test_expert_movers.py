@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.expert_ranks import MOVERS, in_threads, movers
+from tests.expert_ranks import MOVERS, in_threads, make_tokens, movers
 from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, TransportError
-from weightsync.experts import Mover, SharedMemoryMover
+from weightsync.experts import ExpertGroup, ForwardingMover, LocalMover, Mover, SharedMemoryMover
 
 
 def exchanged(
@@ -28,7 +28,7 @@ def exchanged(
 
 
 @pytest.mark.parametrize("kind", MOVERS)
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_the_rows_that_are_needed_arrive_and_others_are_zero(kind: str, num_ranks: int) -> None:
     """The longer the rows get, the more memory is needed. What was there before is not seen."""
     draw = torch.Generator().manual_seed(num_ranks)
@@ -125,3 +125,29 @@ def test_an_error_of_the_group_says_the_rank(monkeypatch: pytest.MonkeyPatch) ->
         pytest.raises(TransportError, match=r"rank 1 of 2: Connection closed"),
     ):
         ends[1].gather(torch.zeros(1, 1))
+
+
+def test_a_token_goes_to_each_host_once_and_a_hosts_results_come_back_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every token goes to all four experts, one on each rank of two hosts."""
+    tokens = make_tokens([5, 3, 0, 4], num_experts=4, top_k=4, hidden=16, empty=0.0)
+    across, within = ([LocalMover.ranks(2, patient(20)) for _ in range(2)] for _ in range(2))
+    crossed, exchange = list[int](), LocalMover.exchange
+
+    def count(
+        end: LocalMover, sent: torch.Tensor, sends: torch.Tensor, receives: torch.Tensor
+    ) -> torch.Tensor:
+        if sent.shape[-1] == tokens.x[0].shape[1] and any(end in each for each in across):
+            crossed.append(int(sends[1 - end.rank].sum()))
+        return exchange(end, sent, sends, receives)
+
+    def call(end: Mover) -> None:
+        group = ExpertGroup(end, 4, 4, 16, 5)
+        given = (each[end.rank] for each in (tokens.x, tokens.ids, tokens.weights))
+        rows, _, handle = group.dispatch(*given)
+        group.combine(rows, handle)
+
+    monkeypatch.setattr(LocalMover, "exchange", count)
+    in_threads(call, [ForwardingMover(across[i][h], within[h][i]) for h in range(2) for i in range(2)])
+    assert sum(crossed[:4]) == sum(crossed[4:]) == 12
