@@ -32,6 +32,7 @@ setup(
     ],
     entry_points={
         "console_scripts": ["weightsync = weightsync.recipes.cli:main"],
+        "sglang.srt.plugins": ["weightsync = weightsync.plugins:register_sglang"],
         "vllm.general_plugins": ["weightsync = weightsync.plugins:register_vllm"],
     },
     install_requires=[

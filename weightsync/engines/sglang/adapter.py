@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,27 +19,26 @@ from weightsync.engines.lora.adapter_places import passes
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
 from weightsync.engines.serving.checks import check_version, refuse_salt, require_gpus
-from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, answers_of
+from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
-from weightsync.engines.sglang.api import SglangServer, has_sessions, pack, sampling_params, server_args
+from weightsync.engines.sglang.api import SglangServer, has_sessions, sampling_params, server_args
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
+from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.worker import RankSettings
-from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
 from weightsync.protocol.adapters import AdapterSpec
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _END_S = 20.0
-_ANSWER_S = 10.0
-"""Time for answers to arrive after SGLang says that all ranks have sent them."""
 _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(SlotServing):
+class SglangEngine(SlotServing, SglangRanks):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except arguments that `sglang.api` fixes;
@@ -69,17 +66,15 @@ class SglangEngine(SlotServing):
         self._settings = RankSettings(
             name, model_path, dtype, speculation, overrides, trusted, arguments.get("revision")
         )
-        self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()
         self.loop = RequestLoop(name, lambda: SglangServer(arguments), _stop)
         self._replies = Replies(name, self._num_ranks)
         try:
-            ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
+            ranks = self._join()
         except WeightSyncError:
             self.close()
             raise
-        self._replies.connected()
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
 
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
@@ -207,27 +202,7 @@ class SglangEngine(SlotServing):
     def _release(self, level: int) -> None:
         if self.loop.num_running:  # SGLang's process would end
             raise StateError(f"engine {self._name} holds frozen requests: resume it first")
-        tags = {"tags": [WEIGHTS, CACHES]}
-        self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
-
-    def _allocate(self, part: str) -> None:
-        self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": [part]})
-
-    def _own(self, method: str, request: str, fields: Mapping[str, object]) -> Any:  # noqa: ANN401 - SGLang's
-        outcome = self._asked(method, lambda server: server.ask(method, request, **fields))
-        if isinstance(outcome, tuple) and not outcome[0]:
-            raise EngineError(self._name, method, str(outcome[1]))
-        return outcome
-
-    def on_ranks(self, method: str, *args: object, wait_s: float | None = None) -> list[Any]:
-        """Call `method` of `Rank` on each rank. Raises FutureTimeoutError after `wait_s` seconds."""
-        with self._asking:
-            has_draft = self._settings.speculation is not None and method == "join"
-            for to_draft in (True, False) if has_draft else (False,):
-                calls = self._replies.calls(self._settings, method, pack(args), to_draft)
-                self._asked(method, lambda server, calls=calls: server.on_ranks(calls), wait_s)
-            part = str(args[2]) if method == "adapter" else ""
-            return answers_of(self._replies.collect(calls, _ANSWER_S, part))
+        super()._release(level)
 
     def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
         with self._naming(method, FutureTimeoutError):

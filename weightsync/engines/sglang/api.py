@@ -35,7 +35,7 @@ from weightsync.engines.sglang.rank_calls import Call
 from weightsync.engines.sglang.storage import derive_again
 from weightsync.errors import ConfigError, nearest
 
-_LOADER = "weightsync.engines.sglang.worker.receive"
+LOADER = "weightsync.engines.sglang.worker.receive"
 # These would put weights or ranks out of our reach.
 _FIXED = (
     "model_path",
@@ -120,7 +120,7 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
             False,
             "SGLang before 0.5.21 cannot forget prefixes of old weights while requests wait: leave it out",
         )
-    loaders = [*(settings.pop("custom_weight_loader", None) or ()), _LOADER]
+    loaders = [*(settings.pop("custom_weight_loader", None) or ()), LOADER]
     settings.setdefault("nccl_port", unasked_port())
     return {"model_path": model_path, "load_format": "dummy", "custom_weight_loader": loaders, **settings}
 
@@ -177,69 +177,19 @@ def sampling_params(settings: Sampling, index: int, draws_by_seeds: bool) -> dic
     return {**params, _LOGPROBS: settings.logprobs}
 
 
-class SglangServer:
-    """SGLang's engine behind coroutines, all of which must be awaited on `loop`.
+class Manager:
+    """SGLang's own ``TokenizerManager`` behind coroutines, which must be awaited on its loop.
 
     Attributes:
-        manager: SGLang's own ``TokenizerManager``.
-        tokenizer: SGLang's own, None if it was started without one.
+        manager: SGLang's own.
+        forgets: see `has_sessions`.
     """
 
-    broken = False
     _selected = ""  # the model that the open session is for
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start SGLang, which may take minutes. `loop` is not running yet."""
-        from sglang.srt.entrypoints.engine import Engine
-
-        if arguments.get("enable_memory_saver"):
-            _lead_to_cudart()
-        # SGLang's processes then return log-probabilities before temperature, as vLLM does.
-        os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-        engine = Engine(**arguments)
-        # It would end all children of this process. `pids` only has SGLang's processes.
-        atexit.unregister(engine.shutdown)
-        self.loop: asyncio.AbstractEventLoop = engine.loop
-        self.num_ranks: int = arguments["tp_size"]
-        self.pids: list[int] = engine.get_all_child_pids()
+    def __init__(self, manager: Any, num_ranks: int, has_draft: bool = False) -> None:  # noqa: ANN401 - SGLang's
+        self.manager, self.num_ranks, self._has_draft = manager, num_ranks, has_draft
         self.forgets = has_sessions()
-        self._has_draft = "speculative_draft_load_format" in arguments
-        self.manager = engine.tokenizer_manager
-        self.tokenizer: Tokenizer | None = self.manager.tokenizer
-        if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
-            watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
-
-    async def run(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        params: Mapping[str, Any] | Adapted,
-        on_made: Callable[[Made], object],
-        salt: str,
-    ) -> None:
-        """Run a request until it ends or is aborted, see `SglangServer.run`.
-
-        Raises ValueError or RuntimeError if SGLang refuses the request.
-        """
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        lora = {}
-        if isinstance(params, Adapted):
-            lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
-        sampling = dict(params)
-        more = {_LOGPROBS: sampling.pop(_LOGPROBS, False), **lora}
-        request = GenerateReqInput(
-            input_ids=list(prompt), sampling_params=sampling, rid=name, stream=True, **more
-        )
-        async for out in self.manager.generate_request(request, None):
-            reason = out["meta_info"].get("finish_reason") or {}
-            if reason.get("status_code"):  # not set if we aborted it
-                raise RuntimeError(reason.get("message", "SGLang refused it"))
-            on_made(_made(out, reason.get("type", "")))
-
-    def abort(self, name: str) -> None:
-        """End a request early. The request's stream ends soon."""
-        self.manager.abort_request(name)
 
     async def pause(self, mode: str) -> None:
         """Pause. ``retract`` drops running requests' cache, ``in_place`` keeps it."""
@@ -289,7 +239,7 @@ class SglangServer:
             serialized_named_tensors=[
                 MultiprocessingSerializer.serialize([(pack(call), nothing)]) for call in calls
             ],
-            load_format=_LOADER,
+            load_format=LOADER,
             flush_cache=False,
             **selector,
         )
@@ -366,6 +316,67 @@ class SglangServer:
                     **{"flush_cache": False, **fields},
                 )
             )
+
+
+class SglangServer(Manager):
+    """SGLang's engine behind coroutines, all of which must be awaited on `loop`.
+
+    Attributes:
+        tokenizer: SGLang's own, None if it was started without one.
+    """
+
+    broken = False
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start SGLang, which may take minutes. `loop` is not running yet."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        if arguments.get("enable_memory_saver"):
+            _lead_to_cudart()
+        # SGLang's processes then return log-probabilities before temperature, as vLLM does.
+        os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+        engine = Engine(**arguments)
+        # It would end all children of this process. `pids` only has SGLang's processes.
+        atexit.unregister(engine.shutdown)
+        has_draft = "speculative_draft_load_format" in arguments
+        super().__init__(engine.tokenizer_manager, arguments["tp_size"], has_draft)
+        self.loop: asyncio.AbstractEventLoop = engine.loop
+        self.pids: list[int] = engine.get_all_child_pids()
+        self.tokenizer: Tokenizer | None = self.manager.tokenizer
+        if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
+            watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
+
+    async def run(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Mapping[str, Any] | Adapted,
+        on_made: Callable[[Made], object],
+        salt: str,
+    ) -> None:
+        """Run a request until it ends or is aborted, see `SglangServer.run`.
+
+        Raises ValueError or RuntimeError if SGLang refuses the request.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        lora = {}
+        if isinstance(params, Adapted):
+            lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
+        sampling = dict(params)
+        more = {_LOGPROBS: sampling.pop(_LOGPROBS, False), **lora}
+        request = GenerateReqInput(
+            input_ids=list(prompt), sampling_params=sampling, rid=name, stream=True, **more
+        )
+        async for out in self.manager.generate_request(request, None):
+            reason = out["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # not set if we aborted it
+                raise RuntimeError(reason.get("message", "SGLang refused it"))
+            on_made(_made(out, reason.get("type", "")))
+
+    def abort(self, name: str) -> None:
+        """End a request early. The request's stream ends soon."""
+        self.manager.abort_request(name)
 
 
 def _made(out: Mapping[str, Any], reason: str) -> Made:

@@ -1,0 +1,40 @@
+"""Has a server that Ray did not start join the driver as an engine, from within its web application."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from weightsync.actors.servers.door import check_address
+from weightsync.actors.servers.engine import JoinedEngine
+from weightsync.engines import Engine
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
+
+
+class JoinsDriver(ABC):
+    """An ASGI middleware that takes part in updates while the application runs. Passes all requests on."""
+
+    def __init__(self, app: App) -> None:
+        """Raises ConfigError if the environment does not say where the driver is."""
+        check_address()
+        self._app = app
+
+    @abstractmethod
+    async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
+        """Return the engine of the application `app`, and the port where the server listens."""
+
+    async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        engine = JoinedEngine(*await self._served(scope["app"], loop), loop)
+        engine.join()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            engine.leave()

@@ -1,0 +1,186 @@
+"""Real servers that join; run by test_server.py on a CPU, and by test_servers_on_gpu.py.
+
+    python -m tests.contract.server_run FOLDER [vllm | sglang]
+
+The folder is on the path of the servers' processes, too, with the entry points of this project.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+import requests
+import torch
+
+from tests.contract.trl_run import PROMPTS, free_port, said, write_vllm_info
+from tests.fleets.foreign_actors import SureTrainer, TransformersTrainer
+from tests.fleets.served import APART, can_be_apart
+from tests.models import build_tiny_qwen3
+from tests.pages import blocks
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+
+TOKEN = "a-long-secret-of-this-fleet"
+NUM_UPDATES = 20
+ON_GPU = torch.cuda.is_available()
+SMALL = {
+    "vllm": [
+        *("--max-model-len", "64", "--enforce-eager", "--gpu-memory-utilization", "0.2"),
+        *("--kv-cache-memory-bytes", str(1 << 26), "--dtype", "auto" if ON_GPU else "float32"),
+    ],
+    "sglang": [
+        *("--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
+        *("--disable-cuda-graph", "--max-total-tokens", "8192", "--max-running-requests", "8"),
+        *("--mem-fraction-static", "0.3", "--enforce-disable-flashinfer-allreduce-fusion"),
+    ],
+}
+
+
+class Server:
+    """The page's server, in a process group of its own."""
+
+    def __init__(self, kind: str, model: Path, driver: str, apart: bool) -> None:
+        page = blocks("docs/servers.md", "sh")[["vllm", "sglang"].index(kind)]
+        port = free_port()
+        words = {"/models/qwen3-0.6b": str(model), "8000": str(port), "10.0.0.1:29500": driver, "\\\n": ""}
+        for word, here in words.items():
+            page = page.replace(word, here)
+        export, serve = page.strip().splitlines()
+        module = ["-m", "vllm.entrypoints.cli.main"] if kind == "vllm" else []  # there it is in the page
+        program = [sys.executable, *module, *shlex.split(serve)[1:], *SMALL[kind]]
+        self._command = [*(APART if apart else ()), "env", *shlex.split(export)[1:], *program]
+        self._kind, self.url = kind, f"http://{driver.partition(':')[0]}:{port}"
+        self.start()
+
+    def said(self) -> list[list[int]]:
+        """Return the server's greedy tokens. It may join before it listens."""
+        deadline = time.monotonic() + patient(30)
+        while True:
+            try:
+                return self._said()
+            except requests.ConnectionError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+
+    def _said(self) -> list[list[int]]:
+        if self._kind == "vllm":
+            return said(self.url)
+        body = {"input_ids": PROMPTS, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+        answers = requests.post(f"{self.url}/generate", json=body, timeout=patient(30)).json()
+        return [each["output_ids"] for each in answers]
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, start_new_session=True)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Asking:
+    """Asks servers for tokens all the time. Counts the answers."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.counts, self.over = dict.fromkeys(servers, 0), threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=[each]) for each in servers]
+        for each in self._threads:
+            each.start()
+
+    def _ask(self, server: Server) -> None:
+        while not self.over.is_set():
+            server.said()
+            self.counts[server] += 1
+
+    def end(self) -> None:
+        self.over.set()
+        for each in self._threads:
+            each.join()
+
+
+def update(sync: WeightSync, trainer: ray.ActorHandle, servers: list[Server], version: int) -> None:
+    wanted = ray.get(trainer.says.remote(version))
+    report = sync.update_weights(version)
+    assert report.verified
+    assert set(report.engines.values()) == {version}, report
+    for server in servers:
+        assert server.said() == wanted, (server.url, version)
+
+
+def write_entry_points(folder: Path) -> None:
+    """Have servers find this project's plug-ins where it is not installed."""
+    info = folder / "weightsync-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: weightsync\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nweightsync = weightsync.plugins:register_sglang\n"
+    )
+
+
+def save_model(folder: Path) -> type[TransformersTrainer]:
+    """Save a model that servers can serve here. Returns its trainer."""
+    if not ON_GPU:
+        build_tiny_qwen3(folder)
+        return TransformersTrainer
+    from tests.gpu.qwen3_models import save_qwen3
+
+    save_qwen3(folder, "untied", 0)
+    return SureTrainer
+
+
+def main(folder: Path, kind: str) -> None:
+    write_entry_points(folder) if ON_GPU else write_vllm_info(folder)
+    trainer_class = save_model(folder / "model")
+    os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    config = SyncConfig(join_port=free_port(), timeout_s=patient(30), connect_timeout_s=patient(180))
+    driver = f"{ray.util.get_node_ip_address()}:{config.join_port}"
+    # Ranks of two hosts on one GPU cannot meet: NCCL refuses them.
+    servers = [
+        Server(kind, folder / "model", driver, apart) for apart in (False, not ON_GPU and can_be_apart())
+    ]
+    make = ray.remote(num_cpus=0, num_gpus=0.1 if ON_GPU else 0)(trainer_class)
+    trainer = make.remote(str(folder / "model"), "cuda" if ON_GPU else "cpu")
+    try:
+        with WeightSync(config) as sync:
+            sync.register_trainers([trainer], model="actor.model")
+            sync.register_engines({f"e{i}": each.url for i, each in enumerate(servers)})
+            sync.connect()
+            update(sync, trainer, servers, 1)
+            asking = Asking(servers)
+            for version in range(2, NUM_UPDATES):
+                ray.get(trainer.says.remote(version))
+                assert sync.update_weights(version).verified
+            asking.end()
+            assert min(asking.counts.values()) > 0
+            update(sync, trainer, servers, NUM_UPDATES)
+
+            servers[1].kill()
+            wanted, deadline = ray.get(trainer.says.remote(NUM_UPDATES)), time.monotonic() + patient(240)
+            while "e1" in sync.serving():
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            servers[1].start()
+            while "e1" not in sync.serving():
+                assert time.monotonic() < deadline, sync.engine_states()
+                time.sleep(0.5)
+            assert servers[1].said() == wanted
+            update(sync, trainer, servers, NUM_UPDATES + 1)
+    finally:
+        for each in servers:
+            each.kill()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:] or ["vllm"])
+    os._exit(0)

@@ -1,0 +1,166 @@
+"""Adapter of a server of SGLang that somebody else started. It only pauses, loads and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NoReturn, TypeVar
+
+from weightsync.config import PrefixCache
+from weightsync.engines.serving.checks import check_version, refuse_salt
+from weightsync.engines.sglang.api import LOADER, Manager, has_sessions
+from weightsync.engines.sglang.rank_calls import Replies
+from weightsync.engines.sglang.ranks import SglangRanks
+from weightsync.engines.sglang.worker import RankSettings
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
+from weightsync.plan import Plan
+from weightsync.plan.layout.layout_table import LayoutTable
+from weightsync.protocol.messages import Attached, FeedTicket
+
+T = TypeVar("T")
+
+_DEFAULTS = {
+    **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), 1),
+    "enable_eplb": False,
+    "weight_cache_mode": "off",
+    "speculative_algorithm": None,
+}
+"""Options of a server with defaults, others of which put weights or ranks out of our reach."""
+
+
+class AdoptedSglang(SglangRanks):
+    """The server whose ``TokenizerManager`` is `manager`, on the event loop `loop`.
+
+    Requests go to the server as before. They wait while it is paused, and after a failed load until a load
+    succeeds. Methods block, so they must be called from another thread than the loop's.
+
+    Raises ConfigError, named as the option of ``launch_server``, if the server cannot be updated.
+    """
+
+    def __init__(self, manager: Any, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ANN401 - SGLang's
+        super().__init__("")
+        check_version("sglang")
+        options = manager.server_args
+        _require_updatable(options)
+        self._num_ranks = options.tp_size
+        self._manager, self._loop = Manager(manager, self._num_ranks), loop
+        self._serving = 0
+        self._settings = RankSettings(
+            "sglang",
+            options.model_path,
+            str(manager.model_config.dtype).removeprefix("torch."),
+            overrides=options.json_model_override_args or "{}",
+            trust_remote_code=options.trust_remote_code,
+            revision=options.revision,
+        )
+        self._replies = Replies("sglang", self._num_ranks)
+
+    async def hold(self) -> None:
+        """Have requests wait for the first version. Called on the server's event loop."""
+        await self._manager.pause("retract")
+
+    def layout(self) -> Sequence[LayoutTable]:
+        """Return the layout of each rank."""
+        self._join()
+        return super().layout()
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        """Connect all ranks to their holders, and read the engine's name from the tickets."""
+        self._name = tickets[0].engine
+        return super().attach(plan, tickets, timeout_s)
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
+        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
+        serving, self._serving = self._serving, 0
+        try:
+            self._wait(self._pause(mode), timeout_s)
+        except FutureTimeoutError as error:
+            self._wait(self._manager.go_on())
+            self._serving = serving
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+        self.on_ranks("settle")
+
+    async def _pause(self, mode: str) -> None:
+        manager = self._manager.manager
+        if mode == "keep" or manager.is_pause:
+            await self._manager.pause("retract")
+            return
+        if mode == "abort":
+            manager.abort_request(abort_all=True)
+        async with manager.model_update_lock.writer_lock:  # once no request runs; others wait
+            await self._manager.pause("retract")
+
+    def resume(self, version: int) -> None:
+        """Serve `version`.
+
+        Raises StateError while the weights are dummies or a mix, and if somebody has resumed SGLang while
+        they were written.
+        """
+        self.require_whole()
+        self._wait(self._commit(version))
+        self._serving = version
+
+    async def _commit(self, version: int) -> None:
+        if not self._manager.manager.is_pause:
+            why = "somebody resumed SGLang while weights were written: tokens since then may be of a mix"
+            raise StateError(f"engine {self._name}: {why}")
+        await self._manager.label(str(version))
+        if not await self._manager.forget():
+            raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
+        await self._manager.go_on()
+
+    def serving(self) -> int:
+        """Return the version being served, 0 while paused."""
+        return self._serving
+
+    def close(self) -> None:
+        """Disconnect from the holders. The server itself continues."""
+        self.on_ranks("close")
+
+    def _sleep_option(self, level: int) -> NoReturn:
+        raise ConfigError("sleep", "a server of SGLang", "leave it out: its requests would end its processes")
+
+    def _asked(
+        self,
+        method: str,
+        work: Callable[[Manager], Coroutine[Any, Any, T]],
+        wait_s: float | None = None,
+    ) -> T:
+        with self._naming(method, FutureTimeoutError):
+            return self._wait(self._alone(work), wait_s)
+
+    async def _alone(self, work: Callable[[Manager], Coroutine[Any, Any, T]]) -> T:
+        if self._manager.manager.is_pause:
+            return await work(self._manager)
+        # Without a pause, SGLang would wait for running requests and admit no others.
+        await self._manager.pause("in_place")
+        try:
+            return await work(self._manager)
+        finally:
+            await self._manager.go_on()
+
+    def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return asked.result(timeout_s)
+        except FutureTimeoutError:
+            asked.cancel()
+            raise
+
+
+def _require_updatable(options: Any) -> None:  # noqa: ANN401 - SGLang's
+    """Raise ConfigError for options of ``launch_server`` with which no update works."""
+    if not has_sessions():
+        raise ConfigError("sglang", "earlier than 0.5.21", "install a newer one: it lets no plug-in in")
+    for name, default in _DEFAULTS.items():
+        if (value := getattr(options, name, default)) != default:
+            raise ConfigError(name, value, f"start the server without it: the default is {default}")
+    if LOADER not in (options.custom_weight_loader or ()):
+        raise ConfigError(
+            "custom_weight_loader", None, f"start the server with --custom-weight-loader {LOADER}"
+        )
