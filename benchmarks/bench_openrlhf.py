@@ -49,7 +49,7 @@ _FLAGS = f"""
 _WAYS = ("ours", "OpenRLHF")
 _COLOCATED = "--train.colocate_all --vllm.enable_sleep"
 _PACKAGES = ("openrlhf", "vllm", "deepspeed", "torch", "ray", "transformers")
-_BROADCAST = re.compile(r"Global step (\d+): .*'timing/broadcast': ([\d.e-]+)")
+_BROADCAST = re.compile(r"Global step \d+: .*'timing/broadcast': ([\d.e-]+)")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import ray
@@ -117,10 +118,12 @@ def update(sync: WeightSync, trainer: ray.ActorHandle, servers: list[Server], ve
 
 
 def write_entry_points(folder: Path) -> None:
-    """Have servers find this project's plug-ins where it is not installed."""
-    info = folder / "weightsync-0.dist-info"
+    """Have servers find this project's plug-in where it is not installed."""
+    if metadata.entry_points(group="sglang.srt.plugins", name="weightsync"):
+        return
+    info = folder / "weightsync_plugins-0.dist-info"  # an older weightsync may be installed
     info.mkdir()
-    (info / "METADATA").write_text("Name: weightsync\nVersion: 0\n")
+    (info / "METADATA").write_text("Name: weightsync_plugins\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nweightsync = weightsync.plugins:register_sglang\n"
     )
@@ -142,12 +145,15 @@ def main(folder: Path, kind: str) -> None:
     trainer_class = save_model(folder / "model")
     os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    config = SyncConfig(join_port=free_port(), timeout_s=patient(30), connect_timeout_s=patient(180))
+    config = SyncConfig(
+        join_port=free_port(),
+        timeout_s=patient(30),
+        connect_timeout_s=patient(180),
+        stage="host" if ON_GPU else "none",  # else the only server has nobody to be filled from
+    )
     driver = f"{ray.util.get_node_ip_address()}:{config.join_port}"
-    # Ranks of two hosts on one GPU cannot meet: NCCL refuses them.
-    servers = [
-        Server(kind, folder / "model", driver, apart) for apart in (False, not ON_GPU and can_be_apart())
-    ]
+    apart = [False] if ON_GPU else [False, can_be_apart()]  # a GPU has one engine
+    servers = [Server(kind, folder / "model", driver, each) for each in apart]
     make = ray.remote(num_cpus=0, num_gpus=0.1 if ON_GPU else 0)(trainer_class)
     trainer = make.remote(str(folder / "model"), "cuda" if ON_GPU else "cpu")
     try:
@@ -164,16 +170,17 @@ def main(folder: Path, kind: str) -> None:
             assert min(asking.counts.values()) > 0
             update(sync, trainer, servers, NUM_UPDATES)
 
-            servers[1].kill()
+            name, last = [*sync.engines()][-1], servers[-1]
+            last.kill()
             wanted, deadline = ray.get(trainer.says.remote(NUM_UPDATES)), time.monotonic() + patient(240)
-            while "e1" in sync.serving():
+            while name in sync.serving():
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            servers[1].start()
-            while "e1" not in sync.serving():
+            last.start()
+            while name not in sync.serving():
                 assert time.monotonic() < deadline, sync.engine_states()
                 time.sleep(0.5)
-            assert servers[1].said() == wanted
+            assert last.said() == wanted
             update(sync, trainer, servers, NUM_UPDATES + 1)
     finally:
         for each in servers:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -33,12 +34,12 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
-from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from tests.models import build_tiny_qwen3, greedy, save_tokenizer
 from tests.pages import blocks
 from tests.patience import patient
-from weightsync.errors import EngineError
+from weightsync.errors import ConfigError, EngineError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plugins.verl_manager import Manager, model_of
 
@@ -189,6 +190,24 @@ def by_manager(fleet: Fleet) -> None:
     manager.sync.close()
 
 
+def refuse() -> None:
+    """What cannot be updated is refused by name, before any request is aborted."""
+    replicas = [
+        (
+            RolloutMode.HYBRID,
+            1,
+            "rollout_mode: 'hybrid' is not valid; use a trainer whose rollouts have GPUs",
+        ),
+        (RolloutMode.COLOCATED, 1, "rollout_mode: 'colocated' is not valid"),
+        (RolloutMode.STANDALONE, 2, "servers: 2 is not valid; give each replica the GPUs of one host"),
+    ]
+    for mode, num_hosts, named in replicas:
+        manager = object.__new__(Manager)
+        manager.replicas = [SimpleNamespace(replica_rank=0, rollout_mode=mode, servers=[None] * num_hosts)]
+        with pytest.raises(ConfigError, match=named):
+            manager.update_weights(global_steps=1)
+
+
 class Received:
     """In the place of verl's client of vLLM, which cannot load into weights that vLLM packs for CPUs."""
 
@@ -238,6 +257,7 @@ def fleet(folder: Path) -> None:
         # A host that gives its guest memory as it is used looks full when it is not.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
+    refuse()
     made = Fleet(folder)
     by_manager(made)
     by_checkpoint_engine(made)

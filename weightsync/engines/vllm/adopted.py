@@ -53,7 +53,7 @@ class AdoptedVllm(VllmRanks):
         super().__init__("")
         check_version("vllm")
         self._llm, self._loop = llm, loop
-        self._serving = 0
+        self._serving, self._was_paused = 0, False
 
     def check(self) -> None:
         """Raise PeerLostError if vLLM is dead. vLLM does not say which rank it lost."""
@@ -116,7 +116,7 @@ class AdoptedVllm(VllmRanks):
         were written.
         """
         self.require_whole()
-        if not self._sleeps and not self._wait(self._llm.is_paused()):  # what wakes up resumes by itself
+        if not self._sleeps and not self._was_paused:  # what wakes up resumes by itself
             why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
             raise StateError(f"engine {self._name}: {why}")
         self._wake(WEIGHTS, CACHES)
@@ -147,13 +147,19 @@ class AdoptedVllm(VllmRanks):
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         try:
-            return self._wait(self._llm.collective_rpc("ws_call", args=(blob,)))
+            replies, self._was_paused = self._wait(self._call(blob))
+            return replies
         except Exception as error:
             if "ws_call" in str(error):
                 remedy = f"make the AsyncLLM with {_WORKER!r}, or a class derived from it"
                 raise ConfigError("worker_extension_cls", None, remedy) from error
             self.check()
             raise
+
+    async def _call(self, blob: bytes) -> tuple[Sequence[bytes], bool]:
+        """Call the ranks. Returns the replies, and whether vLLM was paused, as it does no step meanwhile."""
+        asked = self._llm.collective_rpc("ws_call", args=(blob,))
+        return await asyncio.gather(asked, self._llm.is_paused())  # one wait: vLLM takes them in this order
 
     def _wait(self, work: Coroutine[object, object, T], timeout_s: float | None = None) -> T:
         asked = asyncio.run_coroutine_threadsafe(work, self._loop)
