@@ -173,9 +173,8 @@ class ChangeKernels:
         table = [(tile.code, len(tile.values), len(tile.index), tile.values.nbytes) for tile in self._tiles]
         _memory(found, 4 * num, "<i8").reshape(4, num).T[:] = table
 
-    def write_changes(
-        self, _: _Places, num: int, __: int, ___: int, ends: int, ____: int, index: int, values: int
-    ) -> None:
+    def write_changes(self, _: _Places, num: int, *addresses: int) -> None:
+        ends, _bits, index, values = addresses[-4:]
         bounds = _memory(ends, 2 * num, "<i8").reshape(2, num).T.tolist()
         for tile, (index_end, values_end) in zip(self._tiles, bounds, strict=True):
             for to, end, data in ((index, index_end, tile.index), (values, values_end, tile.values)):

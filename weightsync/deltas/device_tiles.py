@@ -16,6 +16,7 @@ MOST_INDEX_NBYTES = TILE // 8
 """No index is longer than a bitmap."""
 _NUM_THREADS = 512  # kThreads in kernels.cu
 DEVICE = "cuda"
+"""The torch device of all memory here."""
 
 
 def tile_rows(spans: Sequence[Span]) -> Int64:

@@ -72,7 +72,7 @@ class PartDeltas:
     Snapshots are in memory of the host. If the holder has a GPU, they are compared and rebuilt there.
     """
 
-    def __init__(self, plan: Plan, store: SnapshotStore, on_device: bool = False) -> None:
+    def __init__(self, plan: Plan, store: SnapshotStore, on_device: bool) -> None:
         """`on_device`: use the current GPU, from the first delta on, if it has the memory."""
         self._plan, self._store, self._on_device = plan, store, on_device
         self._spans, self._coder = cache(self._find_spans), cache(self._make_coder)

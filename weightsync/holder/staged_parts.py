@@ -45,7 +45,7 @@ class StagedParts:
         store: SnapshotStore,
         parts: Sequence[int],
         engine: DeviceStaging | None,
-        device: str = "cpu",
+        device: str,
     ) -> None:
         """Reserve memory for two versions of each of `parts`. Raises TransportError if memory is short.
 
