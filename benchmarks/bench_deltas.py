@@ -1,6 +1,7 @@
 """Fine-tunes a model, and measures what deltas between its versions cost, beside formats of others.
 
     python -m benchmarks.bench_deltas [--steps 50] [--rates 1e-6 1e-4] [--json FILE]
+    python -m benchmarks.bench_deltas --gpu [--gib 8] [--json FILE]     how fast a GPU codes and applies
 
 A Llama with random weights is trained first, so that its weights are no noise, then tuned by AdamW with
 float32 masters at each rate. Every step publishes bfloat16 weights. Each format codes the same two versions,
@@ -13,6 +14,13 @@ in one thread:
 
 slime and verl are their published formats, as data; their programs are not started. After each step the
 decoded version is compared bit by bit. Rows with zstd need the package zstandard.
+
+With --gpu, 1, 5 and 30 % of random bfloat16 change at random places. Rates are bytes of the whole version per
+second, in memory
+
+  of the GPU                the kernels alone: both versions and the delta are in the GPU's memory
+  of the host, by the GPU   what holders with a GPU do: versions and delta in page-locked memory of the host
+  of the host, by a thread  what other holders do
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ import argparse
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +40,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import environment, print_table, write_json
+from benchmarks.deltas_gpu import gpu_rows
 from weightsync.deltas.changes import Changes, Span
 
 __all__ = ["main"]
@@ -68,8 +77,12 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-4])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--gib", type=int, default=8, help="with --gpu: of a version, at least 2")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.gpu:
+        return show("deltas by a GPU", [*gpu_rows(args.gib)], args.json)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -87,10 +100,15 @@ def main() -> None:
     for rate in args.rates:
         model.load_state_dict(warm)
         rows += tune(model, rate, args.steps)
+    return show("deltas of a fine-tuned model", rows, args.json)
+
+
+def show(title: str, rows: Sequence[Mapping[str, object]], file: Path | None) -> None:
+    """Print the rows, and write them to `file`."""
     where = environment()
-    print_table("deltas of a fine-tuned model", rows, where)
-    if args.json:
-        write_json(args.json, "deltas", rows, where)
+    print_table(title, rows, where)
+    if file:
+        write_json(file, "deltas", rows, where)
 
 
 def steps(model: LlamaForCausalLM, rate: float, num: int) -> Iterator[float]:

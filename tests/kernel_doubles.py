@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.errors import TransportError
+from weightsync.deltas import device_tiles
+from weightsync.deltas.tiles import Code, Tile, difference
+from weightsync.errors import TransportError, WireError
 from weightsync.holder import quantizing_copy, second_copy
-from weightsync.memory import host
+from weightsync.memory import cuda, host
 from weightsync.memory.kernels.digests import BoxPart, box_digests, tensor_digest
 from weightsync.plan import Box
 from weightsync.plan.layout.copies import Copies
@@ -24,6 +26,9 @@ from weightsync.plan.layout.formats import Format
 from weightsync.quantising import quantizing_reads, quantizing_tables
 from weightsync.quantising.quantize import quantize, quantize_together
 from weightsync.quantising.quantize_kernels import MatrixDigests
+
+_Places = Sequence[tuple[int, int, int]]
+"""Tiles: the offset, the number of elements and the bytes per element."""
 
 
 class CopyTable:
@@ -148,6 +153,52 @@ def _add_digest(
         totals[number] += int(np.uint64(digest).view(np.int64))
 
 
+class ChangeKernels:
+    """The kernels of `device_tiles`, which code and apply one tile after another."""
+
+    def __init__(self) -> None:
+        self._tiles: Sequence[Tile] = ()
+
+    def launch(self, name: str, _: object, num: int, __: int, args: Sequence[Any]) -> None:
+        tiles, *others = map(int, args)
+        rows = _memory(tiles, 2 * num, "<i8").reshape(num, 2).tolist()
+        places = [(at, packed & 0xFFFF_FFFF, packed >> 32) for at, packed in rows]
+        getattr(self, name)(places, *others)
+
+    def find_changes(self, places: _Places, num: int, old: int, new: int, found: int, _: int) -> None:
+        self._tiles = [
+            difference(*(_memory(base + at, num, f"<u{width}") for base in (old, new)))
+            for at, num, width in places
+        ]
+        table = [(tile.code, len(tile.values), len(tile.index), tile.values.nbytes) for tile in self._tiles]
+        _memory(found, 4 * num, "<i8").reshape(4, num).T[:] = table
+
+    def write_changes(self, _: _Places, num: int, *addresses: int) -> None:
+        ends, _bits, index, values = addresses[-4:]
+        bounds = _memory(ends, 2 * num, "<i8").reshape(2, num).T.tolist()
+        for tile, (index_end, values_end) in zip(self._tiles, bounds, strict=True):
+            for to, end, data in ((index, index_end, tile.index), (values, values_end, tile.values)):
+                _memory(to + end - data.nbytes, data.nbytes, "u1")[:] = data.view(np.uint8)
+
+    def apply_changes(
+        self, places: _Places, row: int, table: int, memory: int, index: int, values: int, damaged: int
+    ) -> None:
+        rows = zip(
+            *(_memory(table + 8 * row * i, len(places), "<i8").tolist() for i in range(5)), strict=True
+        )
+        for (at, num, width), (code, count, size, index_at, values_at) in zip(places, rows, strict=True):
+            held = _memory(index + index_at, size, "u1"), _memory(values + values_at, count, f"<u{width}")
+            try:
+                Tile(Code(code), *held).apply(_memory(memory + at, num, f"<u{width}"))
+            except WireError:
+                _memory(damaged, 1, "<i8")[0] = 1 + code
+
+
+def _memory(address: int, num: int, dtype: str) -> Any:
+    held: Any = (ctypes.c_uint8 * (num * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(held, dtype)
+
+
 class LaunchGraph:
     def __init__(self, launch: Callable[[object], None]) -> None:
         self.launch = launch
@@ -217,6 +268,18 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+
+def use_change_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `device_changes` use these in place of kernels, streams and the device's memory."""
+    monkeypatch.setattr(device_tiles, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda, "launch", ChangeKernels().launch)
+    monkeypatch.setattr(cuda, "load", lambda _: None)
+    monkeypatch.setattr(cuda, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
 
 
 def use_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 from weightsync.text import size_text, time_text
 
-MAKE_GB_PER_S, USE_GB_PER_S = 1.0, 2.0
-"""Of one thread, in bytes of the whole version.
+READ_GB_PER_S, USE_GB_PER_S = 27.0, 42.0
+"""Of one GPU that compares two versions in the host's memory, and that rebuilds one: bytes of the version."""
+WRITE_GB_PER_S = 3.8
+"""Of one holder that writes a delta, in bytes of the delta.
 
-So 400 MB with 1 % changed take 0.64 s at 1 Gb/s; benchmarks/results/deltas-hosts-cpu-2026-11-29.txt has 0.56.
+With 5 % changed, a GB is made in 0.057 s, and used in 0.024 s. Measured were 0.056 and 0.025:
+benchmarks/results/deltas-8gib-a2be80c3-1xh200-2026-11-29.json.
 """
 _UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
@@ -54,7 +57,8 @@ def explain_deltas(
     """Compare a whole version with a delta, over the link to one host with `num_ranks` engine ranks."""
     whole = sum(meta.nbytes for meta in tensors)
     delta = sum(expected_nbytes(meta.numel, meta.itemsize, link.density) for meta in tensors)
-    code_s = whole / 1e9 * (1 / MAKE_GB_PER_S / num_trainers + 1 / USE_GB_PER_S / num_ranks)
+    make_s = (whole / READ_GB_PER_S + delta / WRITE_GB_PER_S) / num_trainers / 1e9
+    code_s = make_s + whole / USE_GB_PER_S / num_ranks / 1e9
     whole_s, delta_s = whole / link.rate, delta / link.rate + code_s
     pays = f"{whole_s / delta_s:.1f} times as fast" if delta_s < whole_s else "does not pay: sync.deltas none"
     return [

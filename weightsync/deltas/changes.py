@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.deltas.tiles import Bytes, Code, Elements, Tile, cut, difference
+from weightsync.deltas.tiles import Bytes, Code, Elements, Int64, Tile, cut, difference
 from weightsync.errors import PlanError, WireError
 
 
@@ -21,6 +21,43 @@ class Span:
     offset: int
     nbytes: int
     itemsize: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The begin of a delta, with one entry for each tile: little-endian, and unaligned.
+
+    Attributes:
+        codes: uint8[n].
+        counts: the numbers of values: uint32[n].
+        sizes: the bytes of the indexes: uint32[n].
+    """
+
+    codes: Bytes
+    counts: Elements
+    sizes: Elements
+
+    @staticmethod
+    def of(data: Bytes, num: int) -> Table:
+        """View the table of `num` tiles at the begin of `data`. Raises WireError if `data` is too short."""
+        if len(data) < 9 * num:
+            raise WireError(f"a delta of {len(data)} bytes is too short for {num} tiles")
+        counts, sizes = data[num : 9 * num].view("<u4").reshape(2, num)
+        return Table(data[:num], counts, sizes)
+
+    def ends(self, widths: Int64, nbytes: int) -> tuple[Int64, Int64]:
+        """Return where each tile's index and values end, in a delta of `nbytes` bytes.
+
+        `widths` are the bytes per element. Raises WireError if a code is unknown, or the sizes do not agree.
+        """
+        num = len(widths)
+        index = np.cumsum(self.sizes, dtype=np.int64) + 9 * num
+        values = np.cumsum(self.counts * widths, dtype=np.int64) + (index[-1] if num else 0)
+        if (needed := int(values[-1]) if num else 0) != nbytes:
+            raise WireError(f"a delta has {nbytes} bytes, not the {needed} that its tiles need")
+        if num and (code := int(self.codes.max())) > max(Code):
+            raise WireError(f"a tile of a delta has code {code}, of {min(Code)} to {max(Code)}")
+        return index, values
 
 
 class Changes:
@@ -47,29 +84,14 @@ class Changes:
 
         Raises WireError if sizes do not agree. Indexes are checked by `apply`.
         """
-        widths = [span.itemsize for span in spans for _ in cut(span.nbytes, span.itemsize)]
-        num = len(widths)
-        if len(data) < 9 * num:
-            raise WireError(f"a delta of {len(data)} bytes is too short for {num} tiles")
-        codes, counts, sizes = data[:num], _table(data, num, 1), _table(data, num, 5)
-        first = 9 * num
-        ends = first + np.cumsum(sizes)
-        values_at = int(ends[-1]) if num else first
-        value_ends = values_at + np.cumsum(counts * np.array(widths, np.int64))
-        if (needed := int(value_ends[-1]) if num else first) != len(data):
-            raise WireError(f"a delta has {len(data)} bytes, not the {needed} that its tiles need")
+        widths = np.array(
+            [span.itemsize for span in spans for _ in cut(span.nbytes, span.itemsize)], np.int64
+        )
+        table = Table.of(data, len(widths))
         tiles = []
-        for width, code, size, end, count, value_end in zip(
-            widths,
-            codes.tolist(),
-            sizes.tolist(),
-            ends.tolist(),
-            counts.tolist(),
-            value_ends.tolist(),
-            strict=True,
-        ):
-            if code not in _CODES:
-                raise WireError(f"a tile of a delta has code {code}, of {min(_CODES)} to {max(_CODES)}")
+        columns = (widths, table.codes, table.sizes, table.counts, *table.ends(widths, len(data)))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for width, code, size, count, end, value_end in rows:
             values = data[value_end - count * width : value_end]
             tiles.append(Tile(Code(code), data[end - size : end], _elements(values, width)))
         return Changes(spans, tiles)
@@ -81,11 +103,11 @@ class Changes:
 
     def write(self, to: Bytes) -> None:
         """Write everything to `to`, uint8[nbytes]."""
-        num = len(self._tiles)
-        to[:num] = [tile.code for tile in self._tiles]
-        _table(to, num, 1)[:] = [len(tile.values) for tile in self._tiles]
-        _table(to, num, 5)[:] = [len(tile.index) for tile in self._tiles]
-        at = 9 * num
+        table = Table.of(to, len(self._tiles))
+        table.codes[:] = [tile.code for tile in self._tiles]
+        table.counts[:] = [len(tile.values) for tile in self._tiles]
+        table.sizes[:] = [len(tile.index) for tile in self._tiles]
+        at = 9 * len(self._tiles)
         for data in [*(tile.index for tile in self._tiles), *(tile.values for tile in self._tiles)]:
             to[at : at + data.nbytes] = data.view(np.uint8)
             at += data.nbytes
@@ -99,9 +121,6 @@ class Changes:
             tile.apply(memory)
 
 
-_CODES = frozenset(Code)
-
-
 def _cut(spans: Sequence[Span], memory: Bytes) -> Iterator[Elements]:
     for span in spans:
         its = memory[span.offset : span.offset + span.nbytes]
@@ -113,8 +132,3 @@ def _cut(spans: Sequence[Span], memory: Bytes) -> Iterator[Elements]:
 
 def _elements(data: Bytes, width: int) -> Elements:
     return data.view(np.dtype(f"<u{width}"))
-
-
-def _table(data: Bytes, num: int, row: int) -> Elements:
-    """Return the uint32 per tile that begin after `row` bytes per tile."""
-    return data[row * num : (row + 4) * num].view("<u4")

@@ -22,7 +22,7 @@ TILE = 1 << 16
 Bytes = npt.NDArray[np.uint8]
 Elements = npt.NDArray[Any]
 """Unsigned integers of the width of a tile's elements."""
-_Places = npt.NDArray[np.int64]
+Int64 = npt.NDArray[np.int64]
 _ESCAPE = 255
 """A byte of `Code.GAPS` that adds 255 to the gap that the next byte ends."""
 
@@ -60,7 +60,7 @@ class Tile:
     def nbytes(self) -> int:
         return self.index.nbytes + self.values.nbytes
 
-    def places(self, num_elements: int) -> _Places:
+    def places(self, num_elements: int) -> Int64:
         """Return the places of `values` in a tile of `num_elements`, rising.
 
         Raises WireError if the index is damaged.
@@ -100,7 +100,7 @@ def difference(old: Elements, new: Elements) -> Tile:
     return tile if tile.nbytes < new.nbytes else Tile(Code.DENSE, _NO_INDEX, new)
 
 
-def coded(places: _Places, values: Elements, num_elements: int) -> Tile:
+def coded(places: Int64, values: Elements, num_elements: int) -> Tile:
     """Return the shortest code for `values` at `places`, which rise, of a tile of `num_elements`."""
     if not len(places):
         return Tile(Code.NOTHING, _NO_INDEX, values)
@@ -117,54 +117,54 @@ def coded(places: _Places, values: Elements, num_elements: int) -> Tile:
     return Tile(code, _INDEX[code](places, gaps, num_elements), values)
 
 
-def _runs_index(places: _Places, gaps: _Places, _: int) -> Bytes:
+def _runs_index(places: Int64, gaps: Int64, _: int) -> Bytes:
     begins = np.flatnonzero(np.concatenate([[True], gaps[1:] > 0]))
     ends = np.append(begins[1:], len(places))
     index: Bytes = np.concatenate([places[begins], ends - begins - 1]).astype("<u2").view(np.uint8)
     return index
 
 
-def _runs_places(index: Bytes, num_elements: int) -> _Places:
+def _runs_places(index: Bytes, num_elements: int) -> Int64:
     firsts, lengths = index.view("<u2").astype(np.int64).reshape(2, -1)
     lengths = lengths + 1
     total = int(lengths.sum())
     if total > num_elements:
         raise ValueError(f"{total} places of {num_elements}")
     before = np.cumsum(lengths) - lengths
-    places: _Places = np.arange(total) + np.repeat(firsts - before, lengths)
+    places: Int64 = np.arange(total) + np.repeat(firsts - before, lengths)
     return places
 
 
-def _gaps_index(places: _Places, gaps: _Places, _: int) -> Bytes:
+def _gaps_index(places: Int64, gaps: Int64, _: int) -> Bytes:
     ends = np.cumsum(gaps // _ESCAPE + 1)
     index = np.full(int(ends[-1]), _ESCAPE, np.uint8)
     index[ends - 1] = gaps % _ESCAPE
     return index
 
 
-def _gaps_places(index: Bytes, _: int) -> _Places:
+def _gaps_places(index: Bytes, _: int) -> Int64:
     ends = np.flatnonzero(index != _ESCAPE)
     return np.cumsum(index, dtype=np.int64)[ends] + np.arange(len(ends))
 
 
-def _bitmap_index(places: _Places, _: _Places, num_elements: int) -> Bytes:
+def _bitmap_index(places: Int64, _: Int64, num_elements: int) -> Bytes:
     changed = np.zeros(num_elements, bool)
     changed[places] = True
     return np.packbits(changed)
 
 
-def _bitmap_places(index: Bytes, num_elements: int) -> _Places:
+def _bitmap_places(index: Bytes, num_elements: int) -> Int64:
     if len(index) != -(-num_elements // 8):
         raise ValueError(f"{len(index)} bytes for {num_elements} elements")
     return np.flatnonzero(np.unpackbits(index, count=num_elements))
 
 
-_INDEX: dict[Code, Callable[[_Places, _Places, int], Bytes]] = {
+_INDEX: dict[Code, Callable[[Int64, Int64, int], Bytes]] = {
     Code.RUNS: _runs_index,
     Code.GAPS: _gaps_index,
     Code.BITMAP: _bitmap_index,
 }
-_PLACES: dict[Code, Callable[[Bytes, int], _Places]] = {
+_PLACES: dict[Code, Callable[[Bytes, int], Int64]] = {
     Code.NOTHING: lambda *_: np.empty(0, np.int64),
     Code.RUNS: _runs_places,
     Code.GAPS: _gaps_places,

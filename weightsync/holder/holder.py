@@ -413,7 +413,7 @@ class Holder:
         if self._plan is None or self.staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
         engine = self.staging.mapped if on_device else None
-        self._staged_parts = StagedParts(self._plan, self._store(), parts, engine)
+        self._staged_parts = StagedParts(self._plan, self._store(), parts, engine, self.staging.device)
         return self._staged_parts.memory
 
     def stage(self, task: StageTask, timeout_s: float) -> Sequence[StagedPart]:

@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Protocol
 
 import torch
 from msgspec.structs import replace
 
 from weightsync.deltas.changes import Changes, Span
-from weightsync.errors import ReadError, WireError
+from weightsync.deltas.device_changes import CodingMemory, DeviceCoder
+from weightsync.deltas.tiles import Bytes
+from weightsync.errors import ReadError, TransportError, WireError
 from weightsync.holder.snapshots import HEADER_NBYTES, Held, SnapshotStore
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Delta, SnapshotHeader, SnapshotPart
 
+logger = logging.getLogger("weightsync.holder")
+
+
+class _Written(Protocol):
+    """Changes, as bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def write(self, to: Bytes) -> None: ...
+
+
+class _Coder(Protocol):
+    """Finds and applies the changes of a part: see `DeviceCoder`."""
+
+    def between(self, old: torch.Tensor, new: torch.Tensor) -> _Written: ...
+    def rebuild(self, data: torch.Tensor, base: torch.Tensor, to: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCoder:
+    """Does what `DeviceCoder` does in one thread, without a GPU."""
+
+    spans: Sequence[Span]
+
+    def between(self, old: torch.Tensor, new: torch.Tensor) -> Changes:
+        return Changes.between(self.spans, old.numpy(), new.numpy())
+
+    def rebuild(self, data: torch.Tensor, base: torch.Tensor, to: torch.Tensor) -> None:
+        changes, memory = Changes.decode(self.spans, data.numpy()), to.numpy()
+        memory[:] = base.numpy()
+        changes.apply(memory)
+
 
 @dataclass(frozen=True, slots=True)
 class _Content:
     """Changes as the content of a store's memory."""
 
-    changes: Changes
+    changes: _Written
     nbytes: int
 
     def save(self, to: torch.Tensor) -> None:
@@ -31,11 +67,15 @@ class _Content:
 
 
 class PartDeltas:
-    """Makes and applies deltas of parts of one plan, in the memory of a snapshot store."""
+    """Makes and applies deltas of parts of one plan, in the memory of a snapshot store.
 
-    def __init__(self, plan: Plan, store: SnapshotStore) -> None:
-        self._plan, self._store = plan, store
-        self._spans = cache(self._find_spans)
+    Snapshots are in memory of the host. If the holder has a GPU, they are compared and rebuilt there.
+    """
+
+    def __init__(self, plan: Plan, store: SnapshotStore, on_device: bool) -> None:
+        """`on_device`: use the current GPU, from the first delta on, if it has the memory."""
+        self._plan, self._store, self._on_device = plan, store, on_device
+        self._spans, self._coder = cache(self._find_spans), cache(self._make_coder)
 
     def make(self, header: SnapshotHeader) -> Delta | None:
         """Compare the staged part with the part's committed version, and save what changed.
@@ -50,10 +90,9 @@ class PartDeltas:
         old, new = self._store.own(base), self._store.own(header)
         if old is None or new is None:
             return None
-        spans = self._spans(header.part)
-        changes = Changes.between(spans, old.bytes.numpy(), new.bytes.numpy())
+        changes = self._coder(header.part).between(old.bytes, new.bytes)
         offer, nbytes = None, changes.nbytes
-        if nbytes < sum(span.nbytes for span in spans):
+        if nbytes < sum(span.nbytes for span in self._spans(header.part)):
             offer = self._store.save_delta(replace(header, base=base.version), _Content(changes, nbytes))
         return Delta(base.version, offer, nbytes, time.perf_counter() - began)
 
@@ -71,21 +110,30 @@ class PartDeltas:
         try:
             with self._store.receiving(part, turn) as (buffer, offer):
                 self._store.fetch(delta.offer, wanted, delta.nbytes, received, timeout_s, turn)
-                changed = received.tensor[HEADER_NBYTES:].numpy()
-                self._write(part, base, Changes.decode(self._spans(part.header.part), changed), buffer)
+                self._write(part, base, received.tensor[HEADER_NBYTES:], buffer)
         except WireError as error:
             raise ReadError(delta.offer.holder, str(error)) from error
         finally:
             received.close()
         return offer
 
-    @staticmethod
-    def _write(part: SnapshotPart, base: Held, changes: Changes, buffer: SharedBuffer) -> None:
-        body, header = buffer.tensor[HEADER_NBYTES:].numpy(), base.header
-        body[:] = base.bytes.numpy()
-        changes.apply(body)
+    def _write(self, part: SnapshotPart, base: Held, data: torch.Tensor, buffer: SharedBuffer) -> None:
+        header = base.header
+        self._coder(part.header.part).rebuild(data, base.bytes, buffer.tensor[HEADER_NBYTES:])
         if header is None or base.header != header:
             raise WireError(f"part {part.header.part} was replaced while a delta of it was applied")
+
+    def _make_coder(self, part: int) -> _Coder:
+        spans = self._spans(part)
+        try:
+            return DeviceCoder(spans, self._memory) if self._on_device else _HostCoder(spans)
+        except (TransportError, torch.OutOfMemoryError) as error:
+            logger.warning("[%s] makes and uses deltas in one thread: %s", self._store.name, error)
+            return _HostCoder(spans)
+
+    @cached_property
+    def _memory(self) -> CodingMemory:
+        return CodingMemory()
 
     def _find_spans(self, part: int) -> Sequence[Span]:
         sizes = [

@@ -40,15 +40,20 @@ class StagedParts:
     """
 
     def __init__(
-        self, plan: Plan, store: SnapshotStore, parts: Sequence[int], engine: DeviceStaging | None
+        self,
+        plan: Plan,
+        store: SnapshotStore,
+        parts: Sequence[int],
+        engine: DeviceStaging | None,
+        device: str,
     ) -> None:
         """Reserve memory for two versions of each of `parts`. Raises TransportError if memory is short.
 
         If `engine`, also reserve a second copy of the engine rank's weights, if the rank's GPU has the
-        memory.
+        memory. `device`: ``cuda`` to make and use deltas on the current GPU.
         """
         self._plan, self._store, self._engine = plan, store, engine
-        self._deltas = PartDeltas(plan, store)
+        self._deltas = PartDeltas(plan, store, device == "cuda")
         offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
         self.memory = _with_second_copy(offers, engine)
         # One table for each place, made now, so that no update plans anything.

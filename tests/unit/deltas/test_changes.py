@@ -182,18 +182,18 @@ def test_each_code_is_used() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        Tile(Code.RUNS, np.array([0, 0, 0], np.uint8), np.zeros(1, np.uint16)),
-        Tile(Code.RUNS, np.array([9, 0, 9, 0, 0, 0, 1, 0], "<u1"), np.zeros(3, np.uint16)),
-        Tile(Code.RUNS, np.array([0, 0, 255, 255], np.uint8), np.zeros(8, np.uint16)),
-        Tile(Code.GAPS, np.array([255, 255], np.uint8), np.zeros(2, np.uint16)),
-        Tile(Code.GAPS, np.array([7, 7], np.uint8), np.zeros(2, np.uint16)),
-        Tile(Code.BITMAP, np.zeros(9, np.uint8), np.zeros(0, np.uint16)),
-        Tile(Code.DENSE, np.zeros(0, np.uint8), np.zeros(7, np.uint16)),
-    ],
-)
+DAMAGED = [
+    Tile(Code.RUNS, np.array([0, 0, 0], np.uint8), np.zeros(1, np.uint16)),
+    Tile(Code.RUNS, np.array([9, 0, 9, 0, 0, 0, 1, 0], "<u1"), np.zeros(3, np.uint16)),
+    Tile(Code.RUNS, np.array([0, 0, 255, 255], np.uint8), np.zeros(8, np.uint16)),
+    Tile(Code.GAPS, np.array([255, 255], np.uint8), np.zeros(2, np.uint16)),
+    Tile(Code.GAPS, np.array([7, 7], np.uint8), np.zeros(2, np.uint16)),
+    Tile(Code.BITMAP, np.zeros(9, np.uint8), np.zeros(0, np.uint16)),
+    Tile(Code.DENSE, np.zeros(0, np.uint8), np.zeros(7, np.uint16)),
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_tile_says_so_and_writes_nothing(damaged: Tile) -> None:
     memory = np.arange(10, dtype=np.uint16)
     with pytest.raises(WireError, match=damaged.code.name):

@@ -1624,3 +1624,361 @@ PACK_GROUPS(awq, GroupOfAwq, 4, float16, Float16)
 #if defined(KERNEL_awq_scales_int4_float32) || defined(KERNEL_awq_words_int4_float32)
 PACK_GROUPS(awq, GroupOfAwq, 4, float32, float)
 #endif
+
+// What changed between two versions of some memory, by weightsync/deltas/tiles.py. A block takes one tile, and has
+// the tile's changed elements as bits in shared memory: the lowest bit of a word is the word's first element.
+constexpr int kTileWords = (1 << 16) / 32;  // TILE in weightsync/deltas/tiles.py
+constexpr int kOwnWords = kTileWords / kThreads;  // neighbouring words that a thread counts
+constexpr int kEscape = 255;
+enum ChangeCode { kNothing, kRuns, kGaps, kBitmap, kDense };
+
+struct __align__(16) ChangeTile {
+    int64 at;  // of the first byte, from where the memory begins
+    uint32 num, width;  // elements, and bytes per element
+};
+
+template <typename Element>
+struct __align__(sizeof(Element) < 2 ? 8 : 16) Eight {
+    Element each[8];
+};
+
+// Copies one element. Units are single bytes if elements are not aligned.
+template <int kWidth, typename Unit>
+__device__ __forceinline__ void copy_element(char* to, const char* from) {
+#pragma unroll
+    for (int k = 0; k < kWidth / sizeof(Unit); ++k) {
+        reinterpret_cast<Unit*>(to)[k] = reinterpret_cast<const Unit*>(from)[k];
+    }
+}
+
+template <typename Element>
+__device__ __forceinline__ void mark_changes(const char* old, const char* now, uint32 num, uint32* words) {
+    constexpr int kSize = sizeof(Element), kLoads = kSize > 4 ? 1 : kSize > 2 ? 2 : 4;
+    unsigned char* bytes = reinterpret_cast<unsigned char*>(words);
+    const uint32 count = (reinterpret_cast<uint64>(old) | reinterpret_cast<uint64>(now)) % 16 ? 0 : num / 8;
+    const Eight<Element>* before = reinterpret_cast<const Eight<Element>*>(old);
+    const Eight<Element>* after = reinterpret_cast<const Eight<Element>*>(now);
+#pragma unroll 1
+    for (uint32 start = threadIdx.x; start < count; start += kThreads * kLoads) {
+        Eight<Element> a[kLoads], b[kLoads];
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) {
+            const uint32 i = min(start + k * kThreads, count - 1);
+            a[k] = before[i];
+            b[k] = after[i];
+        }
+#pragma unroll
+        for (int k = 0; k < kLoads; ++k) {
+            uint32 bits = 0;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) bits |= static_cast<uint32>(a[k].each[e] != b[k].each[e]) << e;
+            if (start + k * kThreads < count) bytes[start + k * kThreads] = bits;
+        }
+    }
+#pragma unroll 1
+    for (uint32 i = count + threadIdx.x; i < kTileWords * 4; i += kThreads) {
+        uint32 bits = 0;
+        for (uint32 at = i * 8 * kSize; at < min(i * 8 + 8, num) * kSize; ++at) {
+            bits |= static_cast<uint32>(old[at] != now[at]) << (at / kSize - i * 8);
+        }
+        bytes[i] = bits;
+    }
+}
+
+// Returns the place after the last changed element before a word.
+__device__ __forceinline__ uint32 after_last(const uint32* words, int word) {
+    while (--word >= 0) {
+        if (words[word]) return 32 * word + 32 - __clz(words[word]);
+    }
+    return 0;
+}
+
+__device__ __forceinline__ uint32 run_starts(const uint32* words, int word) {
+    return words[word] & ~(words[word] << 1 | (word ? words[word - 1] >> 31 : 0));
+}
+
+__device__ __forceinline__ uint32 run_ends(const uint32* words, int word) {
+    return words[word] & ~(words[word] >> 1 | (word + 1 < kTileWords ? words[word + 1] << 31 : 0));
+}
+
+// Numbers of changed elements, of runs of them, and of escapes in gaps before them. Packed, one addition adds all.
+struct Tally {
+    uint32 count = 0, runs = 0, escapes = 0;
+
+    static __device__ __forceinline__ Tally own(const uint32* words) {
+        Tally tally;
+#pragma unroll 1
+        for (int word = threadIdx.x * kOwnWords; word < (threadIdx.x + 1) * kOwnWords; ++word) {
+            if (!words[word]) continue;
+            tally.count += __popc(words[word]);
+            tally.runs += __popc(run_starts(words, word));
+            tally.escapes += (32 * word + __ffs(words[word]) - 1 - after_last(words, word)) / kEscape;
+        }
+        return tally;
+    }
+
+    __device__ __forceinline__ uint64 packed() const {
+        return count | static_cast<uint64>(runs) << 20 | static_cast<uint64>(escapes) << 40;
+    }
+
+    static __device__ __forceinline__ Tally unpacked(uint64 sum) {
+        Tally tally;
+        tally.count = sum & 0xfffff;
+        tally.runs = sum >> 20 & 0xfffff;
+        tally.escapes = sum >> 40;
+        return tally;
+    }
+};
+
+// Returns the sum of all earlier threads' numbers; `total` is the sum of all.
+__device__ __forceinline__ uint64 sum_before(uint64 own, uint64* sums, uint64& total) {
+    sums[threadIdx.x] = own;
+    __syncthreads();
+#pragma unroll 1
+    for (int step = 1; step < kThreads; step *= 2) {
+        const uint64 other = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += other;
+        __syncthreads();
+    }
+    total = sums[kThreads - 1];
+    const uint64 before = sums[threadIdx.x] - own;
+    __syncthreads();
+    return before;
+}
+
+// The bits of all elements of a tile in one word.
+__device__ __forceinline__ uint32 all_of(uint32 word, uint32 num) {
+    return num >= 32 * word + 32 ? ~0u : num > 32 * word ? (1u << (num - 32 * word)) - 1 : 0;
+}
+
+// Sets how many changed elements come before each word.
+__device__ __forceinline__ void rank_words(const uint32* words, uint32 before, unsigned short* ranks) {
+    for (int word = threadIdx.x * kOwnWords; word < (threadIdx.x + 1) * kOwnWords; ++word) {
+        ranks[word] = before;
+        before += __popc(words[word]);
+    }
+}
+
+// Moves the changed elements of a tile to neighbouring values, or with kBack from there to their places.
+template <int kWidth, typename Unit, bool kBack>
+__device__ __forceinline__ void move_changed(
+    const uint32* words, const unsigned short* ranks, uint32 num, char* tile, char* values) {
+    const uint32 lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (uint32 word = threadIdx.x / 32; word < (num + 31) / 32; word += kThreads / 32) {
+        const uint32 bits = words[word];
+        if (!(bits >> lane & 1)) continue;
+        char* value = values + (ranks[word] + __popc(bits & ((1u << lane) - 1))) * kWidth;
+        char* place = tile + (32 * word + lane) * kWidth;
+        copy_element<kWidth, Unit>(kBack ? place : value, kBack ? value : place);
+    }
+}
+
+template <typename Element, bool kBack>
+__device__ __forceinline__ void move_elements(
+    const uint32* words, const unsigned short* ranks, uint32 num, char* tile, char* values) {
+    constexpr int kWidth = sizeof(Element);
+    if ((reinterpret_cast<uint64>(tile) | reinterpret_cast<uint64>(values)) % kWidth == 0) {
+        move_changed<kWidth, Element, kBack>(words, ranks, num, tile, values);
+    } else {
+        move_changed<kWidth, unsigned char, kBack>(words, ranks, num, tile, values);
+    }
+}
+
+template <bool kBack>
+__device__ __forceinline__ void move_values(
+    const uint32* words, const unsigned short* ranks, const ChangeTile& tile, char* memory, char* values) {
+    char* first = memory + tile.at;
+    if (tile.width == 1) move_elements<unsigned char, kBack>(words, ranks, tile.num, first, values);
+    if (tile.width == 2) move_elements<unsigned short, kBack>(words, ranks, tile.num, first, values);
+    if (tile.width == 4) move_elements<uint32, kBack>(words, ranks, tile.num, first, values);
+    if (tile.width == 8) move_elements<uint64, kBack>(words, ranks, tile.num, first, values);
+}
+
+__device__ __forceinline__ uint32 get_pair(const unsigned char* index, uint32 nth) {
+    return index[2 * nth] | index[2 * nth + 1] << 8;
+}
+
+__device__ __forceinline__ void set_pair(unsigned char* index, uint32 nth, uint32 number) {
+    index[2 * nth] = number;
+    index[2 * nth + 1] = number >> 8;
+}
+
+#ifdef KERNEL_find_changes
+// Finds each tile's code, number of values, bytes of the index and bytes of the values, a row of `found` each.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) find_changes(
+    const ChangeTile* tiles, int64 num_tiles, const char* old, const char* now, int64* found, uint32* bits) {
+    __shared__ __align__(16) uint32 words[kTileWords];
+    __shared__ uint64 sums[kThreads];
+    const int64 i = blockIdx.x;
+    const ChangeTile tile = tiles[i];
+    const char *before = old + tile.at, *after = now + tile.at;
+    if (tile.width == 1) mark_changes<unsigned char>(before, after, tile.num, words);
+    if (tile.width == 2) mark_changes<unsigned short>(before, after, tile.num, words);
+    if (tile.width == 4) mark_changes<uint32>(before, after, tile.num, words);
+    if (tile.width == 8) mark_changes<uint64>(before, after, tile.num, words);
+    __syncthreads();
+    for (int word = threadIdx.x; word < kTileWords; word += kThreads) bits[i * kTileWords + word] = words[word];
+    uint64 total;
+    sum_before(Tally::own(words).packed(), sums, total);
+    if (threadIdx.x) return;
+    const Tally all = Tally::unpacked(total);
+    const uint32 bitmap = (tile.num + 7) / 8;
+    uint32 code = kRuns, size = 4 * all.runs, count = all.count;
+    if (count == 0 || count == tile.num) {
+        code = count ? kDense : kNothing;
+        size = 0;
+    } else if (8 * count > tile.num && 32 * (all.runs - (words[0] & 1)) > tile.num) {
+        code = kBitmap;  // as `difference` does, even if another code is as short
+        size = bitmap;
+    } else {
+        if (count + all.escapes < size) {
+            code = kGaps;
+            size = count + all.escapes;
+        }
+        if (bitmap < size) {
+            code = kBitmap;
+            size = bitmap;
+        }
+    }
+    if (size + count * tile.width >= tile.num * tile.width) {
+        code = kDense;
+        size = 0;
+        count = tile.num;
+    }
+    found[i] = code;
+    found[num_tiles + i] = count;
+    found[2 * num_tiles + i] = size;
+    found[3 * num_tiles + i] = static_cast<int64>(count) * tile.width;
+}
+#endif
+
+#ifdef KERNEL_write_changes
+// Writes what `find_changes` found. `ends`: where each tile's index and values end, a row each.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) write_changes(
+    const ChangeTile* tiles, int64 num_tiles, char* now, const int64* found, const int64* ends, const uint32* bits,
+    unsigned char* index, char* values) {
+    __shared__ uint32 words[kTileWords];
+    __shared__ unsigned short ranks[kTileWords];
+    __shared__ uint64 sums[kThreads];
+    const int64 i = blockIdx.x, code = found[i];
+    const ChangeTile tile = tiles[i];
+    if (code == kNothing) return;
+    for (int word = threadIdx.x; word < kTileWords; word += kThreads) {
+        words[word] = code == kDense ? all_of(word, tile.num) : bits[i * kTileWords + word];
+    }
+    __syncthreads();
+    uint64 total;
+    const Tally before = Tally::unpacked(sum_before(Tally::own(words).packed(), sums, total));
+    rank_words(words, before.count, ranks);
+    index += ends[i] - found[2 * num_tiles + i];
+    values += ends[num_tiles + i] - found[3 * num_tiles + i];
+    const int first = threadIdx.x * kOwnWords, end = first + kOwnWords;
+    if (code == kRuns) {
+        uint32 run = before.runs;
+        for (int word = first; word < end; ++word) {
+            for (uint32 left = run_starts(words, word); left; left &= left - 1) {
+                set_pair(index, run++, 32 * word + __ffs(left) - 1);
+            }
+        }
+        __syncthreads();
+        run = before.runs;
+        for (int word = first; word < end; ++word) {
+            const uint32 starts = run_starts(words, word);
+            for (uint32 left = run_ends(words, word); left; left &= left - 1) {
+                const uint32 at = __ffs(left) - 1, nth = run + __popc(starts & ((2u << at) - 1)) - 1;
+                set_pair(index, Tally::unpacked(total).runs + nth, 32 * word + at - get_pair(index, nth));
+            }
+            run += __popc(starts);
+        }
+    } else if (code == kGaps) {
+        uint32 at = before.count + before.escapes, next = after_last(words, first);
+        for (int word = first; word < end; ++word) {
+            for (uint32 left = words[word]; left; left &= left - 1) {
+                const uint32 place = 32 * word + __ffs(left) - 1;
+                for (; place - next >= kEscape; next += kEscape) index[at++] = kEscape;
+                index[at++] = place - next;
+                next = place + 1;
+            }
+        }
+    } else if (code == kBitmap) {
+        const unsigned char* bytes = reinterpret_cast<const unsigned char*>(words);
+        for (uint32 at = threadIdx.x; at < (tile.num + 7) / 8; at += kThreads) index[at] = __brev(bytes[at]) >> 24;
+    }
+    __syncthreads();
+    move_values<false>(words, ranks, tile, now, values);
+}
+#endif
+
+#ifdef KERNEL_apply_changes
+// Writes values to their places. Of a damaged tile nothing is written, and `damaged` becomes its code and one.
+// Rows of `table`, `row` numbers apart: a tile's code, number of values, bytes of the index, and where index and
+// values begin.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) apply_changes(
+    const ChangeTile* tiles, int64 row, const int64* table, char* memory, const unsigned char* index, char* values,
+    int64* damaged) {
+    constexpr uint32 kBytes = 16;  // of an index of gaps, of each thread
+    __shared__ uint32 words[kTileWords];
+    __shared__ unsigned short ranks[kTileWords];
+    __shared__ uint64 sums[kThreads];
+    __shared__ uint32 wrong;
+    const int64 i = blockIdx.x, code = table[i];
+    const ChangeTile tile = tiles[i];
+    const uint32 count = table[row + i], size = table[2 * row + i], num = tile.num;
+    if (code == kNothing && !count) return;
+    index += table[3 * row + i];
+    values += table[4 * row + i];
+    if (threadIdx.x == 0) wrong = (code == kBitmap && size != (num + 7) / 8) || (code == kRuns && size % 4);
+    for (int word = threadIdx.x; word < kTileWords; word += kThreads) {
+        words[word] = code == kDense ? all_of(word, num) : 0;
+    }
+    __syncthreads();
+    uint64 total;
+    if (code == kRuns) {
+        for (uint32 run = threadIdx.x; run < size / 4; run += kThreads) {
+            const uint32 first = get_pair(index, run), last = first + get_pair(index, size / 4 + run);
+            const uint32 before = run ? get_pair(index, run - 1) + get_pair(index, size / 4 + run - 1) : 0;
+            if (last >= num || (run && first <= before)) {
+                wrong = 1;
+                continue;
+            }
+            for (uint32 word = first / 32; word <= last / 32; ++word) {
+                const uint32 from = word == first / 32 ? ~0u << first % 32 : ~0u;
+                atomicOr(words + word, from & (word == last / 32 ? ~0u >> (31 - last % 32) : ~0u));
+            }
+        }
+    } else if (code == kGaps) {
+        uint64 passed = 0;  // places before this turn's bytes
+        for (uint32 turn = 0; turn < size && passed <= num; turn += kThreads * kBytes) {
+            const uint32 first = turn + threadIdx.x * kBytes, end = min(first + kBytes, size);
+            uint32 own = 0;
+            for (uint32 at = first; at < end; ++at) own += index[at] == kEscape ? kEscape : index[at] + 1;
+            uint64 place = passed + sum_before(own, sums, total);
+            for (uint32 at = first; at < end; ++at) {
+                place += index[at];
+                if (index[at] == kEscape) continue;
+                if (place < num) atomicOr(words + place / 32, 1u << place % 32);
+                ++place;
+            }
+            passed += total;
+        }
+        if (passed > num) wrong = 1;
+    } else if (code == kBitmap) {
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(words);
+        for (uint32 at = threadIdx.x; at < min(size, (num + 7) / 8); at += kThreads) {
+            bytes[at] = __brev(index[at]) >> 24 & (num - at * 8 >= 8 ? 0xffu : (1u << (num - at * 8)) - 1);
+        }
+    }
+    __syncthreads();
+    uint32 own = 0;
+    for (int word = threadIdx.x * kOwnWords; word < (threadIdx.x + 1) * kOwnWords; ++word) own += __popc(words[word]);
+    rank_words(words, sum_before(own, sums, total), ranks);
+    __syncthreads();
+    if (wrong || total != count) {
+        if (threadIdx.x == 0) *damaged = 1 + code;
+        return;
+    }
+    move_values<true>(words, ranks, tile, memory, values);
+}
+#endif
