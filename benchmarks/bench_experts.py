@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, ProcessGroupGloo
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from benchmarks.common import Row, environment, print_table, write_json
 from weightsync.experts import CudaMover, ExpertGroup
@@ -79,7 +80,7 @@ def make_rank(store: Any, rank: int, num_tokens: int, num_sms: int, fp8: bool) -
     process_group: Any = dist.ProcessGroup(store, rank, NUM_RANKS)
     backend = ProcessGroupGloo(store, rank, NUM_RANKS, timedelta(seconds=60))
     process_group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         # Loading kernels and allocating memory may wait for the GPU, and the GPU for a rank that waits so.
         # A mover whose kernels give up at once does both first.

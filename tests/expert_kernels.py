@@ -71,8 +71,10 @@ class Meeting:
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """Have the module use the CPU's memory."""
+def on_cpu(num_ranks: int) -> Iterator[None]:
+    """Have the module use the CPU's memory, and run one kernel at a time."""
+    names = ("put", "put_quantised", "pull", "clear", "put_sums", "add_sums", "count", "place", "route")
+    alone: dict[str, Any] = {name: Alone(getattr(kernels, name)) for name in names}
     properties = SimpleNamespace(multi_processor_count=3)
     with (
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
@@ -83,6 +85,7 @@ def on_cpu() -> Iterator[None]:
             is_current_stream_capturing=lambda: False,
             get_device_properties=lambda _: properties,
         ),
+        mock.patch.multiple(kernels, **alone, **{"meet": Meeting(num_ranks)}),
         mock.patch.object(cuda, "DeviceBuffer", Memory),
         mock.patch.object(
             cuda, "PeerMemory", lambda handle: SimpleNamespace(address=handle.offset, close=lambda: None)
@@ -92,23 +95,16 @@ def on_cpu() -> Iterator[None]:
 
 
 def ranks(num_ranks: int) -> Sequence[cuda.CudaMover]:
-    """Return movers whose kernels run one at a time."""
-    names = ("put", "put_quantised", "pull", "clear", "put_sums", "add_sums", "count", "place", "route")
-    alone = {name: Alone(getattr(kernels, name)) for name in names}
-    double = SimpleNamespace(HEAD_NBYTES=kernels.HEAD_NBYTES, meet=Meeting(num_ranks), **alone)
     store = HashStore()
     groups = in_threads(lambda rank: gloo_group(store, rank, num_ranks), range(num_ranks))
-    ends = [cuda.CudaMover(group) for group in groups]
-    for end in ends:
-        end._kernels = double  # type: ignore[assignment]
-    return ends
+    return [cuda.CudaMover(group) for group in groups]
 
 
 def compare(name: str, num_ranks: int) -> None:
     case = CASES[name]
     tokens = case.tokens(num_ranks)
     wanted = expected(tokens, **case.settings)
-    with on_cpu():
+    with on_cpu(num_ranks):
         ends = ranks(num_ranks)
         found = in_threads(lambda end: layer(end, tokens, **case.settings), ends)
         in_threads(cuda.CudaMover.close, ends)
