@@ -109,7 +109,7 @@ class CudaMover(Mover):
 
     def spread(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """See `Mover.spread`."""
-        rows = x.new_empty((routing.capacity, x.shape[1]))
+        rows = torch.empty(routing.capacity, x.shape[1], dtype=x.dtype, device=self.device)
         self._clear(rows, routing)
         self._copy(x, routing.mine, rows)
         return rows
