@@ -5,8 +5,8 @@
 One rank, or two where two GPUs are visible. One rank uses no link: its figures are those of the kernels and
 of the memory. Experts are drawn uniformly, 8 of 64 for each token of 7,168 bf16 values. Rows are aligned to
 128, and zeroed where no token is, in a capacity of 1.05 times the rows of uniform choices. A call is a CUDA
-graph, with the exchange of ids and weights, and the plan. Microseconds are medians of repeats of 20 calls in a
-row. GB/s count all bytes of rows and tokens that a rank reads and writes. `copy_` reads and writes as many
+graph, with the exchange of ids and weights, and the plan. Microseconds are medians of repeats of 20 calls in
+a row. GB/s count all bytes of rows and tokens that a rank reads and writes. `copy_` reads and writes as many
 bytes as the call.
 
 Torch's chain of permutations and all-to-all is not measured here.
