@@ -15,6 +15,7 @@ Torch's chain of permutations and all-to-all is not measured here.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -158,8 +159,8 @@ def rows(process_group: dist.ProcessGroup) -> Iterator[Row]:
         rank.group.mover.close()  # type: ignore[attr-defined]
 
 
-def run(rank: int, num_ranks: int, folder: str, path: Path | None) -> None:
-    """Measure as a rank. The first rank prints each row, then the table, and writes the file."""
+def run(rank: int, num_ranks: int, folder: Path) -> None:
+    """Measure as a rank. The first rank prints each row, and writes all to the folder."""
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None
@@ -168,11 +169,7 @@ def run(rank: int, num_ranks: int, folder: str, path: Path | None) -> None:
         record.append(row)
         if not rank:
             print(*(f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row.values()), flush=True)
-    if not rank:
-        where = environment(("torch", "cupy", "triton"))
-        print_table("tokens to experts and back", record, where)
-        if path:
-            write_json(path, "experts", record, where)
+            (folder / "rows.json").write_text(json.dumps(record))
 
 
 def main() -> None:
@@ -180,8 +177,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results there")
     arguments = parser.parse_args()
     num_ranks = min(2, torch.cuda.device_count())
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (num_ranks, folder, arguments.json), num_ranks)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        mp.spawn(run, (num_ranks, folder), num_ranks)  # type: ignore[no-untyped-call]
+        record = json.loads((folder / "rows.json").read_text())
+    where = environment(("torch", "cupy", "triton"))
+    print_table("tokens to experts and back", record, where)
+    if arguments.json:
+        write_json(arguments.json, "experts", record, where)
 
 
 if __name__ == "__main__":
