@@ -100,7 +100,7 @@ def ranks(num_ranks: int) -> Sequence[cuda.CudaMover]:
     return [cuda.CudaMover(group) for group in groups]
 
 
-def compare(name: str, num_ranks: int) -> None:
+def compare(name: str, num_ranks: int = 2) -> None:
     case = CASES[name]
     tokens = case.tokens(num_ranks)
     wanted = expected(tokens, **case.settings)
@@ -135,4 +135,4 @@ def meet() -> None:
 if __name__ == "__main__":
     meet()
     for chosen in sys.argv[1:] or CASES:
-        compare(chosen, 3)
+        compare(chosen)
