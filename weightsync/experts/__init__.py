@@ -10,6 +10,7 @@ The names in `__all__` are public, like the names in `weightsync`. docs/experts.
 
 from __future__ import annotations
 
+from weightsync.experts.cuda import CudaMover
 from weightsync.experts.forwarding import ForwardingMover
 from weightsync.experts.fp8 import Fp8Rows
 from weightsync.experts.group import ExpertGroup
@@ -18,6 +19,7 @@ from weightsync.experts.routing import Routing
 from weightsync.experts.shared_memory import SharedMemoryMover
 
 __all__ = [
+    "CudaMover",
     "ExpertGroup",
     "ForwardingMover",
     "Fp8Rows",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-_BLOCK = 128
+BLOCK = 128
 _LARGEST = 448.0
 _LEAST = 1e-4
 """The least of a block's largest value, so that scales are not zero."""
@@ -30,14 +30,14 @@ class Fp8Rows(NamedTuple):
 
     def dequantised(self) -> torch.Tensor:
         """Return the rows as float32."""
-        scales = self.scales.repeat_interleave(_BLOCK, 1)[:, : self.values.shape[1]]
+        scales = self.scales.repeat_interleave(BLOCK, 1)[:, : self.values.shape[1]]
         return self.values.float() * scales
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
     """Return FP8 values and, behind them, scales of each row: uint8[n, hidden + 4 * scales]."""
-    padded = torch.nn.functional.pad(x.detach().float(), (0, -x.shape[1] % _BLOCK))
-    blocks = padded.view(len(x), padded.shape[1] // _BLOCK, _BLOCK)
+    padded = torch.nn.functional.pad(x.detach().float(), (0, -x.shape[1] % BLOCK))
+    blocks = padded.view(len(x), padded.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
     values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]]
     return torch.cat([_as(values, torch.uint8), _as(scales, torch.uint8)], 1)

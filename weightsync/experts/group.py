@@ -9,9 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from weightsync.errors import ConfigError
-from weightsync.experts.fp8 import Fp8Rows, quantised
 from weightsync.experts.movers import Mover
-from weightsync.experts.routes import Routes, check_fits, check_ids, worst_capacity
+from weightsync.experts.routes import check_fits, check_ids, worst_capacity
 from weightsync.experts.routing import Routing
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -97,7 +96,7 @@ class ExpertGroup:
         self._check_tokens(x, topk_ids, topk_weights)
         routing = self._route(topk_ids, topk_weights)
         if self.fp8:
-            rows: Any = Fp8Rows.split(self.mover.spread(quantised(x), routing), self.hidden)
+            rows: Any = self.mover.spread_fp8(x.detach(), routing)
         else:
             rows = _Dispatch.apply(x, self.mover, routing)  # type: ignore[no-untyped-call]
         return rows, routing.counts, routing
@@ -127,7 +126,7 @@ class ExpertGroup:
         weights = words.view(torch.float64).to(torch.promote_types(self.dtype, torch.float32))
         if self.check:
             check_ids(every_id, self.num_experts)
-        routes = Routes.plan(every_id, self.num_experts, self.alignment, self.capacity)
+        routes = self.mover.plan(every_id, self.num_experts, self.alignment, self.capacity)
         if self.check and not self.drops:
             check_fits(routes, self.capacity)
         return Routing(self.mover.rank, self.capacity, routes, weights, topk_weights)
@@ -150,6 +149,7 @@ class ExpertGroup:
         settings = [getattr(self, name) for name in names]
         numbers = [_DTYPES.index(each) if isinstance(each, torch.dtype) else int(each) for each in settings]
         told = self.mover.gather(torch.tensor([numbers], device=self.mover.device))[:, 0].tolist()
+        self.mover.check()
         for rank, theirs in enumerate(told):
             for name, setting, mine, other in zip(names, settings, numbers, theirs, strict=True):
                 if mine != other:

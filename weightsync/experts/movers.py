@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from weightsync.errors import DeadlineError, TransportError
+from weightsync.experts.fp8 import Fp8Rows, quantised
+from weightsync.experts.routes import Routes
 from weightsync.experts.routing import Routing
 
 
@@ -45,6 +47,13 @@ class Mover(ABC):
             TransportError: the ranks' library failed, or an earlier call did.
         """
 
+    def check(self) -> None:  # noqa: B027  # most movers know an error at once
+        """Raise the error of an earlier call that is known only now. Does not wait."""
+
+    def plan(self, ids: torch.Tensor, num_experts: int, alignment: int, capacity: int) -> Routes:
+        """Plan rows for the expert ids of all ranks: see `Routes.plan`."""
+        return Routes.plan(ids, num_experts, alignment, capacity)
+
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts [T, W] of all ranks: [R, T, W]."""
         everything = part.new_ones((self.num_ranks, len(part)), dtype=torch.bool)
@@ -53,6 +62,10 @@ class Mover(ABC):
     def spread(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Copy tokens [n, W] to rows [capacity, W]. A token travels once to a rank."""
         return routing.placed(self.exchange(x, routing.sends, routing.receives))
+
+    def spread_fp8(self, x: torch.Tensor, routing: Routing) -> Fp8Rows:
+        """Quantise tokens, and copy them to rows like `spread`."""
+        return Fp8Rows.split(self.spread(quantised(x), routing), x.shape[1])
 
     def collect(self, rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None) -> torch.Tensor:
         """Sum each token's rows [capacity, W] to [n, W], weighted by `weights` [R, T, K].

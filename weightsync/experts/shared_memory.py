@@ -80,7 +80,7 @@ class SharedMemoryMover(Mover):
         self._signals.send()
         self._signals.wait()  # the group would not name a rank that is late
         own = SharedBuffer.create(nbytes)
-        handles = _gathered(self._messages, own.handle)
+        handles = gathered(self._messages, own.handle)
         before = self._memory
         self._memory = [
             own if rank == self.rank else SharedBuffer.open(handle) for rank, handle in enumerate(handles)
@@ -106,7 +106,7 @@ class _Signals:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(messages.num_ranks)]
         self._in, fds = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         names = [os.readlink(f"/proc/self/fd/{fd}") for fd in fds]
-        told = _gathered(messages, _Inboxes(os.getpid(), fds, names))
+        told = gathered(messages, _Inboxes(os.getpid(), fds, names))
         self._out = [_opened(theirs, self._rank) for theirs in told]
         reached = torch.tensor([[fd >= 0 for fd in self._out]])
         apart = (~messages.gather(reached)[:, 0]).any(0).nonzero().flatten().tolist()  # all have opened now
@@ -169,7 +169,7 @@ def _opened(theirs: _Inboxes, rank: int) -> int:
     return -1
 
 
-def _gathered(messages: MessageMover, own: S) -> list[S]:
+def gathered(messages: MessageMover, own: S) -> list[S]:
     """Return a message from every rank."""
     data = msgspec.json.encode(own)
     part = torch.frombuffer(bytearray(data.ljust(_MESSAGE_NBYTES)), dtype=torch.uint8)
