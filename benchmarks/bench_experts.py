@@ -103,7 +103,7 @@ def graph_of(call: Call) -> torch.cuda.CUDAGraph:
 
 def seconds(call: Call) -> float:
     """Return the median seconds of a call on this rank."""
-    times = []
+    times = list[float]()
     for _ in range(1 + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         call()
@@ -179,7 +179,7 @@ def main() -> None:
     num_ranks = min(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mp.spawn(run, (num_ranks, folder), num_ranks)  # type: ignore[no-untyped-call]
+        mp.spawn(run, (num_ranks, folder), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
         record = json.loads((folder / "rows.json").read_text())
     where = environment(("torch", "cupy", "triton"))
     print_table("tokens to experts and back", record, where)

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.expert_cases import CASES, assert_same, expected, layer
 from tests.expert_ranks import gloo_group, in_threads
@@ -74,7 +74,8 @@ class Meeting:
 def on_cpu(num_ranks: int) -> Iterator[None]:
     """Have the module use the CPU's memory, and run one kernel at a time."""
     names = ("put", "put_quantised", "pull", "clear", "put_sums", "add_sums", "count", "place", "route")
-    alone: dict[str, Any] = {name: Alone(getattr(kernels, name)) for name in names}
+    doubles: dict[str, Any] = {name: Alone(getattr(kernels, name)) for name in names}
+    doubles["meet"] = Meeting(num_ranks)
     properties = SimpleNamespace(multi_processor_count=3)
     with (
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
@@ -85,7 +86,7 @@ def on_cpu(num_ranks: int) -> Iterator[None]:
             is_current_stream_capturing=lambda: False,
             get_device_properties=lambda _: properties,
         ),
-        mock.patch.multiple(kernels, **alone, **{"meet": Meeting(num_ranks)}),
+        mock.patch.multiple(kernels, **doubles),
         mock.patch.object(cuda, "DeviceBuffer", Memory),
         mock.patch.object(
             cuda, "PeerMemory", lambda handle: SimpleNamespace(address=handle.offset, close=lambda: None)
