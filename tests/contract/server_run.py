@@ -1,4 +1,4 @@
-"""Real servers that join; run by test_server.py on a CPU, and by test_servers_on_gpu.py.
+"""Real servers that join; run by test_server.py, and with vLLM on a GPU by test_servers_on_gpu.py.
 
     python -m tests.contract.server_run FOLDER [vllm | sglang]
 
@@ -39,9 +39,9 @@ SMALL = {
         *("--kv-cache-memory-bytes", str(1 << 26), "--dtype", "auto" if ON_GPU else "float32"),
     ],
     "sglang": [
-        *("--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
-        *("--disable-cuda-graph", "--max-total-tokens", "8192", "--max-running-requests", "8"),
-        *("--mem-fraction-static", "0.3", "--enforce-disable-flashinfer-allreduce-fusion"),
+        *("--skip-tokenizer-init", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--device", "cpu", "--dtype", "float32", "--disable-cuda-graph"),
+        *("--max-total-tokens", "8192", "--max-running-requests", "8"),
     ],
 }
 
@@ -141,7 +141,10 @@ def save_model(folder: Path) -> type[TransformersTrainer]:
 
 
 def main(folder: Path, kind: str) -> None:
-    write_entry_points(folder) if ON_GPU else write_vllm_info(folder)
+    if kind == "sglang":
+        write_entry_points(folder)
+    elif not ON_GPU:
+        write_vllm_info(folder)
     trainer_class = save_model(folder / "model")
     os.environ["WEIGHTSYNC_TOKEN"] = TOKEN
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -17,7 +17,7 @@ def register_sglang() -> None:
 
     SGLang calls this in every process, through the entry point ``sglang.srt.plugins``.
     """
-    if not os.environ.get("WEIGHTSYNC_JOIN") or "__mp_main__" in sys.modules:  # as in a rank's process
+    if not os.environ.get("WEIGHTSYNC_JOIN") or sys.modules["__main__"].__name__ != "__main__":  # of a rank
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -157,8 +157,13 @@ def test_what_its_requests_forbid_is_refused(engine: AdoptedSglang) -> None:
         engine.sleep(1, "keep", patient(5))
 
 
-@pytest.mark.parametrize("driver", ["", "10.0.0.1:29500"])
-def test_the_plug_in_joins_only_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
+@pytest.mark.parametrize(
+    ("driver", "main", "joins"),
+    [("", "__main__", False), ("10.0.0.1:29500", "__mp_main__", False), ("10.0.0.1:29500", "__main__", True)],
+)
+def test_the_plug_in_joins_in_the_servers_own_process_where_there_is_a_driver(
+    monkeypatch: pytest.MonkeyPatch, driver: str, main: str, joins: bool
+) -> None:
     hooks: list[str] = []
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = SimpleNamespace(register=lambda target, *_: hooks.append(target))
@@ -166,7 +171,7 @@ def test_the_plug_in_joins_only_where_there_is_a_driver(monkeypatch: pytest.Monk
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType(main))
     monkeypatch.setenv("WEIGHTSYNC_JOIN", driver)
     register_sglang()
-    assert hooks == (["sglang.srt.entrypoints.http_server.set_global_state"] if driver else [])
+    assert hooks == (["sglang.srt.entrypoints.http_server.set_global_state"] if joins else [])

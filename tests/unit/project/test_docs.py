@@ -21,7 +21,7 @@ RUN_BY = {
     "docs/faults.md": ["tests/actors/test_commands.py"],
     "docs/guide.md": ["tests/unit/project/test_packaging.py", BY_HAND],
     "docs/performance.md": ["tests/unit/recipes/test_recipes_cli.py"],
-    "docs/servers.md": ["tests/contract/test_server.py", "tests/gpu/test_servers_on_gpu.py"],
+    "docs/servers.md": ["tests/contract/test_server.py"] * 2,
     "docs/stores.md": ["tests/unit/stores/test_store_commands.py"],
     "docs/trl.md": ["tests/contract/test_trl.py"],
     "docs/verl.md": ["tests/contract/test_verl.py"],
