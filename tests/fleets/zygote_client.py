@@ -9,7 +9,7 @@ python -I -S tests/fleets/zygote_client.py SOCKET -m MODULE ARGUMENT …
 import marshal
 import os
 import sys
-from socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket
+from _socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket  # `socket` takes longer than Python itself
 
 FDS = (0, 1, 2)
 """What the process reads and writes: this script's input, output and errors."""
