@@ -9,6 +9,7 @@ That test is in ``tests/unit`` or ``tests/integration`` and named after the modu
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ THIRD_PARTY = {
     "_modules": "torch",
     "_non_persistent_buffers_set": "torch",
     "_replace": "named tuples",
+    "_run_in_subprocess": "vllm",
     "_utils": "torch",
 }
 """Private names of other packages, which have no public ones for the same."""
@@ -69,7 +71,9 @@ def _named(node: ast.AST, own: frozenset[str]) -> list[str]:
     if isinstance(node, ast.Attribute):
         return [node.attr] if is_private(node.attr) and not _is_own(node.value, own) else []
     if isinstance(node, ast.ImportFrom):
-        return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        # Python's own modules, such as `_socket`, have such names.
+        module = "" if node.module in sys.stdlib_module_names else node.module or ""
+        return [*module.split("."), *(alias.name for alias in node.names)]
     if isinstance(node, ast.Import):
         return [part for alias in node.names for part in alias.name.split(".")]
     if isinstance(node, ast.Call):

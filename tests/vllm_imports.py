@@ -33,6 +33,10 @@ def import_vllm() -> None:
 
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_worker  # noqa: F401
+        from vllm.model_executor.models import registry
+
+        # It would look at each architecture in a process of its own, for nine seconds of a core.
+        vars(registry)["_run_in_subprocess"] = lambda look: look()
 
         if look := current_platform.register_triton_kernel_overrides:  # None before 0.31
             current_platform.register_triton_kernel_overrides = functools.cache(look)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,8 +28,6 @@ from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
-
-    from weightsync.plan import Plan, Step
 
 _ANSWER_S = 0.05
 """Delay of a fault at ``idle``, so that `set_faults` is answered first."""
@@ -220,19 +218,6 @@ def inject(
     """
     faults = _faults
     return faults is not None and faults.inject(at, bucket, num_buckets, version, data)
-
-
-def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:
-    """Inject the faults of holder `index` at ``move``.
-
-    ``corrupt`` changes the `view` of a step that came from another root, since the holder's own share must
-    not change at its source. Without `view`, the holder receives nothing.
-    """
-    data = None
-    if view and has_faults():
-        came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
-        data = view(came[bucket % len(came)]) if came else None
-    inject("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
 class _Faults:

@@ -61,7 +61,8 @@ def holders() -> set[int]:
 
 def started(before: set[int], number: int) -> bool:
     """Whether `number` processes are there in time that were not `before`, and no more a moment later."""
-    if not until(lambda: len(holders() - before) == number, patient(60)):
+    # To look at all processes takes longer than the usual pause.
+    if not until(lambda: len(holders() - before) == number, patient(60), pause_s=0.1):
         return False
     time.sleep(0.2)
     return len(holders() - before) == number

@@ -11,7 +11,7 @@ import ray
 
 from tests.certificates import run_files
 from tests.fleets.actors import Engine, Trainer, until
-from tests.fleets.served import APART, ServedProcess, can_be_apart, digest, free_port
+from tests.fleets.served import ServedProcess, can_be_apart, digest, free_port
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -43,7 +43,7 @@ class Fleet:
         driver = f"{ray.util.get_node_ip_address()}:{self.port}"
         env = os.environ | {"WEIGHTSYNC_JOIN": driver, "WEIGHTSYNC_TOKEN": token, "OMP_NUM_THREADS": "1"}
         env |= self.env
-        return ServedProcess(port, WIDTH, env, APART if self.apart else ())
+        return ServedProcess(port, WIDTH, env, apart=self.apart)
 
     def update(self, version: int) -> None:
         ray.get(self.trainer.train.remote(version))

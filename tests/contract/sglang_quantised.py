@@ -5,7 +5,9 @@ Their loader copies into live parameters at once, as SGLang's does.
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,22 +121,20 @@ class Model(nn.Module):
         self, path: Path, ignored: Iterable[str] = BLOCKS["modules_to_not_convert"], padding: int = 3
     ) -> None:
         super().__init__()
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config)
-        parts: dict[str, dict[str, tuple[int, int]]] = {}
-        for name, each in named_tensors(whole)[0].items():
+        config, shapes = described(path)
+        parts: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in shapes.items():
             layer, _, last = name.removesuffix(".weight").rpartition(".")
             if ".experts." in name:
-                self._put(layer, Experts(each.shape[0], config.moe_intermediate_size, config.hidden_size))
+                self._put(layer, Experts(shape[0], config.moe_intermediate_size, config.hidden_size))
             elif last.endswith("_proj"):
                 fused = f"{layer}.{PACKED.get(last, last)}"
-                parts.setdefault(fused, {})[last] = each.shape
+                parts.setdefault(fused, {})[last] = shape
             elif "embed_tokens" in name:
-                self._put(f"{layer}.{last}", Embedding(*each.shape, padding))
+                self._put(f"{layer}.{last}", Embedding(*shape, padding))
             else:
                 module = nn.Module()
-                module.weight = held(*each.shape)
+                module.weight = held(*shape)
                 self._put(f"{layer}.{last}" if layer else last, module)
         for fused, its in parts.items():
             self._put(fused, Linear(its, quantised=fused not in ignored))
@@ -172,14 +172,35 @@ class Model(nn.Module):
                 getattr(found, leaf).data.copy_(tensor)
 
 
+@functools.cache
+def _config(moe: bool) -> Mapping[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny_qwen3(Path(folder), moe)
+        config: Mapping[str, Any] = json.loads(Path(folder, "config.json").read_text())
+        return config
+
+
 def saved(folder: Path, quantization: Mapping[str, Any] = BLOCKS, moe: bool = False) -> Path:
     """A folder with a config alone, as an engine starts from."""
-    build_tiny_qwen3(folder, moe)
-    (folder / "model.safetensors").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": quantization, "dtype": "bfloat16"}
+    config = {**_config(moe), "quantization_config": quantization, "dtype": "bfloat16"}
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+_described: dict[str, tuple[Any, Mapping[str, tuple[int, ...]]]] = {}
+
+
+def described(folder: Path) -> tuple[Any, Mapping[str, tuple[int, ...]]]:
+    """Return a folder's config, and the shapes of the model's tensors by name. Do not change them."""
+    text = (folder / "config.json").read_text()
+    if text not in _described:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(each.shape) for name, each in named_tensors(whole)[0].items()}
+        _described[text] = config, shapes
+    return _described[text]
 
 
 def host_of(model: nn.Module, folder: Path, **settings: Any) -> SglangHost:
@@ -189,11 +210,8 @@ def host_of(model: nn.Module, folder: Path, **settings: Any) -> SglangHost:
 def trained(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     """Weights of a trainer, in bfloat16, experts one by one."""
     draw = torch.Generator().manual_seed(seed)
-    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    tensors = {
-        name: torch.randn(each.shape, generator=draw) for name, each in named_tensors(whole)[0].items()
-    }
-    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    _, shapes = described(folder)
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     return {
         name: part.to(torch.bfloat16)
         for whole_name, each in tensors.items()

@@ -29,7 +29,7 @@ from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.readers import Read, Reader, choice, choose_protocol, mooncake, open_reader, serve, ways
+from weightsync.readers import Read, Reader, choose_protocol, mooncake, open_reader, serve, ways
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
 from weightsync.readers.zeromq_handshake import HandshakeServer, show_secret
@@ -465,7 +465,7 @@ class TestChoice:
     def _host(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.problems: dict[str, str] = {}
         (tmp_path / "mlx5_0").mkdir()
-        monkeypatch.setattr(choice, "DEVICES", tmp_path)
+        monkeypatch.setattr(ways, "DEVICES", tmp_path)
         monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda _: "found")
         monkeypatch.setattr(mooncake, "probe", lambda protocol, _: self.problems.get(protocol, ""))
 
@@ -484,7 +484,7 @@ class TestChoice:
     def test_without_mooncake_or_a_device_nobody_is_warned(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(choice, "DEVICES", tmp_path / "none")
+        monkeypatch.setattr(ways, "DEVICES", tmp_path / "none")
         assert choose_protocol("auto") == "tcp"
         with pytest.raises(ConfigError, match=r"sync\.refill.*no RDMA device"):
             choose_protocol("rdma")

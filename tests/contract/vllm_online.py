@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.contract.sglang_online import Quantise, whole
-from tests.contract.sglang_quantised import PACKED
+from tests.contract.sglang_quantised import PACKED, described
 from weightsync.engines.quantised.online_places import STACKS
 from weightsync.engines.vllm.worker import VllmHost
-from weightsync.memory.tensors import named_tensors
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -239,32 +238,28 @@ class Online(nn.Module):
         super().__init__()
         from vllm.model_executor.model_loader import reload
 
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            named = named_tensors(AutoModelForCausalLM.from_config(config))[0]
+        _, shapes = described(folder)
         parts: dict[str, dict[str, Any]] = {}
         self.method = Fp8PerTensorOnlineLinearMethod(quantise)
         cuts = (rank, num_ranks), (0, 1)
         part, share = reversed(cuts) if whole_experts else cuts
         self.of_experts = Fp8OnlineMoEMethod(quantise, part[1])
-        for name, each in named.items():
+        for name, shape in shapes.items():
             layer, _, last = name.removesuffix(".weight").rpartition(".")
             if name.endswith(".experts.gate_up_proj"):
-                self._put(f"{layer}.routed_experts", RoutedExperts(each.shape, self.of_experts, part, share))
+                self._put(f"{layer}.routed_experts", RoutedExperts(shape, self.of_experts, part, share))
             elif ".experts." in name:
                 continue
             elif last == "gate":
-                router = Linear({last: tuple(each.shape)}, self.method, 0, 1, 1)  # type: ignore[dict-item]
+                router = Linear({last: shape}, self.method, 0, 1, 1)  # type: ignore[dict-item]
                 self._put(f"{layer}.{last}", router)
             elif last.endswith("_proj"):
-                parts.setdefault(f"{layer}.{PACKED.get(last, last)}", {})[last] = tuple(each.shape)
+                parts.setdefault(f"{layer}.{PACKED.get(last, last)}", {})[last] = shape
             elif last == "embed_tokens":
-                self._put(f"{layer}.{last}", Embedding(*each.shape))
+                self._put(f"{layer}.{last}", Embedding(*shape))
             else:
                 module = nn.Module()
-                module.weight = nn.Parameter(
-                    torch.ones(each.shape, dtype=torch.bfloat16), requires_grad=False
-                )
+                module.weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16), requires_grad=False)
                 self._put(f"{layer}.{last}", module)
         for path, its in parts.items():
             method = UnquantizedLinearMethod() if path == IGNORED else self.method

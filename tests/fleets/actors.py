@@ -186,9 +186,9 @@ def spawn(cls: type, *args: object) -> Any:
     return actor_class(cls).options(num_cpus=0, max_restarts=0, **imports).remote(*args)
 
 
-def until(true: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came true in time."""
+def until(true: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
+    """Whether it came true in time. `pause_s`: how long to wait before each look but the first."""
     deadline = time.monotonic() + timeout_s
     while not (now := true()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return now

@@ -17,6 +17,7 @@ from torch import distributed, nn
 
 import weightsync
 from tests.fleets.actors import build
+from tests.fleets.local_cluster import forking_python
 from weightsync.errors import WeightSyncError
 
 TORCHRUN = (
@@ -26,10 +27,10 @@ TORCHRUN = (
 
 
 class JoinedProcess:
-    """A process that says what came of each update. `runs`: a command that runs a module."""
+    """A process that says what came of each update. `runs`: see `ServedProcess`."""
 
-    def __init__(self, width: int, env: Mapping[str, str], runs: Sequence[str] = (sys.executable,)) -> None:
-        command = [*runs, "-m", "tests.fleets.joined", str(width)]
+    def __init__(self, width: int, env: Mapping[str, str], runs: Sequence[str] = ()) -> None:
+        command = [*(runs or [forking_python()]), "-m", "tests.fleets.joined", str(width)]
         at = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=at)
 

@@ -1,11 +1,13 @@
-"""A server that Ray did not start, without a model: python -m tests.fleets.served PORT WIDTH.
+"""A server that Ray did not start, without a model: python -m tests.fleets.served PORT WIDTH [apart].
 
-Answers each line of stdin with the version that it serves and the digest of its weights.
+Answers each line of stdin with the version that it serves and the digest of its weights. One that is apart
+is in namespaces of its own, and shares no memory with others of this host.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import socket
 import subprocess
@@ -14,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 
 from tests.fleets.actors import build
+from tests.fleets.local_cluster import forking_python
 from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.testing import DictEngine
 
 APART = "unshare", "-i", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"
 """In namespaces of its own, a process shares no memory with others of this host."""
+_IPC_AND_MOUNTS = 0x08000000 | 0x00020000
+"""`unshare`'s flags, which Python has from 3.12 on."""
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -42,13 +46,23 @@ def can_be_apart() -> bool:
     return subprocess.run([*APART, "true"], capture_output=True, check=False).returncode == 0
 
 
-class ServedProcess:
-    """The process of such a server. `prefix`: what the command begins with, such as `APART`."""
+def be_apart() -> None:
+    """Do what `APART` does, in this thread and those that it starts."""
+    if ctypes.CDLL(None).unshare(_IPC_AND_MOUNTS):
+        raise OSError("this user cannot make namespaces")
+    for options in (["--make-rprivate", "/"], ["-t", "tmpfs", "none", "/dev/shm"]):
+        subprocess.run(["mount", *options], check=True)
 
-    def __init__(self, port: int, width: int, env: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
-        command = [*prefix, sys.executable, "-m", "tests.fleets.served", str(port), str(width)]
+
+class ServedProcess:
+    """The process of such a server. `runs`: a command that runs a module, by default in a fork."""
+
+    def __init__(
+        self, port: int, width: int, env: Mapping[str, str], runs: Sequence[str] = (), apart: bool = False
+    ) -> None:
+        command = [*(runs or [forking_python()]), "-m", "tests.fleets.served", str(port), str(width)]
         self._process = subprocess.Popen(
-            command,
+            [*command, "apart"] if apart else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,8 +80,6 @@ class ServedProcess:
         return int(version), found
 
     def kill(self) -> None:
-        for child in psutil.Process(self._process.pid).children(recursive=True):  # of the prefix
-            child.kill()
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -90,4 +102,6 @@ async def main(port: int, width: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[3:] == ["apart"]:
+        be_apart()
     asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))

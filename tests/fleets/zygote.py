@@ -26,6 +26,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 
 from tests.fleets import zygote_client
@@ -153,12 +154,12 @@ def _become(order: Order, client: int, fds: Sequence[int]) -> None:
     for number, fd in zip(zygote_client.FDS, fds, strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # it was that of other variables
     os.chdir(folder)
-    is_module = argv[0] == "-m"
+    if is_module := argv[0] == "-m":
+        threading.Thread(target=_end_with, args=(client,), daemon=True).start()
     sys.argv = argv = [*argv[is_module:]]
     try:
         if is_module:
@@ -170,6 +171,13 @@ def _become(order: Order, client: int, fds: Sequence[int]) -> None:
         raise
     os.write(client, b"\0")
     sys.exit()
+
+
+def _end_with(client: int) -> None:
+    """Kill this process when the script that stands for it is killed."""
+    os.set_blocking(client, True)
+    os.read(client, 1)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def _end() -> None:

@@ -1,5 +1,7 @@
 """The script that stands for a process that the zygote forks. Hundreds of it start, so it imports little.
 
+A module's process is killed when the script is. A worker ends by itself.
+
 python -I -S tests/fleets/zygote_client.py SOCKET WORKER ARGUMENT …
 python -I -S tests/fleets/zygote_client.py SOCKET -m MODULE ARGUMENT …
 """
@@ -7,10 +9,10 @@ python -I -S tests/fleets/zygote_client.py SOCKET -m MODULE ARGUMENT …
 import marshal
 import os
 import sys
-from socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket
+from _socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket  # `socket` takes longer than Python itself
 
-FDS = (1, 2)
-"""What the process writes to: this script's output and errors."""
+FDS = (0, 1, 2)
+"""What the process reads and writes: this script's input, output and errors."""
 
 
 def ask(path: str, argv: list[str]) -> int:

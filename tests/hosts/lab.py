@@ -156,7 +156,7 @@ def _answer(
         mine = os.environ | servers.ENV | driver
         at = network.hosts[name].prefix
         if what == "serve":
-            served[name] = ServedProcess(servers.SERVER_PORT, servers.WIDTH, mine, at)
+            served[name] = ServedProcess(servers.SERVER_PORT, servers.WIDTH, mine, [*at, sys.executable])
         else:
             JoinedProcess(servers.WIDTH, mine, [*at, *TORCHRUN])
     elif what == "unserve":

@@ -384,10 +384,10 @@ class EngineFeed:
 
     def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
         """Inject faults. ``corrupt`` changes a piece in the slot, never a piece in the send buffer."""
-        data = None
-        if has_faults():
-            both = zip(views, self._whole[bucket], strict=True)
-            data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
+        if not has_faults():
+            return False
+        both = zip(views, self._whole[bucket], strict=True)
+        data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
         return inject(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
 
     def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:

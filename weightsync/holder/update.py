@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, StateError, WeightSyncError
-from weightsync.faults import inject, inject_in_move
+from weightsync.faults import has_faults, inject
 from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
@@ -249,11 +249,24 @@ def run_update(
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.sent is None else 1,
         start,
-        lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
+        lambda bucket: _inject(plan, bucket, index, staging),
         consumer,
     )
     consumer.finish(len(buckets), is_all=task.frozen, live=live)
     staging.unmap_forgotten()
+
+
+def _inject(plan: Plan, bucket: int, index: int, staging: Staging) -> None:
+    """Inject the faults of holder `index` once a bucket has arrived.
+
+    ``corrupt`` changes a step that came from another root, since the holder's own share must not change at
+    its source. Without slots, the holder receives nothing.
+    """
+    if not has_faults():
+        return
+    came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
+    data = staging.at(came[bucket % len(came)]) if came and staging.slots else None
+    inject("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
 def pump(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weightsync.readers.base import Read, Readable, Reader, Server
-from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
-from weightsync.readers.ways import ENCRYPTED, NETWORK, way_of
+from weightsync.readers.ways import ENCRYPTED, NETWORK, choose_protocol, rdma_devices, way_of
 
 if TYPE_CHECKING:
     from weightsync.config import Ports

@@ -18,9 +18,9 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.routes import own_address
 from weightsync.readers.base import Read, by_peer, pieces
-from weightsync.readers.choice import rdma_devices
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, probe, readable
+from weightsync.readers.ways import rdma_devices
 
 __all__ = ["READER", "MooncakeReader", "MooncakeServer", "absence", "probe", "serve", "text"]
 

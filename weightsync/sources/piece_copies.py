@@ -88,7 +88,7 @@ class PieceCopies:
                 parts.append(part)
         self._table = HostTable(parts, len(metas))
         self._again = self._table.without_copies()
-        self._by_table, self._others = by_table, others
+        self._by_table, self._others, self._num_threads = by_table, others, num_threads(16)
         self._device_copies = tuple(
             DeviceCopies(
                 plan, [(piece, cut, self.place(copy).view(cut.shape)) for piece, copy, cut in its], gpu
@@ -162,7 +162,7 @@ class PieceCopies:
 
     def _digest(self, table: HostTable, share: Callable[[PieceCopy], int], count: bool) -> Digests:
         """Run all of `table`, and add the shares of other parts on the host."""
-        with ThreadPoolExecutor(num_threads(16)) as threads:
+        with ThreadPoolExecutor(self._num_threads) as threads:
             shares = threads.map(share, self._others)
             digests = _run(table, threads, count)
             for copy, found in zip(self._others, shares, strict=True):

@@ -84,8 +84,8 @@ class GlooTransport(WatchedTransport):
         self._opened = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 
     def set_timeout(self, timeout_s: float) -> None:
-        super().set_timeout(timeout_s)
         self._timeout = _own_timeout(timeout_s)
+        super().set_timeout(timeout_s)
 
     def start(self, ops: Sequence[Op]) -> Pending:
         """Queue the ops in order; gloo's threads run them."""

@@ -98,7 +98,7 @@ def sent(changes: Changes, spans: tuple[Span, ...]) -> Changes:
     return Changes.decode(spans, data)
 
 
-several = settings(max_examples=150, deadline=None)
+several = settings(max_examples=50)
 
 
 @several

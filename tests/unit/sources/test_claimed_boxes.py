@@ -77,7 +77,7 @@ def as_tensor(memory: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(raw[: len(raw) // dtype.itemsize * dtype.itemsize]).view(dtype)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(sides(), st.booleans(), st.booleans(), st.data())
 def test_one_flipped_bit_of_any_replica_is_found_in_its_round_and_its_rank_is_named(
     made: Sides, has_pieces: bool, are_strays: bool, data: st.DataObject

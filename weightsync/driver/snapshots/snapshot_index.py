@@ -21,7 +21,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.host_copies import HostCopies, Wanted
 from weightsync.driver.snapshots.live_sources import LiveSources
-from weightsync.driver.snapshots.snapshot_memory import SnapshotMemory
+from weightsync.driver.snapshots.snapshot_memory import reserving
 from weightsync.driver.snapshots.source_choice import Candidates
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.verifying.live_digests import LiveDigests
@@ -74,7 +74,8 @@ class SnapshotIndex:
         self._config, self._fleet, self._events = config, fleet, events
         self.live_sources = LiveSources(config, fleet, engine_group)
         self.host_copies = HostCopies(config, fleet)
-        self._memory, self._checks = SnapshotMemory(config, fleet, events), CopyChecks(config, fleet)
+        self._checks = CopyChecks(config, fleet)
+        self._reserving: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now, self._begun = _Version(), 0
@@ -102,7 +103,11 @@ class SnapshotIndex:
             for name, flat in connection.flat_layouts.items()
             for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first)
         }
-        self._memory.begin(parts, readers if self._config.refill == "auto" else {}, connection.in_place)
+        if self._config.refill != "auto":
+            readers = {}
+        if parts:
+            given = self._config, self._fleet, self._events
+            self._reserving = reserving(*given, parts, readers, connection.in_place)
 
     def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
@@ -122,7 +127,7 @@ class SnapshotIndex:
 
         Until then, holders must not be asked to fill engines from this memory.
         """
-        return self._memory.is_pending
+        return self._reserving is not None and not self._reserving.done()
 
     async def copied(self) -> None:
         """Wait until send buffers and engines may be written again."""
@@ -145,7 +150,7 @@ class SnapshotIndex:
         """
         deadline = time.monotonic() + self._config.timeout_s + GRACE_S
         await self.copied()
-        await self._memory.end(deadline - time.monotonic())
+        await self._end_reserving(deadline - time.monotonic())
 
     async def writable(self, released: Collection[str] = ()) -> None:
         """Wait until no memory of an engine is read, and send buffers may be written again.
@@ -162,7 +167,7 @@ class SnapshotIndex:
 
     async def kept(self) -> None:
         """Wait until the snapshots' memory is there, and they are copied."""
-        await self._memory.ready()
+        await self._reserved()
         await self.copied()
 
     async def settled(self) -> None:
@@ -176,7 +181,7 @@ class SnapshotIndex:
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        others = self._memory.end(0), self.host_copies.stop(), self.live_sources.withdrawn()
+        others = self._end_reserving(0), self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
@@ -360,9 +365,20 @@ class SnapshotIndex:
         engines = self._fleet.engines.items()
         return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
 
+    async def _reserved(self) -> None:
+        if self._reserving and not self._reserving.done():
+            await asyncio.wait([self._reserving])
+
+    async def _end_reserving(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for the memory, then give up late holders."""
+        if self._reserving:
+            await asyncio.wait([self._reserving], timeout=max(0.0, timeout_s))
+            self._reserving.cancel()
+            await asyncio.gather(self._reserving, return_exceptions=True)
+
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         await asyncio.sleep(_LATER_S)
-        await self._memory.ready()  # else holders would allocate it here, in the deadline of a copy
+        await self._reserved()  # else holders would allocate it here, in the deadline of a copy
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]

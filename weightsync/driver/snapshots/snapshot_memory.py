@@ -13,78 +13,56 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import Outcome, gather_named
 from weightsync.errors import DeadlineError, PeerLostError
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.peers import HolderPeer
 
 logger = logging.getLogger("weightsync.driver")
 
 
-class SnapshotMemory:
-    """Has holders allocate, page-lock and map memory, which takes seconds for tens of GB.
+def reserving(
+    config: SyncConfig,
+    fleet: Fleet,
+    events: Events,
+    parts: Mapping[int, int],
+    readers: Mapping[int, int],
+    in_place: bool,
+) -> asyncio.Task[None]:
+    """Start to have holders allocate, page-lock and map memory, which takes seconds for tens of GB.
 
-    No update needs it: a version is copied after it has committed. So `connect` does not wait for it.
+    No update needs it: a version is copied after it has committed. So `connect` does not wait for it. The
+    task ends when all holders have memory, or failed to get memory. Each step has its own deadline.
+
+    Args:
+        parts: for each holder that allocates memory, by index, the number of the part.
+        readers: holders that map a part, if another holder on the same host has the part.
+        in_place: whether parts are the served weights of engine ranks.
     """
+    # The fleet as it is now: engines may join and leave before holders have answered.
+    peers = [*fleet.holders]
+    nodes = [fleet.node(i) for i in range(len(peers))]
 
-    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
-        self._config, self._fleet, self._events = config, fleet, events
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, parts: Mapping[int, int], readers: Mapping[int, int], in_place: bool) -> None:
-        """Start to have holders allocate. Nothing else may run: see `end`.
-
-        Args:
-            parts: for each holder that allocates memory, by index, the number of the part.
-            readers: holders that map a part, if another holder on the same host has the part.
-            in_place: whether parts are the served weights of engine ranks.
-        """
-        if parts:
-            # The fleet as it is now: engines may join and leave before holders have answered.
-            peers = [*self._fleet.holders]
-            nodes = [self._fleet.node(i) for i in range(len(peers))]
-            self._task = asyncio.create_task(self._reserve(parts, readers, in_place, peers, nodes))
-            self._task.add_done_callback(_log_error)
-
-    @property
-    def is_pending(self) -> bool:
-        """Return True if holders still allocate or map."""
-        return self._task is not None and not self._task.done()
-
-    async def ready(self) -> None:
-        """Wait until all holders have memory, or failed to get memory. Each step has its own deadline."""
-        if self._task and not self._task.done():
-            await asyncio.wait([self._task])
-
-    async def end(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for the memory, then give up late holders."""
-        if self._task:
-            await asyncio.wait([self._task], timeout=max(0.0, timeout_s))
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _reserve(
-        self,
-        parts: Mapping[int, int],
-        readers: Mapping[int, int],
-        in_place: bool,
-        peers: list[HolderPeer],
-        nodes: list[str],
-    ) -> None:
-        began = time.monotonic()
-        calls = {f"holder {home}": peers[home].reserve(part, in_place) for home, part in parts.items()}
-        reserved = await gather_named(calls, "reserve", self._config.connect_timeout_s)
-        self._tell(reserved, "not every holder can keep versions")
-        offers = {home: offer for home in parts if (offer := reserved.answers.get(f"holder {home}"))}
-        shared = _near(parts, readers, nodes, offers)
-        maps = {f"holder {reader}": peers[reader].map(its) for reader, its in shared.items()}
-        mapped = await gather_named(maps, "map", self._config.connect_timeout_s)
-        self._tell(mapped, "a snapshot on the same host is not mapped")
-        if offers:
-            logger.info("[driver] memory for copies is there after %.1f s", time.monotonic() - began)
-
-    def _tell(self, outcome: Outcome[Offer | None] | Outcome[None], what: str) -> None:
+    def tell(outcome: Outcome[Offer | None] | Outcome[None], what: str) -> None:
         for error in outcome.failures.values():
             logger.warning("[driver] %s: %s", what, error)
             if isinstance(error, (DeadlineError, PeerLostError)):
-                self._events.publish(HolderSilent())
+                events.publish(HolderSilent())
+
+    async def reserve() -> None:
+        began = time.monotonic()
+        calls = {f"holder {home}": peers[home].reserve(part, in_place) for home, part in parts.items()}
+        reserved = await gather_named(calls, "reserve", config.connect_timeout_s)
+        tell(reserved, "not every holder can keep versions")
+        offers = {home: offer for home in parts if (offer := reserved.answers.get(f"holder {home}"))}
+        shared = _near(parts, readers, nodes, offers)
+        maps = {f"holder {reader}": peers[reader].map(its) for reader, its in shared.items()}
+        tell(
+            await gather_named(maps, "map", config.connect_timeout_s),
+            "a snapshot on the same host is not mapped",
+        )
+        if offers:
+            logger.info("[driver] memory for copies is there after %.1f s", time.monotonic() - began)
+
+    task = asyncio.create_task(reserve())
+    task.add_done_callback(_log_error)
+    return task
 
 
 def _near(

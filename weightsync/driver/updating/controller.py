@@ -288,6 +288,7 @@ class Controller:
     ) -> SyncReport:
         connection, made = self.connection(), update.publication if update else None
         read = update.staged.copied if update and update.staged else refilled
+        samples = made.samples if made else ()
         fingerprint = made.fingerprint if made else self.snapshot_index.expected
         assert fingerprint is not None
         left_out = self._frozen.nbytes if self._frozen and update and not update.sends_frozen else 0
@@ -310,7 +311,7 @@ class Controller:
             routes=connection.router.routes,
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
-            density=densities(made.samples) if made else {},
+            density=densities(samples) if samples else {},
             bytes_from=read.bytes_from if read else {},
             ways=read.ways if read else {},
         )

@@ -13,7 +13,7 @@ import torch
 
 from weightsync.memory import cuda
 from weightsync.memory.kernels.device_factors import lanes_on_device, rows_on_device
-from weightsync.memory.kernels.digest_factors import word_nbytes
+from weightsync.memory.kernels.digest_factors import WORD_NBYTES
 from weightsync.memory.kernels.digest_tiles import (
     TILE_NBYTES,
     DigestPart,
@@ -242,7 +242,7 @@ def load_for_16_bits() -> None:
 
 def load_digests(itemsizes: Iterable[int], flags: bool = False) -> None:
     """Load the digest kernels for `itemsizes` on the current device. With `flags`, they also flag words."""
-    for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
+    for word in sorted({WORD_NBYTES[itemsize] for itemsize in itemsizes}):
         for shape in _DIGESTING_BLOCKS:
             cuda.load(f"{_FLAG if flags else _DIGEST}_{shape}_{word}")
 

@@ -14,16 +14,13 @@ from weightsync.protocol.messages import Digests
 COLUMNS = 4096
 """Words per row."""
 LANE_NBYTES = 4
+WORD_NBYTES = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
+"""Bytes per digested word, by bytes per element."""
 WORD_KINDS = {1: 1, 2: 2, 4: 3}
 LANE_KINDS = {1: 4, 2: 5}
 """How a part in host memory is digested, by bytes per word: as words or, if aligned, as lanes."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 over the golden ratio."""
-
-
-def word_nbytes(itemsize: int) -> int:
-    """Return the bytes per digested word for elements of `itemsize` bytes."""
-    return min(itemsize, 4)
 
 
 def splitmix64(state: Digests) -> Digests:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsync.errors import PlanError
-from weightsync.memory.kernels.digest_factors import COLUMNS, lane_ones, word_nbytes
+from weightsync.memory.kernels.digest_factors import COLUMNS, WORD_NBYTES, lane_ones
 from weightsync.plan import Box
 from weightsync.plan.layout.copies import cut, flattened, strided_copies
 from weightsync.plan.layout.layout import Int64, padded
@@ -72,7 +72,7 @@ def digest_runs(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        word = word_nbytes(part.itemsize)
+        word = WORD_NBYTES[part.itemsize]
         if len(parts) <= _FEW and part.is_one_run:
             straight[word].append(_one_run(part, word))
         else:
@@ -101,7 +101,7 @@ def digest_tiles(runs: Int64) -> Mapping[str, Int64]:
 
 def num_factor_rows(parts: Sequence[DigestPart]) -> int:
     """Return the number of rows of 4096 words in the longest tensor."""
-    words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
+    words = (math.prod(part.shape) * part.itemsize // WORD_NBYTES[part.itemsize] for part in parts)
     return -(-max(words, default=0) // COLUMNS)
 
 

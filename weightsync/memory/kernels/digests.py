@@ -28,10 +28,10 @@ import torch
 from weightsync.memory.kernels.device_kernels import DigestTable
 from weightsync.memory.kernels.digest_factors import (
     LANE_NBYTES,
+    WORD_NBYTES,
     column_factors,
     lane_factors,
     lane_ones,
-    word_nbytes,
 )
 from weightsync.memory.kernels.digest_tiles import DigestPart
 from weightsync.memory.tensors import byte_strides
@@ -52,15 +52,14 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     """
     if data.numel() == 0:
         return 0
-    box = box or Box.whole(shape)
     if data.is_cuda:
-        return int(box_digests([BoxPart(0, data, tuple(shape), box)], 1)[0])
+        return int(box_digests([BoxPart(0, data, tuple(shape), box or Box.whole(shape))], 1)[0])
     from weightsync.memory.kernels.host_kernels import digest
 
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
-    word = word_nbytes(itemsize)
-    starts, run = runs(tuple(shape), box)
+    word = WORD_NBYTES[itemsize]
+    starts, run = runs(tuple(shape), box) if box else (np.zeros(1, np.int64), flat.numel())
     per_element = itemsize // word
     starts, run = starts * per_element, run * per_element
     if in_lanes(starts, run, word, flat.data_ptr()):

@@ -18,10 +18,10 @@ from weightsync.memory.kernels.digest_factors import (
     LANE_KINDS,
     LANE_NBYTES,
     WORD_KINDS,
+    WORD_NBYTES,
     column_factors,
     lane_factors,
     lane_ones,
-    word_nbytes,
 )
 from weightsync.memory.kernels.digests import in_lanes, runs
 from weightsync.plan import Box
@@ -75,7 +75,7 @@ class HostTable:
         self.counts: _Int64 = np.zeros(len(parts), np.int64)
         rows, starts, num_starts = [], [np.zeros(0, np.int64)], 0
         for part in parts:
-            word, nbytes = word_nbytes(part.itemsize), part.box.numel * part.itemsize
+            word, nbytes = WORD_NBYTES[part.itemsize], part.box.numel * part.itemsize
             if part.tensor < 0:
                 rows.append((part.address, part.target, nbytes, 0, 0, 0, 0, 0, 1))
                 continue
