@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_experts [--json FILE]
 
-One rank, or two where two GPUs are visible. One rank uses no link: its figures are those of the kernels and
+Two ranks if two GPUs are visible, else one. One rank uses no link: the figures then show the kernels and
 of the memory. Experts are drawn uniformly, 8 of 64 for each token of 7,168 bf16 values. Rows are aligned to
 128, and zeroed where no token is, in a capacity of 1.05 times the rows of uniform choices. A call is a CUDA
 graph, with the exchange of ids and weights, and the plan. Microseconds are medians of repeats of 20 calls in
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.common import Row, environment, print_table, write_json
 from weightsync.experts import CudaMover, ExpertGroup
@@ -43,6 +43,7 @@ Call = Callable[[], None]
 class Rank:
     """A rank's inputs, and what its last dispatch gave."""
 
+    mover: CudaMover
     group: ExpertGroup
     x: torch.Tensor
     ids: torch.Tensor
@@ -68,7 +69,7 @@ class Rank:
         )
         ids = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").topk(TOP_K).indices
         weights = torch.rand(num_tokens, TOP_K, device="cuda")
-        return cls(group, torch.randn(num_tokens, HIDDEN, device="cuda").bfloat16(), ids, weights)
+        return cls(mover, group, torch.randn(num_tokens, HIDDEN, device="cuda").bfloat16(), ids, weights)
 
     def dispatch(self) -> None:
         self.rows, _, self.handle = self.group.dispatch(self.x, self.ids, self.weights)
@@ -81,8 +82,8 @@ class Rank:
         self.combine()
 
     def plan(self) -> None:
-        ids = self.ids.expand(self.group.mover.num_ranks, -1, -1)
-        self.group.mover.plan(ids, NUM_EXPERTS, ALIGNMENT, self.group.capacity)
+        ids = self.ids.expand(self.mover.num_ranks, -1, -1)
+        self.mover.plan(ids, NUM_EXPERTS, ALIGNMENT, self.group.capacity)
 
     def moved_nbytes(self) -> tuple[int, int]:
         """Return the bytes that the rank reads and writes in a dispatch, and in a combine."""
@@ -143,10 +144,10 @@ def rows(process_group: dist.ProcessGroup) -> Iterator[Row]:
         for name, (call, nbytes) in calls.items():
             graph = graph_of(call)
             taken = seconds(graph.replay)
-            rank.group.mover.check()
+            rank.mover.check()
             yield {
                 "tokens per rank": num_tokens,
-                "ranks": rank.group.mover.num_ranks,
+                "ranks": rank.mover.num_ranks,
                 "SMs": num_sms or "all",
                 "call": f"{name}, FP8" if fp8 else name,
                 "µs": taken * 1e6,
@@ -156,7 +157,7 @@ def rows(process_group: dist.ProcessGroup) -> Iterator[Row]:
                 "rows": int(rank.handle.counts.sum()),
             }
             del graph
-        rank.group.mover.close()  # type: ignore[attr-defined]
+        rank.mover.close()
 
 
 def run(rank: int, num_ranks: int, folder: Path) -> None:
@@ -179,7 +180,7 @@ def main() -> None:
     num_ranks = min(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mp.spawn(run, (num_ranks, folder), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
+        spawn(run, (num_ranks, folder), num_ranks)  # type: ignore[no-untyped-call]
         record = json.loads((folder / "rows.json").read_text())
     where = environment(("torch", "cupy", "triton"))
     print_table("tokens to experts and back", record, where)

@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _row(way: str, folder: Path, seconds: Sequence[float]) -> dict[str, object]:
-    """Summarise a way's updates. Raises WrongWeightsError if tokens are not those of the checkpoints."""
+    """Summarise a way's updates. Raises WrongWeightsError if the checkpoints say other tokens."""
     said, wanted = (
         [json.loads(line) for line in (folder / each).read_text().splitlines()] for each in ("said", "wanted")
     )

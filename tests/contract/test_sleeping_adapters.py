@@ -99,9 +99,6 @@ class AsyncLlm:
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode}")
 
-    async def is_paused(self) -> bool:
-        return True
-
     async def resume_generation(self) -> None:
         self.calls.append("go on")
 

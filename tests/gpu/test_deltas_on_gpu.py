@@ -1,4 +1,4 @@
-"""Deltas that a GPU finds and applies are those of the CPU, byte for byte, also in a fleet."""
+"""A GPU makes the same deltas as the CPU, byte for byte, and applies deltas alike, also in a fleet."""
 
 from __future__ import annotations
 

@@ -30,6 +30,11 @@ class ForwardingMover(Mover):
         self.num_ranks = across.num_ranks * within.num_ranks
         self.rank = across.rank * within.num_ranks + within.rank
 
+    def check(self) -> None:
+        """See `Mover.check`."""
+        self._across.check()
+        self._within.check()
+
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """See `Mover.gather`. A part goes to each host once."""
         return self._by_rank(self._within.gather(self._across.gather(part).flatten(0, 1)))

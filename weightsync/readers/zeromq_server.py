@@ -1,6 +1,6 @@
 """Serves memory over ZeroMQ to peers that know the offer's secret.
 
-A request is one frame, a `Request`. An answer is an `ReadReply`, followed by a frame of data unless refused.
+A request is one frame, a `Request`. An answer is a `ReadReply`, followed by a frame of data unless refused.
 Secrets are checked as in `weightsync.readers.zeromq_handshake`.
 """
 

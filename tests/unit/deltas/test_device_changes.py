@@ -1,4 +1,4 @@
-"""Deltas by way of a GPU's memory are those of the host: chunk by chunk, with doubles of the kernels."""
+"""`DeviceCoder` makes the same deltas as `Changes`, chunk by chunk, with doubles of the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_NBYTES = 1 << 20
 
 
 def check_bytes(case: Case, memory: CodingMemory) -> None:
-    """Compare with `Changes`, and use the delta on its base, and on its result."""
+    """Compare with `Changes`. Apply the delta to the base version, and again to the result."""
     old, new = (torch.from_numpy(each) for each in case.versions[:2])
     sent = data_of(Changes.between(case.spans, old.numpy(), new.numpy()))
     coder = DeviceCoder(case.spans, memory)

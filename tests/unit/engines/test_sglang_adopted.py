@@ -32,7 +32,7 @@ REQUESTS = (
 
 
 class FakeManager:
-    """SGLang's rules: whoever has the writer's lock waits until no request runs."""
+    """SGLang's rules: the writer's lock is free only while no request runs."""
 
     def __init__(self) -> None:
         self.server_args = SimpleNamespace(**OPTIONS)

@@ -90,8 +90,8 @@ def test_one_that_others_resumed_while_it_was_written_does_not_serve(adopted) ->
     llm, engine = adopted
     engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
     engine.pause("keep", patient(1))
-    llm.paused = False
     engine.load(1, patient(1))
+    llm.paused = False
     with pytest.raises(StateError, match=r"engine e0: somebody resumed vLLM.*mix"):
         engine.resume(1)
     assert engine.serving() == 0

@@ -151,3 +151,15 @@ def test_a_token_goes_to_each_host_once_and_a_hosts_results_come_back_as_one(
     monkeypatch.setattr(LocalMover, "exchange", count)
     in_threads(call, [ForwardingMover(across[i][h], within[h][i]) for h in range(2) for i in range(2)])
     assert sum(crossed[:4]) == sum(crossed[4:]) == 12
+
+
+def test_an_error_that_a_mover_knows_later_is_raised_by_the_mover_above_it() -> None:
+    class Late(LocalMover):
+        def check(self) -> None:
+            raise DeadlineError("exchange", ["rank 0"], 1.0)
+
+    good, (late,) = LocalMover.ranks(1)[0], Late.ranks(1)
+    ForwardingMover(good, good).check()
+    for movers_of_both in ((late, good), (good, late)):
+        with pytest.raises(DeadlineError, match="rank 0"):
+            ForwardingMover(*movers_of_both).check()

@@ -8,15 +8,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NoReturn, TypeVar
 
 from weightsync.config import PrefixCache
+from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.sglang.api import LOADER, Manager, has_sessions
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.worker import RankSettings
-from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
-from weightsync.plan import Plan
+from weightsync.errors import ConfigError, EngineError, StateError
 from weightsync.plan.layout.layout_table import LayoutTable
-from weightsync.protocol.messages import Attached, FeedTicket
 
 T = TypeVar("T")
 
@@ -26,10 +25,10 @@ _DEFAULTS = {
     "weight_cache_mode": "off",
     "speculative_algorithm": None,
 }
-"""Options of a server with defaults, others of which put weights or ranks out of our reach."""
+"""Options of a server that must have these values: other values put weights or ranks out of our reach."""
 
 
-class AdoptedSglang(SglangRanks):
+class AdoptedSglang(AdoptedEngine, SglangRanks):
     """The server whose ``TokenizerManager`` is `manager`, on the event loop `loop`.
 
     Requests go to the server as before. They wait while it is paused, and after a failed load until a load
@@ -45,7 +44,6 @@ class AdoptedSglang(SglangRanks):
         _require_updatable(options)
         self._num_ranks = options.tp_size
         self._manager, self._loop = Manager(manager, self._num_ranks), loop
-        self._serving = 0
         self._settings = RankSettings(
             "sglang",
             options.model_path,
@@ -65,27 +63,12 @@ class AdoptedSglang(SglangRanks):
         self._join()
         return super().layout()
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect all ranks to their holders, and read the engine's name from the tickets."""
-        self._name = tickets[0].engine
-        return super().attach(plan, tickets, timeout_s)
-
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
         """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
         refuse_salt(treatment, self._name, "SGLang computes paused requests again")
 
-    def pause(self, mode: str, timeout_s: float) -> None:
-        """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
-        serving, self._serving = self._serving, 0
-        try:
-            self._wait(self._pause(mode), timeout_s)
-        except FutureTimeoutError as error:
-            self._wait(self._manager.go_on())
-            self._serving = serving
-            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
-        self.on_ranks("settle")
-
     async def _pause(self, mode: str) -> None:
+        """Pause. ``abort`` ends running requests early, with the tokens that they have."""
         manager = self._manager.manager
         if mode == "keep" or manager.is_pause:
             await self._manager.pause("retract")
@@ -94,6 +77,9 @@ class AdoptedSglang(SglangRanks):
             manager.abort_request(abort_all=True)
         async with manager.model_update_lock.writer_lock:  # once no request runs; others wait
             await self._manager.pause("retract")
+
+    async def _go_on(self) -> None:
+        await self._manager.go_on()
 
     def resume(self, version: int) -> None:
         """Serve `version`.
@@ -114,16 +100,8 @@ class AdoptedSglang(SglangRanks):
             raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
         await self._manager.go_on()
 
-    def serving(self) -> int:
-        """Return the version being served, 0 while paused."""
-        return self._serving
-
-    def close(self) -> None:
-        """Disconnect from the holders. The server itself continues."""
-        self.on_ranks("close")
-
     def _sleep_option(self, level: int) -> NoReturn:
-        raise ConfigError("sleep", "a server of SGLang", "leave it out: its requests would end its processes")
+        raise ConfigError("sleep", "a server of SGLang", "leave it out: requests would end it")
 
     def _asked(
         self,
@@ -143,14 +121,6 @@ class AdoptedSglang(SglangRanks):
             return await work(self._manager)
         finally:
             await self._manager.go_on()
-
-    def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return asked.result(timeout_s)
-        except FutureTimeoutError:
-            asked.cancel()
-            raise
 
 
 def _require_updatable(options: Any) -> None:  # noqa: ANN401 - SGLang's

@@ -319,7 +319,7 @@ class Manager:
 
 
 class SglangServer(Manager):
-    """SGLang's engine behind coroutines, all of which must be awaited on `loop`.
+    """SGLang's engine behind coroutines, which must be awaited on `loop`.
 
     Attributes:
         tokenizer: SGLang's own, None if it was started without one.

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
 from weightsync.engines.rank.rank_process import this_host
+from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
-from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
+from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
-from weightsync.plan import Plan
 from weightsync.plan.layout.layout_table import LayoutTable
-from weightsync.protocol.messages import Attached, FeedTicket
 
 T = TypeVar("T")
 
 _WORKER = "weightsync.WeightSyncWorker"
-_GO_ON_S = 5.0
 
 
 class AsyncVllm(Protocol):
@@ -41,7 +38,7 @@ class AsyncVllm(Protocol):
     ) -> Coroutine[object, object, list[bytes]]: ...
 
 
-class AdoptedVllm(VllmRanks):
+class AdoptedVllm(AdoptedEngine, VllmRanks):
     """An ``AsyncLLM`` with `WeightSyncWorker` mixed into the workers, on the caller's event loop.
 
     The caller asks it for tokens as before. Requests wait while vLLM is paused, and after a failed load until
@@ -53,7 +50,6 @@ class AdoptedVllm(VllmRanks):
         super().__init__("")
         check_version("vllm")
         self._llm, self._loop = llm, loop
-        self._serving, self._was_paused = 0, False
 
     def check(self) -> None:
         """Raise PeerLostError if vLLM is dead. vLLM does not say which rank it lost."""
@@ -71,11 +67,6 @@ class AdoptedVllm(VllmRanks):
             raise ConfigError("llm", ", ".join(elsewhere), remedy)
         return super().layout()
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Connect all ranks to their holders, and read the engine's name from the tickets."""
-        self._name = tickets[0].engine
-        return super().attach(plan, tickets, timeout_s)
-
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`, also before the ranks are connected."""
         self._num_ranks = len(self.on_ranks("settle"))
@@ -84,18 +75,6 @@ class AdoptedVllm(VllmRanks):
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
         """Raise ConfigError for ``salt``: the requests are not ours."""
         refuse_salt(treatment, self._name, "its requests are made by methods of your own")
-
-    def pause(self, mode: str, timeout_s: float) -> None:
-        """Stop making tokens, and drop caches, so that frozen requests are recomputed."""
-        serving, self._serving = self._serving, 0
-        try:
-            self._wait(self._pause(mode), timeout_s)
-        except FutureTimeoutError as error:
-            self._wait(self._llm.resume_generation(), _GO_ON_S)
-            self._serving = serving
-            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
-        self._wake(WEIGHTS)
-        self.on_ranks("settle")
 
     async def _pause(self, mode: str) -> None:
         """Pause as ``pause_generation``, which then sleeps for 20 ms, so that last outputs are seen first."""
@@ -116,21 +95,22 @@ class AdoptedVllm(VllmRanks):
         were written.
         """
         self.require_whole()
-        if not self._sleeps and not self._was_paused:  # what wakes up resumes by itself
+        self._wake(WEIGHTS, CACHES)
+        if not self._sleeps and not self._wait(self._resume()):
             why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
             raise StateError(f"engine {self._name}: {why}")
-        self._wake(WEIGHTS, CACHES)
-        if not self._sleeps or CACHES not in self.on_ranks("asleep")[0]:  # else vLLM resumes when they wake
+        if self._sleeps and CACHES not in self.on_ranks("asleep")[0]:  # else vLLM resumes when they wake
             self._wait(self._llm.resume_generation())
         self._serving = version
 
-    def serving(self) -> int:
-        """Return the version being served, 0 while paused."""
-        return self._serving
+    async def _go_on(self) -> None:
+        await self._llm.resume_generation()
 
-    def close(self) -> None:
-        """Disconnect from the holders. The engine itself continues."""
-        self.on_ranks("close")
+    async def _resume(self) -> bool:
+        """Resume vLLM, and return True if it was paused until then."""
+        was_paused = await self._llm.is_paused()
+        await self._llm.resume_generation()  # which changes nothing if it was not paused
+        return was_paused
 
     @property
     def _sleeps(self) -> bool:
@@ -147,24 +127,10 @@ class AdoptedVllm(VllmRanks):
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         try:
-            replies, self._was_paused = self._wait(self._call(blob))
-            return replies
+            return self._wait(self._llm.collective_rpc("ws_call", args=(blob,)))
         except Exception as error:
             if "ws_call" in str(error):
                 remedy = f"make the AsyncLLM with {_WORKER!r}, or a class derived from it"
                 raise ConfigError("worker_extension_cls", None, remedy) from error
             self.check()
-            raise
-
-    async def _call(self, blob: bytes) -> tuple[Sequence[bytes], bool]:
-        """Call the ranks. Returns the replies, and whether vLLM was paused, as it does no step meanwhile."""
-        asked = self._llm.collective_rpc("ws_call", args=(blob,))
-        return await asyncio.gather(asked, self._llm.is_paused())  # one wait: vLLM takes them in this order
-
-    def _wait(self, work: Coroutine[object, object, T], timeout_s: float | None = None) -> T:
-        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return asked.result(timeout_s)
-        except FutureTimeoutError:
-            asked.cancel()
             raise
