@@ -198,13 +198,21 @@ def _awex_parts(args: argparse.Namespace, num_gpus: int, common: dict[str, Any])
 def _vllm_parts(
     args: argparse.Namespace, num_gpus: int, common: dict[str, Any], notes: list[str]
 ) -> Iterator[list[Part]]:
+    by_placement: dict[str, list[str]] = {}
     for backend in args.backend:
         if backend != "ipc" and num_gpus < 2:
             notes.append(f"vllm {backend}: needs two GPUs, left out")
             continue
-        row = {"table": "vLLM", "placement": "same GPU" if backend == "ipc" else "one GPU to another"}
-        spec = common | {"backend": backend, "layers": args.layers, "graphs": args.graphs}
-        yield [Part(row, spec | {"vllm": "theirs"}), Part(row, spec | {"vllm": "ours"})]
+        placement = "same GPU" if backend == "ipc" else "one GPU to another"
+        by_placement.setdefault(placement, []).append(backend)
+    for placement, backends in by_placement.items():
+        row = {"table": "vLLM", "placement": placement}
+        specs = [
+            common | {"backend": backend, "layers": args.layers, "graphs": args.graphs}
+            for backend in backends
+        ]
+        theirs = [Part(row, spec | {"vllm": "theirs"}) for spec in specs]
+        yield [*theirs, Part(row, specs[0] | {"vllm": "ours"})]
 
 
 def _run_part(spec: Mapping[str, Any]) -> None:
@@ -239,6 +247,8 @@ def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
 def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
     model = model_of("8b", 0, spec["layers"])
     pair = (gpus[-1], gpus[-1]) if spec["backend"] == "ipc" else gpus[:2]
+    if spec["vllm"] == "theirs" and spec["backend"] == "sharded_rdt":
+        pair = gpus[1], gpus[0]  # vLLM asks for Ray's executor here, and Ray chooses the first GPU
     options: dict[str, Any] = {
         "gpu_memory_utilization": 0.4,
         "max_model_len": 1024,
@@ -252,6 +262,8 @@ def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
         )
         if spec["vllm"] == "theirs":
             options |= {"weight_transfer_config": {"backend": spec["backend"]}}
+            if spec["backend"] == "sharded_rdt":
+                options |= {"distributed_executor_backend": "ray"}
             engine = spawn(OwnVllm, directory, model, options, gpu=pair[1], env=env)
             seconds, _ = _rounds(_theirs(spec["backend"], trainer, engine), trainer, engine, spec["rounds"])
             rows = {name: spread("total", taken) for name, taken in seconds.items()}
@@ -285,7 +297,7 @@ def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa:
         ray.get(engine.synchronize.remote())
 
     if backend == "sharded_rdt":
-        return {"vLLM sharded_rdt": way(num_consumers=1)}
+        return {"vLLM sharded_rdt": way(num_consumers=1, trainer_actor_namespace="bench")}
     if backend == "ipc":
         # vLLM's default of 1 GiB refuses the embedding, which is larger.
         return {

@@ -35,7 +35,10 @@ class DeepSpeedTrainer(TrainerShard):
         super().__init__(frozen=["*norm.weight"])
         _join(meeting, rank, num_ranks)
         self._rank = rank
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
+        # torch's own attention may want a newer cuDNN than there is.
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation="eager"
+        ).cuda()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith("norm.weight"))
         self._config = model.config
