@@ -1,4 +1,4 @@
-"""Tokens to experts and back, by `CudaMover`.
+"""Tokens to experts and back, by `CudaMover`, and by torch's permutations and NCCL's all-to-all.
 
     python -m benchmarks.bench_experts [--json FILE]
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.common import Row, environment, print_table, write_json
+from benchmarks.experts_by_torch import TorchChain
 from weightsync.experts import CudaMover, ExpertGroup
 
 NUM_EXPERTS, TOP_K, HIDDEN, ALIGNMENT = 64, 8, 7168, 128
@@ -36,7 +37,7 @@ NUM_SMS = (0, 64, 32, 16)
 REPEATS, CALLS = 9, 20
 _NBYTES = {False: HIDDEN * 2, True: HIDDEN + HIDDEN // 128 * 4}
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass
@@ -157,13 +158,43 @@ def rows(process_group: dist.ProcessGroup) -> Iterator[Row]:
                 "rows": int(rank.handle.counts.sum()),
             }
             del graph
+        if (num_tokens, num_sms, fp8) == cases[0]:
+            yield from torch_rows(rank)
         rank.mover.close()
+
+
+def torch_rows(rank: Rank) -> Iterator[Row]:
+    """Measure torch's chain with the same tokens."""
+    chain = TorchChain(rank.x, rank.ids, rank.weights, NUM_EXPERTS)
+    chain.dispatch()
+    rank.dispatch()
+    places = zip(rank.handle.offsets.tolist(), rank.handle.counts.tolist(), strict=False)
+    used = torch.cat([rank.rows[first : first + num] for first, num in places])
+    assert torch.equal(chain.rows.view(torch.int16), used.view(torch.int16))
+    calls = {
+        "dispatch": chain.dispatch,
+        "combine": chain.combine,
+        "both": chain.both,
+        "all-to-all": chain.bare,
+    }
+    for name, call in calls.items():
+        yield {
+            "tokens per rank": len(rank.x),
+            "ranks": rank.mover.num_ranks,
+            "SMs": "",
+            "call": f"torch, {name}",
+            "µs": seconds(call) * 1e6,
+            "GB/s": "",
+            "copy_ µs": "",
+            "capacity": "",
+            "rows": len(chain.rows),
+        }
 
 
 def run(rank: int, num_ranks: int, folder: Path) -> None:
     """Measure as a rank. The first rank prints each row, and writes all to the folder."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{folder}/store", rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None
     record = []
     for row in rows(dist.group.WORLD):

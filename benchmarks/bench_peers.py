@@ -265,6 +265,8 @@ def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
             if spec["backend"] == "sharded_rdt":
                 options |= {"distributed_executor_backend": "ray"}
             engine = spawn(OwnVllm, directory, model, options, gpu=pair[1], env=env)
+            stage("vLLM and the trainer start")
+            ray.get([engine.synchronize.remote(), trainer.used.remote()])
             seconds, _ = _rounds(_theirs(spec["backend"], trainer, engine), trainer, engine, spec["rounds"])
             rows = {name: spread("total", taken) for name, taken in seconds.items()}
         else:

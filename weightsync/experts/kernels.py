@@ -142,20 +142,25 @@ def pull(
                 tl.store(out + row * WIDTH + column, data, mask=is_needed & (row >= 0))
 
 
+@triton.jit
+def _zero(out, begin, end, part, num_parts, BLOCK: tl.constexpr):
+    for start in range(begin + part * BLOCK, end, num_parts * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < end)
+
+
 @triton.jit(do_not_specialize=["num_local", "capacity"])
 def clear(out, counts, offsets, num_local, capacity, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Zero the rows without a token: after each expert's rows, and behind the last expert."""
     num_programs, program = tl.num_programs(0), tl.program_id(0)
-    for expert in range(num_local + 1):
-        is_expert = expert < num_local
-        begin = tl.load(offsets + expert) + tl.load(counts + expert, mask=is_expert, other=0)
-        end = tl.load(offsets + expert + 1, mask=is_expert, other=capacity) * WIDTH
-        for start in range(begin * WIDTH + program * BLOCK, end, num_programs * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            tl.store(out + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < end)
-        # An expert's empty rows are few blocks: the next expert begins with the program behind the last one.
-        num_blocks = (end - begin * WIDTH + BLOCK - 1) // BLOCK
-        program = (program + num_programs - (num_blocks % num_programs).to(tl.int32)) % num_programs
+    # Each expert has programs of its own: one after another, the loads of all experts' counts take longest.
+    num_parts = tl.maximum(num_programs // num_local, 1)
+    for expert in range(program // num_parts, num_local, num_programs // num_parts):
+        begin = tl.load(offsets + expert) + tl.load(counts + expert)
+        end = tl.load(offsets + expert + 1)
+        _zero(out, begin * WIDTH, end * WIDTH, program % num_parts, num_parts, BLOCK)
+    used, all_rows = tl.load(offsets + num_local), tl.full([], capacity, tl.int64)
+    _zero(out, used * WIDTH, all_rows * WIDTH, program, num_programs, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank", "num_ranks", "num_tokens"])
