@@ -54,17 +54,12 @@ class VllmTrainer(ShardTrainer):
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        source = ModuleSource(self.model)
-        if backend == "nccl_m2n":  # it has to know how the trainer's ranks hold parameters
-            from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
-
-            source = DTensorModuleSource(self.model, 1)
         module, kind = BACKENDS[backend]
         init_info = getattr(importlib.import_module(f"vllm.distributed.weight_transfer.{module}"), kind)
         self._sender = WeightTransferTrainerFactory.trainer_init(
             init_info(rank=0, **settings),
             client=RayVLLMWeightSyncClient(engine),
-            source=source,
+            source=ModuleSource(self.model),
         )
 
     def send(self) -> None:
