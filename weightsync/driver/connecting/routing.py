@@ -124,10 +124,11 @@ class Router:
             self._parts.append((reads, layout))
         near = await self._route(name, layout, live, near_only=True) if covers_all(layout) else None
         if not isinstance(near, Direct):
-            logger.info("[engine %s] takes whole tensors in each update: %s", name, near or INCOMPLETE)
+            why = near.route if near else INCOMPLETE
+            logger.info("[engine %s] takes whole tensors in each update: %s", name, why)
             return None
         self._quantising |= {name} if all(each.takes_parts for each in live) else set()
-        return replace(near, quantises=joining.converts)
+        return replace(near, route=f"{DIRECT}: {joining.converts}")
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`.
@@ -152,9 +153,9 @@ class Router:
     def _decide(self, name: str, way: Way) -> None:
         self.ways[name] = way
         if isinstance(way, Broadcast) and self._config.mode == DIRECT:
-            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {way}; auto takes what there is")
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {way.route}; auto takes what there is")
         if isinstance(way, Broadcast) and self._config.mode == "auto":
-            logger.info("[engine %s] takes broadcasts: %s", name, way)
+            logger.info("[engine %s] takes broadcasts: %s", name, way.route)
 
     def demote(self, name: str, error: VerifyError) -> None:
         """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
@@ -179,7 +180,7 @@ class Router:
     @property
     def routes(self) -> dict[str, str]:
         """The ways in words, see `SyncReport.routes`."""
-        return {name: str(way) for name, way in self.ways.items()}
+        return {name: way.route for name, way in self.ways.items()}
 
     def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
