@@ -50,7 +50,7 @@ class Router:
     Attributes:
         ways: the way of each engine's weights.
         demoted: engines that may no longer read directly, and why.
-        exchange: the messages that direct engines get from other hosts; None before `meet`.
+        exchange: the messages that direct engines get from other hosts, if any.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Router:
             self._near[fleet.node(holder)].append(trainer)
         self.ways: dict[str, Way] = {}
         self.exchange: CrossHostExchange | None = None
+        self._has_met = False
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
         self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
@@ -137,6 +138,9 @@ class Router:
         ConfigError if the plan has no buckets for these.
         """
         far = {name: way.far for name, way in self.ways.items() if isinstance(way, Direct) and way.far}
+        self._cut, self._has_met = {}, True
+        if not far:
+            return
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
             self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs, self._near)
@@ -146,9 +150,8 @@ class Router:
             if not self.suffices:
                 remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
                 raise ConfigError(error.field, error.value, remedy) from error
-            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {}, {})
-        await self.exchange.open()
-        self._cut.clear()
+        else:
+            await self.exchange.open()
 
     def _decide(self, name: str, way: Way) -> None:
         self.ways[name] = way
@@ -244,10 +247,10 @@ class Router:
                 local[holder] = _Local.of([each.reads(rank, near, start=start) for each in reshards])
             if remote is not None:
                 far[holder] = remote
-        if self.exchange:
+        if self._has_met:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return Later()
-            if not self.exchange.agrees(holders, far):
+            if not self.exchange.agrees(holders, far) if self.exchange else far:
                 return Broadcast(UNPLANNED)
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(
