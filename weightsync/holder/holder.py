@@ -109,6 +109,7 @@ class Holder:
         self._groups: Communicators | None = None
         self.cross_host: ExchangeEnd | None = None
         self._send_buffer: SendBuffer | None = None
+        self._published: SnapshotContent | None = None
         self._read: RankLayout | None = None
         self.staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
@@ -190,8 +191,9 @@ class Holder:
         trainers, digest = plan.members.trainers, plan.digest()
         trainer = trainers.index(index) if index in trainers else -1
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
-        send_buffer, self._send_buffer = self._send_buffer, None
+        send_buffer, self._send_buffer, self._published = self._send_buffer, None, None
         self._send_buffer = send_buffer_for(plan, sender, source, before, send_buffer)
+        self._published = snapshot_content(self._send_buffer)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -335,8 +337,8 @@ class Holder:
         assert self._groups
         start = partial(self._groups.fill, staging=staging, timeout_s=timeout_s)
         for each in (self._groups, self.cross_host):
-            if each:
-                each.set_timeout(timeout_s)  # until the first update, the timeout of connecting applies
+            if each and each.timeout_s != timeout_s:  # in the first update, and if the exchange is new
+                each.set_timeout(timeout_s)
         try:
             run_update(plan, task, self._index, staging, self.cross_host, start, consumer)
         except Exception as error:
@@ -386,7 +388,7 @@ class Holder:
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
         mapped = self.staging.mapped if self.staging else None
-        found = (mapped and mapped.flat) if is_flat else snapshot_content(self._send_buffer)
+        found = (mapped and mapped.flat) if is_flat else self._published
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected again")
         return found
@@ -420,7 +422,7 @@ class Holder:
         """Stage parts of the next version beside the snapshots, as `StagedParts.stage`."""
         if self._staged_parts is None:
             raise StateError(f"{self.name} has no memory to stage in: connect first")
-        return self._staged_parts.stage(task, snapshot_content(self._send_buffer), timeout_s)
+        return self._staged_parts.stage(task, self._published, timeout_s)
 
     def keep_staged(self, version: int) -> None:
         """Turn the staged parts of the committed `version` into the snapshots."""
