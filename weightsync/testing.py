@@ -184,8 +184,8 @@ class LocalTrainer(LocalPeer):
             readable.set_result(None)
         published = await asyncio.to_thread(source.publish, task.count)
         self._digests = published.digests
-        self._compared = await asyncio.to_thread(compare, source, task.rounds)
-        density = await asyncio.to_thread(changed, source, task)
+        self._compared = await asyncio.to_thread(compare, source, task.rounds) if task.rounds else None
+        density = await asyncio.to_thread(changed, source) if task.density else {}
         return publish_report(published, self._frozen, (), self._compared, density)
 
     async def digests(self) -> Digests:

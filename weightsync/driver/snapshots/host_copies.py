@@ -24,12 +24,15 @@ class HostCopies:
     """Has holders copy parts from other hosts before several ranks of their host read them.
 
     The copies stay until the next version commits.
+
+    Attributes:
+        made: the copies, and ones under way, by holder.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self._making: dict[str, asyncio.Task[None]] = {}
-        self._made: list[tuple[HolderPeer, SnapshotHeader]] = []
+        self.made: list[tuple[HolderPeer, SnapshotHeader]] = []
 
     def start(
         self, homes: Sequence[int], wanted: Wanted, add: Callable[[int, Offer, str], None]
@@ -47,11 +50,11 @@ class HostCopies:
 
     def note(self, holder: int, header: SnapshotHeader) -> None:
         """Note a copy that is to be freed once the next version commits."""
-        self._made.append((self._fleet.holders[holder], header))
+        self.made.append((self._fleet.holders[holder], header))
 
     async def free(self) -> None:
         """Have holders free the copies of the previous version."""
-        made, self._made = self._made, []
+        made, self.made = self.made, []
         calls = {f"copy {i}": peer.release(header) for i, (peer, header) in enumerate(made)}
         outcome = await gather_named(calls, "release", GRACE_S)
         for error in outcome.failures.values():
