@@ -36,17 +36,17 @@ class HostCopies:
 
     def start(
         self, homes: Sequence[int], wanted: Wanted, add: Callable[[int, Offer, str], None]
-    ) -> asyncio.Task[None] | None:
+    ) -> asyncio.Task[None]:
         """Start to copy `wanted` to `homes`, holders of one host, unless others are copied there.
 
-        Returns a task that ends with these copies, None if there is nothing to copy. For each copy, `add` is
-        called with the part's number, the holder's offer and the host. Failed copies are logged.
+        Returns a task that ends with these copies. For each copy, `add` is called with the part's number, the
+        holder's offer and the host. Failed copies are logged.
         """
         host = self._fleet.node(homes[0])
-        if wanted and host not in self._making:
+        if host not in self._making:
             task = self._making[host] = asyncio.ensure_future(self._copy(homes, wanted, add))
             task.add_done_callback(lambda _: self._making.pop(host))
-        return self._making.get(host)
+        return self._making[host]
 
     def note(self, holder: int, header: SnapshotHeader) -> None:
         """Note a copy that is to be freed once the next version commits."""

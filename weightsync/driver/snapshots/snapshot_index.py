@@ -214,9 +214,9 @@ class SnapshotIndex:
             return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
 
         add = partial(self._now.add, layout)
-        copies = [self.host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
-        if under_way := [task for task in copies if task]:
-            await asyncio.wait(under_way)  # not ended with this engine: others wait, too
+        start = self.host_copies.start
+        if copies := [start(homes, parts, add) for host, homes in hosts.items() if (parts := wanted(host))]:
+            await asyncio.wait(copies)  # not ended with this engine: others wait, too
 
     @asynccontextmanager
     async def sources(
