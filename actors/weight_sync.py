@@ -18,6 +18,7 @@ from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.holders.detached import run_prefix
+from weightsync.actors.injection import Injection
 from weightsync.actors.joint_update import JointPart, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
@@ -92,12 +93,11 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller
-        self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
+        self._healer = Healer(*parts, members.lost.respawn, members.lost.can_respawn, members.lost.rejoin)
         self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
         self._stores: dict[str, FollowedStore] = {}
         self._last: SyncReport | None = None
-        self._faults: FaultPlan | None = None
-        self._armed: set[int] = set()
+        self._injection = Injection(self._fleet, self.config.timeout_s)
         self._metrics = Metrics(cluster)
         self._controller.events.subscribe(EngineHealed, self._healed)
         self._controller.events.subscribe(
@@ -191,7 +191,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         check_deployments(deployments or {}, known)
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
-        self._members.engines, self._members.respawner = dict(known), respawn
+        self._members.engines, self._members.lost.respawner = dict(known), respawn
         self._members.llms = Adoption("engine", llm) if llm is not None else None
         self._fleet.deployments = {name: tuple(members) for name, members in (deployments or {}).items()}
         self._registered()
@@ -326,8 +326,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         if self._controller.plan is None:
             raise StateError("call connect() before inject()")
         plan.check_processes(self._members.processes())
-        self._faults, self._armed = plan, set()
-        self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()
+        self._loop.submit(lambda: self._injection.begin(plan)).result()
 
     def update_weights(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
@@ -510,9 +509,8 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember | None
     ) -> SyncReport:
         await self._members.reconnect()
-        if self._faults and version > self.version and version not in self._armed:
-            self._armed.add(version)
-            await self._members.set_faults(self._faults, version)
+        if version > self.version:
+            await self._injection.arm(version)
         try:
             report = await self._controller.update(version, when_held, joint)
         except WeightSyncError as error:
