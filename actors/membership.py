@@ -395,15 +395,6 @@ class Membership:
         if not member:
             await self.follow()
 
-    def holders(self) -> dict[str, ActorHandle[Any]]:
-        """Return the holders' actors, by the names that errors use."""
-        handles = {
-            name: holder.handle
-            for name, holder in self._fleet.named_holders().items()
-            if isinstance(holder, Remote)
-        }
-        return {name: handle for name, handle in handles.items() if isinstance(handle, ActorHandle)}
-
     def processes(self) -> list[str]:
         """Return the names of all processes as errors and fault plans use them."""
         trainers = [f"trainer {i}" for i in range(len(self.trainers))]
