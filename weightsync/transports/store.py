@@ -58,7 +58,7 @@ class StoreServer:
 
     def __init__(self, host: str, ports: Ports | None = None, tls: TlsFiles | None = None) -> None:
         """Raises ConfigError or TransportError, as `accepting` and `weightsync.protocol.ports.listen`."""
-        self._tls = accepting(tls)
+        self._tls = accepting(tls) if tls else None
         listening = listen(host, ports, "no rendezvous can be served")
         self._secret, self._values = secrets.token_hex(32), dict[str, bytes]()
         self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
