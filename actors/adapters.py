@@ -65,7 +65,7 @@ class Adapter:
         parts = self._config, self._fleet, self._controller
         self._members = members = Membership(*parts, None, spec, processes)
         members.trainers = list(trainers)
-        self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
+        self._healer = Healer(*parts, members.lost.respawn, members.lost.can_respawn, members.lost.rejoin)
         self._following = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last: SyncReport | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightsync.driver.updating.joint_commit import JointCommit, JointMember
 from weightsync.report import SyncReport
@@ -29,22 +30,26 @@ class JointPart:
     move: Callable[[int, Callable[[], None], JointMember | None], Awaitable[SyncReport]]
 
 
-async def update_together(
-    parts: Mapping[str, JointPart], version: int, when_held: Callable[[], None]
-) -> dict[str, SyncReport]:
+async def update_together(parts: Mapping[str, JointPart], version: int, held: Future[None]) -> SyncReport:
     """Update all `parts` at the same time. No part commits before the engines of all are verified.
 
-    `when_held` is called once all trainers may change their weights. Raises the error of the first part that
-    failed. If this part failed before the commit, no other part has committed.
+    `held` is resolved once all trainers may change their weights. Returns the first part's report, with all
+    reports if there are several. Raises the error of the first part that failed. If this part failed before
+    the commit, no other part has committed.
     """
+
+    def when_held() -> None:  # again, if the update is repeated since weights moved
+        if not held.done():
+            held.set_result(None)
+
     if len(parts) == 1:  # as in most updates: no task, so that the caller's future is resolved at once
-        ((name, part),) = parts.items()
+        (part,) = parts.values()
         await part.prepare()
         async with part.exclusive():
-            return {name: await part.move(version, when_held, None)}
+            return await part.move(version, when_held, None)
     joint, left = JointCommit(parts), len(parts)
 
-    def held() -> None:
+    def part_held() -> None:
         nonlocal left
         left -= 1
         if not left:
@@ -52,7 +57,7 @@ async def update_together(
 
     async def move(name: str, part: JointPart) -> SyncReport:
         try:
-            return await part.move(version, held, joint.member(name))
+            return await part.move(version, part_held, joint.member(name))
         except BaseException:  # cancelled, too: the others would wait for ever
             joint.fail(name)
             raise
@@ -66,4 +71,5 @@ async def update_together(
     errors = {name: its for name, its in done.items() if isinstance(its, BaseException)}
     if errors:
         raise errors.get(joint.failed) or next(iter(errors.values()))
-    return {name: its for name, its in done.items() if not isinstance(its, BaseException)}
+    reports = {name: its for name, its in done.items() if not isinstance(its, BaseException)}
+    return replace(next(iter(reports.values())), components=reports)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -17,12 +15,11 @@ from ray.actor import ActorHandle
 from weightsync.actors.checkpoints.checkpoints import Checkpoints
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.holders.holders import Holders
+from weightsync.actors.lost_engines import LostEngines
 from weightsync.actors.ray.adoption import Adoption
 from weightsync.actors.ray.claim import Claims, TakenError
-from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.node_links import NodeLinks
 from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
-from weightsync.actors.ray.process import PATIENCE_S, end_process
 from weightsync.actors.ray.publish_relay import publish_relays
 from weightsync.actors.ray.remote import (
     Remote,
@@ -32,14 +29,12 @@ from weightsync.actors.ray.remote import (
     remote_engine,
     remote_trainer,
 )
-from weightsync.actors.ray.watch import Watches, is_silence
+from weightsync.actors.ray.watch import Watches
 from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import JoinedServer
 from weightsync.actors.servers.rank import JoinedRank, in_update
 from weightsync.config import SyncConfig
-from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
@@ -50,9 +45,7 @@ from weightsync.errors import (
     PlanError,
     StateError,
     WeightSyncError,
-    nearest,
 )
-from weightsync.faults import FaultPlan
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
@@ -69,7 +62,7 @@ class Membership:
         trainers, engines: the registered actors, ranks and servers, in rank order and by name.
         models, llms: where the trainers' models and the engines are, in actors of other people's classes.
         checkpoints: registered checkpoints, which stand for trainers while there are none.
-        respawner: starts another actor for an engine; None if engines cannot be respawned.
+        lost: engines that stopped answering.
     """
 
     def __init__(
@@ -93,17 +86,16 @@ class Membership:
         self.models: Adoption | None = None
         self.llms: Adoption | None = None
         self.checkpoints = Checkpoints(config)
-        self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._placements: dict[str, list[Placement]] = {}
-        self._door = Door(config, self._server_joined)
+        parts = config, fleet, controller
+        self.lost = LostEngines(
+            *parts, lambda: self.engines, self._engine, self._placements, self.place_engine
+        )
+        self._door = Door(config, self.lost.joined)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._links = NodeLinks(config.ports, config.tls_files, self._door)
         self._holders = Holders(config, run, shared, self._links.start_holder)
-        self._silent: dict[str, ActorHandle[Any]] = {}
-        self._checking = set[asyncio.Task[None]]()
-        self._returning = set[asyncio.Task[None]]()
-        self._cut_off = set[str]()
 
     def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
         return remote_engine(f"engine {name}", handle, self._adapter, self.llms)
@@ -111,23 +103,6 @@ class Membership:
     def _trainers(self) -> dict[str, RemoteTrainer]:
         named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
         return {name: remote_trainer(name, each, self._adapter, self.models) for name, each in named.items()}
-
-    def _server_joined(self, server: JoinedServer) -> None:
-        """Have a server that was lost take part again, once it answers. It may be lost by joining again."""
-        back = asyncio.ensure_future(self._take_back(server))
-        self._returning.add(back)
-        back.add_done_callback(self._returning.discard)
-
-    async def _take_back(self, server: JoinedServer) -> None:
-        link = server.link
-        with suppress(WeightSyncError):
-            await link.dialled()
-        while lost := [name for name, silent in self._silent.items() if silent is server]:
-            if link.has_ended:
-                return
-            for name in lost:
-                self._controller.events.publish(EngineBack(name))
-            await asyncio.sleep(_AGAIN_S)  # it may not be heard while it is being given up
 
     async def follow(self) -> None:
         """Start processes of holders where the registered actors run, in the background. Raises nothing."""
@@ -145,8 +120,7 @@ class Membership:
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
-        if self._checking:
-            await asyncio.wait(self._checking, timeout=self._config.heartbeat_s)
+        await self.lost.checked()
         if any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers):
             self._controller.connected = False
         if not self._controller.connected and self._controller.plan is not None:
@@ -206,69 +180,6 @@ class Membership:
             await self.checkpoints.read(checkpoint)
             self.checkpoints.published = checkpoint
 
-    async def is_alive(self, name: str) -> bool:
-        """Return True if an engine answers."""
-        member = self._fleet.engines.get(name)
-        if member and member.record.state is EngineState.DEAD:
-            return False
-        ping = {name: self._engine(name, self.engines[name]).placements()}
-        return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
-
-    def can_respawn(self, name: str) -> bool:
-        handle = self.engines.get(name)
-        return self.respawner is not None and handle is not None and not isinstance(handle, JoinedServer)
-
-    async def respawn(self, name: str) -> bool:
-        """End an engine's process, which may hang or be gone, and start a replacement.
-
-        If nothing on the engine's host answers, wait until the engine answers or Ray says that it is gone, at
-        most ``connect_timeout_s``. If the engine answers then, its process stays. Returns True if the process
-        was replaced.
-
-        Raises the errors of `respawner`, or a DeadlineError of phase ``respawn`` if `respawner` does not
-        return within ``respawn_timeout_s``. An actor that `respawner` returns later is killed.
-        """
-        assert self.respawner is not None
-        await self._check_holders(name)
-        if name in self._cut_off and await self._is_heard(name):
-            await self.rejoin(name)
-            return False
-        respawner, old, placements = self.respawner, self.engines[name], self._placements.get(name, ())
-        end_s = PATIENCE_S * (1 + len(placements))
-        await await_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
-        self._controller.engine_group.enter([name], EngineState.DEAD)
-        await unlink_engine(self._fleet, name, self._config.timeout_s)
-        handle = await await_daemon(
-            lambda: respawner(name),
-            f"respawn() of engine {name}",
-            "respawn",
-            self._config.respawn_timeout_s,
-            when_late=lambda late: self._end_late(name, late),
-        )
-        await self.place_engine(name, handle)
-        self._cut_off.discard(name)
-        return True
-
-    async def _is_heard(self, name: str) -> bool:
-        """Wait for an engine that is cut off. Returns whether it answered."""
-        logger.warning("[engine %s] its host is lost: waiting for it, unless Ray gives it up", name)
-        engine = self._engine(name, self.engines[name])
-        heartbeat_s, deadline = self._config.heartbeat_s, time.monotonic() + self._config.connect_timeout_s
-        while time.monotonic() < deadline:
-            began = time.monotonic()
-            outcome = await gather_named({engine.name: engine.ping()}, "heartbeat", heartbeat_s)
-            if not (error := outcome.failures.get(engine.name)):
-                return True
-            if not is_silence(error):
-                return False
-            await asyncio.sleep(max(0.0, began + heartbeat_s - time.monotonic()))
-        return False
-
-    def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
-        if isinstance(handle, ActorHandle) and handle not in self.engines.values() and ray.is_initialized():
-            logger.warning("[engine %s] respawn() returned too late, its actor is killed", name)
-            ray.kill(handle)
-
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
@@ -309,43 +220,14 @@ class Membership:
             if isinstance(error, PeerLostError):
                 self._links.end(engine.key, error)
             if self.engines.get(name) is engine.handle:
-                self._silent[name] = engine.handle
-                self._controller.engine_group.lost(name, error)
-                checking = asyncio.ensure_future(self._check_holders(name))
-                self._checking.add(checking)
-                checking.add_done_callback(self._checking.discard)
+                self.lost.add(name, engine.handle, error)
 
         def heard() -> None:
-            if self._silent.get(name) is engine.handle is self.engines.get(name):
-                self._controller.events.publish(EngineBack(name))
+            if self.engines.get(name) is engine.handle:
+                self.lost.heard(name, engine.handle)
 
         self._watches.engine(engine, lost, heard)
         self._links.open(engine)
-
-    async def _check_holders(self, name: str) -> None:
-        """Have the next update connect without the holders of a silent engine, if they are silent, too."""
-        member = self._fleet.engines[name]
-        calls = {f"holder {i}": self._fleet.holders[i] for i in member.holders}
-        pings = {holder: peer.ready() for holder, peer in calls.items() if isinstance(peer, Remote)}
-        outcome = await gather_named(pings, "heartbeat", self._config.heartbeat_s)
-        if outcome.failures and all(map(is_silence, outcome.failures.values())):
-            self._cut_off.add(name)
-        if outcome.failures and self._fleet.engines.get(name) is member:
-            silent = ", ".join(outcome.failures)
-            logger.warning("[engine %s] its host is lost: %s do not answer", name, silent)
-            self._controller.connected = False
-
-    async def rejoin(self, name: str) -> None:
-        """Place an engine again that was DEAD since it was silent, and is heard. It is STALE afterwards.
-
-        Calls from before, which may arrive only now, are not carried out. Raises as `place_engine`.
-        """
-        await self.place_engine(name, self.engines[name])
-        self._silent.pop(name, None)
-        self._cut_off.discard(name)
-        self._controller.engine_group.enter([name], EngineState.STALE)
-        if not self._controller.can_refill(name):
-            self._controller.connected = False  # it is attached, and takes part, with the next update
 
     def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(error: WeightSyncError) -> None:
@@ -419,7 +301,7 @@ class Membership:
             if bare not in known or not of_engines.answers or isinstance(error, TakenError):
                 raise error
             records[bare].enter(EngineState.DEAD)
-            self._silent[bare] = self.engines[bare]
+            self.lost.silent[bare] = self.engines[bare]
         ranks = [] if self.trainers else self.checkpoints.placement(of_engines.answers.values())
         placements = of_trainers.require() | {
             f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)
@@ -458,8 +340,12 @@ class Membership:
                 self._watch(name, engine)
 
     async def check_free(self, name: str) -> None:
-        """Check that no living engine is called `name`. Raises ConfigError."""
-        if name in self.engines and await self.is_alive(name):
+        """Check that no engine of this name answers. Raises ConfigError."""
+        member = self._fleet.engines.get(name)
+        if name not in self.engines or (member and member.record.state is EngineState.DEAD):
+            return
+        ping = {name: self._engine(name, self.engines[name]).placements()}
+        if not (await gather_named(ping, "ping", self._config.timeout_s)).failures:
             known = self._fleet.live() or self.engines
             raise ConfigError("engine", name, f"choose a name other than {', '.join(known)}")
 
@@ -493,16 +379,6 @@ class Membership:
         await self._controller.adopt(name)
         return await self._controller.refill(name)
 
-    def states(self, engines: Collection[str]) -> dict[str, EngineState]:
-        """Return the states of `engines`, of all if it is empty. Raises StateError or ConfigError."""
-        states = {name: member.record.state for name, member in self._fleet.engines.items()}
-        if not states:
-            raise StateError("call connect() before sleep() and wake()")
-        for name in engines:
-            if name not in states:
-                raise ConfigError("engine", name, nearest(name, states))
-        return {name: state for name, state in states.items() if name in (engines or states)}
-
     async def part(self, name: str) -> None:
         """Remove an engine without calling other engines.
 
@@ -519,43 +395,15 @@ class Membership:
         if not member:
             await self.follow()
 
-    def holders(self) -> dict[str, ActorHandle[Any]]:
-        """Return the holders' actors, by the names that errors use."""
-        handles = {
-            name: holder.handle
-            for name, holder in self._fleet.named_holders().items()
-            if isinstance(holder, Remote)
-        }
-        return {name: handle for name, handle in handles.items() if isinstance(handle, ActorHandle)}
-
     def processes(self) -> list[str]:
         """Return the names of all processes as errors and fault plans use them."""
         trainers = [f"trainer {i}" for i in range(len(self.trainers))]
         holders = [*self._fleet.named_holders()]
         return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
 
-    async def set_faults(self, plan: FaultPlan, version: int) -> None:
-        """Set the faults of `version`.
-
-        0 replaces all faults by those that name no version.
-        """
-        named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
-        named |= self._fleet.named_holders()
-        named |= {f"engine {name}": member.peer for name, member in self._fleet.engines.items()}
-        if not version:
-            calls = {process: peer.set_faults(process, (), plan.seed) for process, peer in named.items()}
-            (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
-        calls, wanted = {}, version or None
-        for process, peer in named.items():
-            due = [replace(fault, version=None) for fault in plan.for_(process) if fault.version == wanted]
-            if due:
-                calls[process] = peer.set_faults(process, due, plan.seed)
-        (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
-
     async def close(self) -> None:
         """End the holders, hang up, and release the actors, so that another WeightSync can connect them."""
-        for returning in self._returning:
-            returning.cancel()
+        self.lost.close()
         await self._controller.snapshot_index.stop()  # it would warn about holders that end
         self._holders.close()
         await self._watches.close()

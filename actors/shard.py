@@ -116,8 +116,8 @@ class Shard(Claimable):
             tell()
             inject("publish")
             published = source.publish(task.count)
-            self._compared = compare(source, task.rounds)
-            density = changed(source, task)
+            self._compared = compare(source, task.rounds) if task.rounds else None
+            density = changed(source) if task.density else {}
         assert self._attached_plan is not None
         self._digests = published.digests
         return publish_report(published, self._attached_plan.frozen, clock.spans, self._compared, density)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from weightsync.actors.membership import Membership
 from weightsync.actors.ray.loop import LoopThread
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, StateError, nearest
 
 
 class SleepMethods:
     """Base of `WeightSync`, which sets the attributes."""
 
     _controller: Controller
+    _fleet: Fleet
     _loop: LoopThread
-    _members: Membership
 
     def sleep(self, engines: Collection[str] = (), *, level: int = 2) -> None:
         """Make engines release their GPU memory, so that a trainer can use it. See docs/guide.md.
@@ -61,12 +61,23 @@ class SleepMethods:
 
     async def _sleep(self, engines: Collection[str], level: int) -> None:
         gone = (EngineState.DEAD, EngineState.ASLEEP)
-        awake = [name for name, state in self._members.states(engines).items() if state not in gone]
+        awake = [name for name, state in _states(self._fleet, engines).items() if state not in gone]
         async with self._controller.exclusive():
             await self._controller.sleep(awake, level)
 
     async def _wake(self, engines: Collection[str]) -> None:
-        states = self._members.states(engines)
-        asleep = [name for name, state in states.items() if state is EngineState.ASLEEP]
+        states = _states(self._fleet, engines).items()
+        asleep = [name for name, state in states if state is EngineState.ASLEEP]
         async with self._controller.exclusive():
             await self._controller.wake(asleep)
+
+
+def _states(fleet: Fleet, engines: Collection[str]) -> dict[str, EngineState]:
+    """Return the states of `engines`, of all if it is empty. Raises StateError or ConfigError."""
+    states = {name: member.record.state for name, member in fleet.engines.items()}
+    if not states:
+        raise StateError("call connect() before sleep() and wake()")
+    for name in engines:
+        if name not in states:
+            raise ConfigError("engine", name, nearest(name, states))
+    return {name: state for name, state in states.items() if name in (engines or states)}

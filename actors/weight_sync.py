@@ -17,7 +17,9 @@ from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.checkpoints.followed_store import FollowedStore
+from weightsync.actors.fleet_methods import FleetMethods
 from weightsync.actors.holders.detached import run_prefix
+from weightsync.actors.injection import Injection
 from weightsync.actors.joint_update import JointPart, update_together
 from weightsync.actors.membership import Membership
 from weightsync.actors.models import MODEL, Model, Models
@@ -29,10 +31,9 @@ from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
 from weightsync.actors.ray.remote import share
 from weightsync.actors.servers.door import with_ranks, with_servers
-from weightsync.actors.servers.handle import EngineHandle, as_registered
+from weightsync.actors.servers.handle import EngineHandle
 from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
-from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
@@ -42,15 +43,15 @@ from weightsync.driver.updating.joint_commit import JointMember
 from weightsync.driver.updating.takeover import note_served
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
-from weightsync.plan import Cluster, Plan
+from weightsync.plan import Cluster
 from weightsync.protocol.log_level import log_level, use_log_level
-from weightsync.report import HealReport, Link, SyncReport
+from weightsync.report import SyncReport
 from weightsync.text import count_text
 
 _POLL_S = 0.02
 
 
-class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
+class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, SleepMethods):
     """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))
@@ -92,12 +93,11 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller
-        self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
+        self._healer = Healer(*parts, members.lost.respawn, members.lost.can_respawn, members.lost.rejoin)
         self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
         self._stores: dict[str, FollowedStore] = {}
         self._last: SyncReport | None = None
-        self._faults: FaultPlan | None = None
-        self._armed: set[int] = set()
+        self._injection = Injection(self._fleet, self.config.timeout_s)
         self._metrics = Metrics(cluster)
         self._controller.events.subscribe(EngineHealed, self._healed)
         self._controller.events.subscribe(
@@ -191,7 +191,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         check_deployments(deployments or {}, known)
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
-        self._members.engines, self._members.respawner = dict(known), respawn
+        self._members.engines, self._members.lost.respawner = dict(known), respawn
         self._members.llms = Adoption("engine", llm) if llm is not None else None
         self._fleet.deployments = {name: tuple(members) for name, members in (deployments or {}).items()}
         self._registered()
@@ -217,82 +217,6 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         check_own_actor(self._members.trainers, self._members.engines)
         wait_with_bar(self._loop.submit(self._connect), "connect", self._controller.connected_share)
         self._models.connect()
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in use.
-
-        Raises:
-            StateError: before `connect`.
-        """
-        if self._controller.plan is None:
-            raise StateError("call connect() before plan")
-        return self._controller.plan
-
-    def links(self) -> list[Link]:
-        """List the bytes of an update by sender and engine rank.
-
-        Raises:
-            StateError: before `connect`.
-        """
-        return self._controller.links()
-
-    @property
-    def version(self) -> int:
-        """The newest committed version, 0 before the first."""
-        return self._controller.version
-
-    def engine_versions(self) -> dict[str, int]:
-        """Return the version that each engine serves, is READY to serve, or sleeps with; 0 without one."""
-        return {name: member.record.version for name, member in self._fleet.engines.items()}
-
-    def engine_states(self) -> dict[str, EngineState]:
-        """Return the state of each engine."""
-        return {name: member.record.state for name, member in self._fleet.engines.items()}
-
-    def serving(self, *, any_version: bool = False) -> dict[str, Any]:
-        """Return the engines that can take requests: those that serve the newest version that any serves.
-
-        They are given as they were registered, as actors' handles or URLs.
-
-        Engines of a deployment are among them if all of it serves that version.
-
-        `any_version`: also those that serve an earlier one, as after they did not pause in time.
-        """
-        registered = self._members.engines
-        names = [name for name in self._fleet.serving(any_version) if name in registered]
-        return {name: as_registered(registered[name]) for name in names}
-
-    def trainers(self) -> tuple[ActorHandle[Any], ...]:
-        """The actors of the registered trainer ranks, in rank order. Empty if Ray did not start them."""
-        return tuple(each for each in self._members.trainers if isinstance(each, ActorHandle))
-
-    def engines(self) -> dict[str, Any]:
-        """The actor or URL of each registered engine in any state.
-
-        Send requests only to engines of `serving`. After a respawn this is the new actor.
-        """
-        return {name: as_registered(handle) for name, handle in self._members.engines.items()}
-
-    def holders(self) -> dict[str, ActorHandle[Any]]:
-        """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
-
-        Empty before `connect`, and without holders beside servers. ``plan.members`` maps the same numbers to
-        trainers and engine ranks.
-        """
-        return self._members.holders()
-
-    def checkpoint_readers(self, name: str) -> dict[str, ActorHandle[Any]]:
-        """The actors that read a registered checkpoint, by Ray's id of their host.
-
-        Raises ConfigError for a checkpoint that is not registered.
-        """
-        return dict(self._members.checkpoints[name].shards)
-
-    @property
-    def heals(self) -> tuple[HealReport, ...]:
-        """All heals so far, in the order in which engines came back."""
-        return tuple(self._healer.heals)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until no engine is being healed and the committed version has been copied.
@@ -326,8 +250,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         if self._controller.plan is None:
             raise StateError("call connect() before inject()")
         plan.check_processes(self._members.processes())
-        self._faults, self._armed = plan, set()
-        self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()
+        self._loop.submit(lambda: self._injection.begin(plan)).result()
 
     def update_weights(
         self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
@@ -402,7 +325,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
             parts = self._models.parts(components or [MODEL], others)
             number = check_version(version, max(part.version for part in parts.values()))
             loops = self._models.loops(components)
-            return self._loop.submit(lambda: self._update(number, parts, held), loops)
+            return self._loop.submit(lambda: update_together(parts, number, held), loops)
         except WeightSyncError as error:
             refused: Submitted[SyncReport] = Submitted()
             refused.set_exception(error)
@@ -497,22 +420,12 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
         return JointPart(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
 
-    async def _update(self, version: int, parts: Mapping[str, JointPart], held: Future[None]) -> SyncReport:
-        def when_held() -> None:  # again, if the update is repeated since weights moved
-            if not held.done():
-                held.set_result(None)
-
-        reports = await update_together(parts, version, when_held)
-        first = next(iter(reports.values()))
-        return replace(first, components=reports) if len(reports) > 1 else first
-
     async def _move(
         self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember | None
     ) -> SyncReport:
         await self._members.reconnect()
-        if self._faults and version > self.version and version not in self._armed:
-            self._armed.add(version)
-            await self._members.set_faults(self._faults, version)
+        if version > self.version:
+            await self._injection.arm(version)
         try:
             report = await self._controller.update(version, when_held, joint)
         except WeightSyncError as error:

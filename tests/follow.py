@@ -4,7 +4,8 @@
 
 The trainer and the two engines of the test fleet run as threads of this process. Each call is listed under
 the process of its thread, and each function where it is first entered. The last line has three numbers:
-files, changes of file (a thread's next call is in another file), and lines of the functions entered.
+files, changes of file (a thread's next call is in another file), and lines of the functions entered. Left
+out: bodies of classes and modules, which run on import, and communicators' timers that ran before.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.fleets.loop import CONFIG, Loop
 
 LIBRARY = Path(__file__).parents[1] / "weightsync"
 DRIVER = "driver"
+_TIMERS = ("weightsync-listener", "weightsync-timer", "weightsync-store")
 _SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _process: contextvars.ContextVar[str] = contextvars.ContextVar("process")
 
@@ -45,6 +47,12 @@ class Followed:
     num_changes: int = 0
     is_on: bool = False
     _files: dict[int, str] = field(default_factory=dict)
+    _timers: frozenset[int] = frozenset()
+
+    def begin(self) -> None:
+        """Record calls from now on, without those of timers that run already."""
+        running = (thread for thread in threading.enumerate() if thread.name in _TIMERS)
+        self._timers, self.is_on = frozenset(thread.ident or 0 for thread in running), True
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """Record a call. A profile function, see `sys.setprofile`."""
@@ -52,11 +60,14 @@ class Followed:
         if not self.is_on or event != "call" or not code.co_filename.startswith(str(LIBRARY)):
             return
         goes_on = code.co_flags & _SUSPENDS and frame.f_lasti > 0 and frame.f_lineno != code.co_firstlineno
-        if goes_on or code.co_name.startswith("<") or code.co_filename.endswith("testing.py"):
+        is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+        if goes_on or not is_function or code.co_filename.endswith("testing.py"):
+            return
+        thread = threading.get_ident()
+        if thread in self._timers:
             return
         process = _process.get(getattr(threading.current_thread(), "process", DRIVER))
         self.first.setdefault((process, code))
-        thread = threading.get_ident()
         self.num_changes += self._files.setdefault(thread, code.co_filename) != code.co_filename
         self._files[thread] = code.co_filename
 
@@ -135,7 +146,7 @@ async def follow(kind: str, loop: Loop) -> Followed:
         await controller.update(2)
         loop.engines["e1"].on_write = lambda _: None
         await controller.snapshot_index.settled()
-    followed.is_on = True
+    followed.begin()
     await steps[kind]()
     followed.is_on = False
     return followed

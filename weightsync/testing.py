@@ -161,18 +161,22 @@ class LocalPeer:
 class LocalTrainer(LocalPeer):
     """Makes a `Source` a trainer rank of the controller."""
 
+    _described: LayoutTable | None = None
+
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         self._source = source
 
     async def outline(self) -> Outline:
-        return (await self.layout()).outline()
+        self._described = await self.layout()
+        return self._described.outline()
 
     async def layout(self) -> LayoutTable:
-        return LayoutTable.of(await asyncio.to_thread(self._source.layout))
+        described, self._described = self._described, None
+        return described or LayoutTable.of(await asyncio.to_thread(self._source.layout))
 
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        self._frozen = plan.frozen
+        self._frozen, self._described = plan.frozen, None
         return await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> asyncio.Future[bool] | None:
@@ -184,8 +188,8 @@ class LocalTrainer(LocalPeer):
             readable.set_result(None)
         published = await asyncio.to_thread(source.publish, task.count)
         self._digests = published.digests
-        self._compared = await asyncio.to_thread(compare, source, task.rounds)
-        density = await asyncio.to_thread(changed, source, task)
+        self._compared = await asyncio.to_thread(compare, source, task.rounds) if task.rounds else None
+        density = await asyncio.to_thread(changed, source) if task.density else {}
         return publish_report(published, self._frozen, (), self._compared, density)
 
     async def digests(self) -> Digests:
@@ -199,17 +203,25 @@ class LocalTrainer(LocalPeer):
 class LocalEngine(LocalPeer):
     """Makes an `Engine` a peer of the controller."""
 
+    _described: Sequence[LayoutTable] = ()
+
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._engine = engine
 
     async def outline(self, components: Components) -> Sequence[Outline]:
+        self._described = ()
         return [each.outline() for each in await self.layout(components)]
 
     async def layout(self, components: Components) -> Sequence[LayoutTable]:
         if isinstance(self._engine, HasComponents):
             self._engine.use_components(components)
-        return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
+        return await self._describe()
+
+    async def _describe(self) -> Sequence[LayoutTable]:
+        layout = self._engine.layout
+        self._described = self._described or [*map(LayoutTable.of, await asyncio.to_thread(layout))]
+        return self._described
 
     async def export(self, components: Components) -> Sequence[DeviceMemory | None]:
         return await asyncio.to_thread(self._engine.export) if isinstance(self._engine, ExportsAhead) else ()
@@ -217,8 +229,7 @@ class LocalEngine(LocalPeer):
     async def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache
     ) -> Sequence[Attached]:
-        layouts = await asyncio.to_thread(self._engine.layout)
-        self._digests = EngineDigests(plan, [LayoutTable.of(each) for each in layouts])
+        self._digests, self._described = EngineDigests(plan, await self._describe()), ()
         attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
         self._digests.attach(attached)
         if isinstance(self._engine, CachesPrefixes):

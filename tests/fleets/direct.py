@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,13 +29,14 @@ from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 from weightsync.transports import Pending
 
 Memory = Mapping[str, torch.Tensor]
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Shared:
     """The live memory of all ranks, by the `ipc` of their handles."""
 
     def __init__(self) -> None:
-        self._arrays: dict[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+        self._arrays: dict[bytes, Bytes] = {}
 
     def export(self, live: Memory) -> DeviceMemory:
         handles = {}
@@ -48,7 +49,10 @@ class Shared:
     def buffer(self, handle: DeviceHandle) -> torch.Tensor:
         return torch.from_numpy(self._arrays[handle.ipc])
 
-    def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: DeviceMemory) -> None:
+    def copies(
+        self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: DeviceMemory
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield the target and the source of each copy."""
         buffers = into.handles()
         columns = (reads.trainer.tolist(), reads.src_buffer.tolist(), reads.dst_buffer.tolist())
         for trainer, src_name, dst_name, row in zip(*columns, reads.table().tolist(), strict=True):
@@ -57,7 +61,7 @@ class Shared:
             target = self._arrays[buffers[reads.dst_names[dst_name]].ipc]
             for i in range(rows):
                 at = src + i * src_pitch
-                target[dst + i * dst_pitch :][:nbytes] = source[at : at + nbytes]
+                yield target[dst + i * dst_pitch :][:nbytes], source[at : at + nbytes]
 
 
 class Source(ModuleSource):
@@ -164,7 +168,7 @@ class Staging(HostStaging):
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         if self.unreachable:
             raise TransportError("no peer access")
-        self._reads, self._memory = reads, memory
+        self._copies = [[*self.shared.copies(each, memory, self.engine.exported)] for each in reads]
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         self.begun.append(bucket)
@@ -187,8 +191,9 @@ class Staging(HostStaging):
         return ()
 
     def start_direct_copy(self, frozen: bool = True) -> None:
-        for reads in self._reads if frozen else self._reads[:1]:
-            self.shared.copy(reads, self._memory, self.engine.exported)
+        for copies in self._copies if frozen else self._copies[:1]:
+            for target, source in copies:
+                target[:] = source
 
     def write(self, bucket: int) -> None:
         self.written.append(bucket)

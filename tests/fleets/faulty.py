@@ -24,7 +24,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.engines.rank import rank_process
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
-from weightsync.holder import holder as holder_module
+from weightsync.holder import connecting
 from weightsync.holder.holder import Holder
 from weightsync.report import SyncReport
 
@@ -215,10 +215,10 @@ def healthy(fleet: Faulty) -> bool:
 
 def starve(_: Holder) -> None:
     """In a holder's process: for its next feed it has the file descriptors that this takes, and no other."""
-    open_feed = holder_module.HolderFeed
+    open_feed = connecting.HolderFeed
 
     def starved(*args: Any) -> HolderFeed:
-        holder_module.HolderFeed = open_feed  # type: ignore[misc]
+        connecting.HolderFeed = open_feed  # type: ignore[misc]
         room = open_feed(*args)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, hard))
@@ -234,4 +234,4 @@ def starve(_: Holder) -> None:
                 os.close(each)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    holder_module.HolderFeed = starved  # type: ignore[assignment, misc]
+    connecting.HolderFeed = starved  # type: ignore[assignment, misc]

@@ -341,13 +341,14 @@ class EngineFeed:
             self._busy.release()
 
     def _take_all(self, attempt: int, sink: Sink, timeout_s: float) -> None:
+        injects = has_faults()
         for expected in range(max(self._num_buckets, 1)):  # without buckets the holder writes all
             ready = self._wait_ready(attempt, expected, timeout_s)
             if isinstance(ready, Written):
                 sink.written(_digests(ready))
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
-            dropped = self._inject("refill" if ready.whole else "move", expected, views)
+            dropped = injects and self._inject("refill" if ready.whole else "move", expected, views)
             sink.take(expected, views)
             if not dropped:
                 self._send(Done(attempt, expected))
@@ -384,8 +385,6 @@ class EngineFeed:
 
     def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
         """Inject faults. ``corrupt`` changes a piece in the slot, never a piece in the send buffer."""
-        if not has_faults():
-            return False
         both = zip(views, self._whole[bucket], strict=True)
         data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
         return inject(at, bucket=bucket, num_buckets=self._num_buckets, data=data)

@@ -19,7 +19,10 @@ class Communicators:
 
     Attributes:
         transports: this holder's end of each communicator, by the communicator's members.
+        timeout_s: the seconds of an operation, as `set_timeout` gave them; 0 before.
     """
+
+    timeout_s = 0.0
 
     def __init__(self, plan: Plan, index: int, together: bool, make: Callable[[], Transport]) -> None:
         groups = broadcast_groups(plan.members, together=together) if plan.slots else {}
@@ -42,6 +45,7 @@ class Communicators:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give each operation of every communicator `timeout_s` from now on."""
+        self.timeout_s = timeout_s
         for transport in self.transports.values():
             transport.set_timeout(timeout_s)
 

@@ -24,7 +24,10 @@ class ExchangeEnd:
     Attributes:
         transport: the communicator of the members.
         shuffle: the messages and their memory. None if that memory could not be allocated.
+        timeout_s: the seconds of a message, as `set_timeout` gave them; 0 before.
     """
+
+    timeout_s = 0.0
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class ExchangeEnd:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give each message `timeout_s` from now on."""
+        self.timeout_s = timeout_s
         self.transport.set_timeout(timeout_s)
 
     def move(self, wanted: Callable[[], bool]) -> None:

@@ -249,7 +249,7 @@ def run_update(
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.sent is None else 1,
         start,
-        lambda bucket: _inject(plan, bucket, index, staging),
+        (lambda bucket: _inject(plan, bucket, index, staging)) if has_faults() else None,
         consumer,
     )
     consumer.finish(len(buckets), is_all=task.frozen, live=live)
@@ -262,8 +262,6 @@ def _inject(plan: Plan, bucket: int, index: int, staging: Staging) -> None:
     ``corrupt`` changes a step that came from another root, since the holder's own share must not change at
     its source. Without slots, the holder receives nothing.
     """
-    if not has_faults():
-        return
     came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
     data = staging.at(came[bucket % len(came)]) if came and staging.slots else None
     inject("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
@@ -273,12 +271,12 @@ def pump(
     buckets: Iterable[int],
     num_ahead: int,
     start: Callable[[int], Sequence[Pending]],
-    arrived: Callable[[int], None],
+    arrived: Callable[[int], None] | None,
     consumer: BucketConsumer,
 ) -> None:
     """Start buckets, up to `num_ahead` at once.
 
-    Calls `arrived` for each bucket, then offers the bucket to `consumer`.
+    Calls `arrived`, if given, for each bucket, then offers the bucket to `consumer`.
     """
     ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
@@ -286,7 +284,8 @@ def pump(
         bucket, started = ahead.popleft()
         for pending in started:
             pending.wait()
-        arrived(bucket)
+        if arrived:
+            arrived(bucket)
         consumer.offer(bucket)
 
     for bucket in buckets:

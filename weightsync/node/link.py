@@ -249,7 +249,7 @@ class Links:
         if it has a link for them. Raises ConfigError or TransportError as `accepting` and
         `weightsync.protocol.ports.listen`.
         """
-        accepts = accepting(tls)
+        accepts = accepting(tls) if tls else None
         listening = listen(host, ports, "the driver cannot listen for nodes")
         self._listener, self._tls = Listener(listening, self._admit, MAX_NBYTES, accepts), tls
         self._by_secret: dict[str, Link] = {}

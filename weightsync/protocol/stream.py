@@ -96,7 +96,7 @@ class Stream:
             ConfigError: a file of `tls` is bad.
         """
         where = urlsplit(endpoint)
-        context = dialling(tls)
+        context = dialling(tls) if tls else None
         dialled = socket.create_connection((where.hostname or "", where.port or 0), timeout_s)
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(dialled)

@@ -12,14 +12,14 @@ from weightsync.config import TlsFiles
 from weightsync.errors import WireError
 
 
-def accepting(files: TlsFiles | None) -> ssl.SSLContext | None:
-    """Return how a process accepts connections, None without TLS. Raises ConfigError for bad files."""
-    return _context(files, ssl.PROTOCOL_TLS_SERVER) if files else None
+def accepting(files: TlsFiles) -> ssl.SSLContext:
+    """Return how a process accepts connections. Raises ConfigError for bad files."""
+    return _context(files, ssl.PROTOCOL_TLS_SERVER)
 
 
-def dialling(files: TlsFiles | None) -> ssl.SSLContext | None:
-    """Return how a process dials, None without TLS. Raises ConfigError for bad files."""
-    return _context(files, ssl.PROTOCOL_TLS_CLIENT) if files else None
+def dialling(files: TlsFiles) -> ssl.SSLContext:
+    """Return how a process dials. Raises ConfigError for bad files."""
+    return _context(files, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:

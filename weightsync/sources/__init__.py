@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.protocol.messages import Compared, PublishTask, Sample
+from weightsync.protocol.messages import Compared, Sample
 from weightsync.sources.base import (
     ComparesReplicas,
     ExportsWeights,
@@ -76,15 +76,13 @@ _TRANSFORMS = {
 
 
 def compare(source: Source, rounds: Sequence[int]) -> Compared | None:
-    """Have `source` digest what other ranks hold, too. None if it cannot, or if there are no `rounds`."""
-    if rounds and isinstance(source, ComparesReplicas):
-        return source.compare_replicas(rounds)
-    return None
+    """Have `source` digest what other ranks hold, too. None if it cannot."""
+    return source.compare_replicas(rounds) if isinstance(source, ComparesReplicas) else None
 
 
-def changed(source: Source, task: PublishTask) -> Mapping[str, Sample]:
-    """Have `source` sample what changed, see `PublishReport.changed`. Empty if it cannot, or is not to."""
-    return source.changed() if task.density and isinstance(source, MeasuresDensity) else {}
+def changed(source: Source) -> Mapping[str, Sample]:
+    """Have `source` sample what changed, see `PublishReport.changed`. Empty if it cannot."""
+    return source.changed() if isinstance(source, MeasuresDensity) else {}
 
 
 def make_source(

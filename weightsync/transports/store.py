@@ -58,7 +58,7 @@ class StoreServer:
 
     def __init__(self, host: str, ports: Ports | None = None, tls: TlsFiles | None = None) -> None:
         """Raises ConfigError or TransportError, as `accepting` and `weightsync.protocol.ports.listen`."""
-        self._tls = accepting(tls)
+        self._tls = accepting(tls) if tls else None
         listening = listen(host, ports, "no rendezvous can be served")
         self._secret, self._values = secrets.token_hex(32), dict[str, bytes]()
         self.address = f"{self._secret}@{endpoint_of(listening).removeprefix('tcp://')}"
@@ -140,8 +140,7 @@ class NetworkStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value of `key`, and return the value."""
-        self.wait([key])
-        return self._ask("get", key) or b""
+        return self._await("get", [key])
 
     def check(self, keys: list[str]) -> bool:
         """Return True if all of `keys` have values."""
@@ -161,12 +160,7 @@ class NetworkStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all of `keys` have values."""
-        seconds = timeout.total_seconds() if timeout else self._timeout_s
-        deadline = time.monotonic() + seconds
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{', '.join(keys)}: not set within {seconds:g} s")
-            time.sleep(_WAIT_S)
+        self._await("check", keys, timeout)
 
     def close(self) -> None:
         """Disconnect and end a call that waits. Safe to call twice."""
@@ -179,6 +173,16 @@ class NetworkStore(Store):
         """Disconnect if `close` was not called: a broken communicator is only dropped."""
         if hasattr(self, "_lost"):
             self.close()
+
+    def _await(self, do: str, keys: list[str], timeout: timedelta | None = None) -> bytes:
+        """Ask until there is an answer."""
+        seconds = timeout.total_seconds() if timeout else self._timeout_s
+        deadline = time.monotonic() + seconds
+        while (answer := self._ask(do, *keys)) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{', '.join(keys)}: not set within {seconds:g} s")
+            time.sleep(_WAIT_S)
+        return answer
 
     def _ask(self, do: Any, *keys: str, **values: Any) -> bytes | None:  # noqa: ANN401 - as `_Request`
         with self._lock:

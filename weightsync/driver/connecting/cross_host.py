@@ -90,8 +90,6 @@ class CrossHostExchange:
 
         Raises the errors of `connect`.
         """
-        if not self.members:
-            return
         named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
         terms, tables = self._share()
         takes = {

@@ -50,7 +50,7 @@ class Router:
     Attributes:
         ways: the way of each engine's weights.
         demoted: engines that may no longer read directly, and why.
-        exchange: the messages that direct engines get from other hosts; None before `meet`.
+        exchange: the messages that direct engines get from other hosts, if any.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Router:
             self._near[fleet.node(holder)].append(trainer)
         self.ways: dict[str, Way] = {}
         self.exchange: CrossHostExchange | None = None
+        self._has_met = False
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[_Local, Reads | None]] = {}
         self._whole: dict[tuple[Layout, int, tuple[int, ...]], tuple[AlikeReads, Mapping[int, int]]] = {}
@@ -124,10 +125,11 @@ class Router:
             self._parts.append((reads, layout))
         near = await self._route(name, layout, live, near_only=True) if covers_all(layout) else None
         if not isinstance(near, Direct):
-            logger.info("[engine %s] takes whole tensors in each update: %s", name, near or INCOMPLETE)
+            why = near.route if near else INCOMPLETE
+            logger.info("[engine %s] takes whole tensors in each update: %s", name, why)
             return None
         self._quantising |= {name} if all(each.takes_parts for each in live) else set()
-        return replace(near, quantises=joining.converts)
+        return replace(near, route=f"{DIRECT}: {joining.converts}")
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`.
@@ -136,6 +138,9 @@ class Router:
         ConfigError if the plan has no buckets for these.
         """
         far = {name: way.far for name, way in self.ways.items() if isinstance(way, Direct) and way.far}
+        self._cut, self._has_met = {}, True
+        if not far:
+            return
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
             self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs, self._near)
@@ -145,16 +150,15 @@ class Router:
             if not self.suffices:
                 remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
                 raise ConfigError(error.field, error.value, remedy) from error
-            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {}, {})
-        await self.exchange.open()
-        self._cut.clear()
+        else:
+            await self.exchange.open()
 
     def _decide(self, name: str, way: Way) -> None:
         self.ways[name] = way
         if isinstance(way, Broadcast) and self._config.mode == DIRECT:
-            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {way}; auto takes what there is")
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {way.route}; auto takes what there is")
         if isinstance(way, Broadcast) and self._config.mode == "auto":
-            logger.info("[engine %s] takes broadcasts: %s", name, way)
+            logger.info("[engine %s] takes broadcasts: %s", name, way.route)
 
     def demote(self, name: str, error: VerifyError) -> None:
         """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
@@ -179,7 +183,7 @@ class Router:
     @property
     def routes(self) -> dict[str, str]:
         """The ways in words, see `SyncReport.routes`."""
-        return {name: str(way) for name, way in self.ways.items()}
+        return {name: way.route for name, way in self.ways.items()}
 
     def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
@@ -243,10 +247,10 @@ class Router:
                 local[holder] = _Local.of([each.reads(rank, near, start=start) for each in reshards])
             if remote is not None:
                 far[holder] = remote
-        if self.exchange:
+        if self._has_met:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return Later()
-            if not self.exchange.agrees(holders, far):
+            if not self.exchange.agrees(holders, far) if self.exchange else far:
                 return Broadcast(UNPLANNED)
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(

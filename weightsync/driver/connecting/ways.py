@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import Served
@@ -26,16 +26,12 @@ class Direct:
         read: by rank, the bytes from each trainer on the rank's host.
         far: the reads of which some are from other hosts, by holder.
         cast: buckets that are broadcast to the engine, too, since a dtype differs.
-        quantises: how the holders quantise what they read, in words.
     """
 
     read: Sequence[Mapping[int, int]]
     far: Mapping[int, Needs]
     cast: frozenset[int]
-    quantises: str = ""
-
-    def __str__(self) -> str:
-        return f"{DIRECT}: {self.quantises}" if self.quantises else DIRECT
+    route: str = DIRECT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,17 +47,16 @@ class Joining:
     layout: Layout
     exports: Served
     converts: str
-
-    def __str__(self) -> str:
-        return "it has joined, and its reads are planned before the next update"
+    route: ClassVar[str] = "it has joined, and its reads are planned before the next update"
 
 
 @dataclass(frozen=True, slots=True)
 class Later:
     """The engine will be `Direct` once the fleet has connected again, before the next update."""
 
-    def __str__(self) -> str:
-        return "its holder came after connecting, and meets those of other hosts with the next update"
+    route: ClassVar[str] = (
+        "its holder came after connecting, and meets those of other hosts with the next update"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,19 +64,16 @@ class Broadcast:
     """The engine takes broadcasts, for which the plan needs buckets.
 
     Attributes:
-        reason: why the engine is not `Direct`.
+        route: why the engine is not `Direct`.
         then: the way once the engine knows how to quantise; None if it takes broadcasts for good.
     """
 
-    reason: str
+    route: str
     then: Joining | Direct | None = None
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 Way: TypeAlias = Direct | Joining | Later | Broadcast
-"""The way of an engine's weights. `str()` gives a route as in `SyncReport.routes`."""
+"""The way of an engine's weights. `route` has it in words, as in `SyncReport.routes`."""
 
 
 def obstacle(

@@ -24,34 +24,37 @@ class HostCopies:
     """Has holders copy parts from other hosts before several ranks of their host read them.
 
     The copies stay until the next version commits.
+
+    Attributes:
+        made: the copies, and ones under way, by holder.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self._making: dict[str, asyncio.Task[None]] = {}
-        self._made: list[tuple[HolderPeer, SnapshotHeader]] = []
+        self.made: list[tuple[HolderPeer, SnapshotHeader]] = []
 
     def start(
         self, homes: Sequence[int], wanted: Wanted, add: Callable[[int, Offer, str], None]
-    ) -> asyncio.Task[None] | None:
+    ) -> asyncio.Task[None]:
         """Start to copy `wanted` to `homes`, holders of one host, unless others are copied there.
 
-        Returns a task that ends with these copies, None if there is nothing to copy. For each copy, `add` is
-        called with the part's number, the holder's offer and the host. Failed copies are logged.
+        Returns a task that ends with these copies. For each copy, `add` is called with the part's number, the
+        holder's offer and the host. Failed copies are logged.
         """
         host = self._fleet.node(homes[0])
-        if wanted and host not in self._making:
+        if host not in self._making:
             task = self._making[host] = asyncio.ensure_future(self._copy(homes, wanted, add))
             task.add_done_callback(lambda _: self._making.pop(host))
-        return self._making.get(host)
+        return self._making[host]
 
     def note(self, holder: int, header: SnapshotHeader) -> None:
         """Note a copy that is to be freed once the next version commits."""
-        self._made.append((self._fleet.holders[holder], header))
+        self.made.append((self._fleet.holders[holder], header))
 
     async def free(self) -> None:
         """Have holders free the copies of the previous version."""
-        made, self._made = self._made, []
+        made, self.made = self.made, []
         calls = {f"copy {i}": peer.release(header) for i, (peer, header) in enumerate(made)}
         outcome = await gather_named(calls, "release", GRACE_S)
         for error in outcome.failures.values():

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.connect import Connection
@@ -31,6 +32,7 @@ from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, Snap
 
 logger = logging.getLogger("weightsync.driver")
 
+T = TypeVar("T")
 _LATER_S = 0.002
 """How long after a commit copying starts, so that the update returns before Ray is asked to call holders."""
 _NO_MEMORY = "memory for it is not there yet"
@@ -212,9 +214,9 @@ class SnapshotIndex:
             return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
 
         add = partial(self._now.add, layout)
-        copies = [self.host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
-        if under_way := [task for task in copies if task]:
-            await asyncio.wait(under_way)  # not ended with this engine: others wait, too
+        start = self.host_copies.start
+        if copies := [start(homes, parts, add) for host, homes in hosts.items() if (parts := wanted(host))]:
+            await asyncio.wait(copies)  # not ended with this engine: others wait, too
 
     @asynccontextmanager
     async def sources(
@@ -383,40 +385,41 @@ class SnapshotIndex:
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
         is_flat, ranks = connection.in_place, self._ranks()
-        live = {header: self.live.of(*ranks[home]) if is_flat else None for header, home in parts}
+        are_live = is_flat and self.live.right
+        live = {header: self.live.of(*ranks[home]) if are_live else None for header, home in parts}
         calls = {
             f"holder {home}": self._fleet.holders[home].snapshot(header, is_flat, expected, live[header])
             for header, home in parts
         }
-        outcome = await gather_named(calls, "keep", self._config.timeout_s)
-        await self.host_copies.free()
-        for error in outcome.failures.values():
-            logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
-            self._tell(error)
-        now = _Version(version)
+        offers, now = await self._keep(version, calls), _Version(version)
         homes: dict[SnapshotHeader, list[int]] = {}
         for header, home in parts:
             now.offers[header.layout].setdefault(header.part, [])
-            if offer := outcome.answers.get(f"holder {home}"):
+            if offer := offers.get(f"holder {home}"):
                 now.add(header.layout, header.part, offer, self._fleet.node(home))
                 homes.setdefault(header, []).append(home)
         self._now = now
         num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected, live))
 
+    async def _keep(self, version: int, calls: Mapping[str, Awaitable[T]]) -> Mapping[str, T]:
+        """Have holders keep `version` in place of the previous version. Returns the answers."""
+        outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        if self.host_copies.made:
+            await self.host_copies.free()
+        for error in outcome.failures.values():
+            logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
+            self._tell(error)
+        return outcome.answers
+
     async def _keep_staged(self, staged: StagedVersion) -> None:
         await asyncio.sleep(_LATER_S)
         calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
-        outcome = await gather_named(calls, "keep", self._config.timeout_s)
-        await self.host_copies.free()
-        for error in outcome.failures.values():
-            logger.warning("[driver · v%d] a snapshot is missing: %s", staged.version, error)
-            self._tell(error)
-        now = _Version(staged.version)
+        kept, now = await self._keep(staged.version, calls), _Version(staged.version)
         for home, parts in staged.parts.items():
             for each in parts:
                 now.offers[staged.layout].setdefault(each.part, [])
-                if f"holder {home}" in outcome.answers:
+                if f"holder {home}" in kept:
                     now.add(staged.layout, each.part, each.offer, self._fleet.node(home))
         self._now, self.expected = now, staged.expected
 

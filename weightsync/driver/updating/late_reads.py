@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.engine_group import EngineGroup
@@ -34,19 +33,10 @@ class LateReads:
         self._tasks = set[asyncio.Task[None]]()
 
     def begin(self, connected: Callable[[], Connection], name: str) -> None:
-        """Start to plan the reads of engine `name`, if it was adopted and they are not planned yet."""
-        if connected().router.joining(name):
-            task = asyncio.create_task(self._plan_between_updates(connected, name), name=name)
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-
-    @asynccontextmanager
-    async def after(self, connected: Callable[[], Connection], name: str) -> AsyncIterator[None]:
-        """Run the body, and then `begin`, also if it fails."""
-        try:
-            yield
-        finally:
-            self.begin(connected, name)
+        """Start to plan the reads of engine `name`, which was adopted."""
+        task = asyncio.create_task(self._plan_between_updates(connected, name), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
     async def finish(self, connection: Connection) -> bool:
         """Plan the reads of all engines that take part in an update. Must hold the exclusive lock.

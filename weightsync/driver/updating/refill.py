@@ -97,15 +97,19 @@ class Refiller:
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
         blamed = set[str]()
-        while True:
-            try:
-                return await self._refill(connected, committed, name, clock)
-            except _DamagedCopyError as error:
-                # A holder whose next copy is damaged, too, may damage all.
-                can_fill = self._snapshot_index.can_fill(committed(), connected(), name)
-                if error.peer in blamed or not can_fill:
-                    raise ReadError(*error.args) from error
-                blamed.add(error.peer)
+        try:
+            while True:
+                try:
+                    return await self._refill(connected, committed, name, clock)
+                except _DamagedCopyError as error:
+                    # A holder whose next copy is damaged, too, may damage all.
+                    can_fill = self._snapshot_index.can_fill(committed(), connected(), name)
+                    if error.peer in blamed or not can_fill:
+                        raise ReadError(*error.args) from error
+                    blamed.add(error.peer)
+        finally:
+            if connected().router.joining(name):
+                self.late_reads.begin(connected, name)
 
     async def _refill(
         self,
@@ -115,7 +119,6 @@ class Refiller:
         clock: PhaseClock,
     ) -> Refilled:
         async with (
-            self.late_reads.after(connected, name),
             self._turn(connected(), committed, name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):

@@ -16,17 +16,20 @@ class LiveDigests:
     """The live digests of the last version, by rank and kind.
 
     An engine that is refilled is compared with those that took the version before it, and with itself.
+
+    Attributes:
+        right: the digests that engines agree on, and these engines. Empty if no engine converts tensors.
     """
 
     def __init__(self) -> None:
         self._version = b""
-        self._right: dict[_Place, tuple[str, set[str]]] = {}
+        self.right: dict[_Place, tuple[str, set[str]]] = {}
 
     def of(self, engine: str, rank: int) -> LiveDigest | None:
         """Return the digest that a rank of an engine had, if it was right."""
         found = (
             LiveDigest(kind, right)
-            for (number, kind), (right, names) in self._right.items()
+            for (number, kind), (right, names) in self.right.items()
             if number == rank and engine in names
         )
         return next(found, None)
@@ -34,11 +37,11 @@ class LiveDigests:
     def learn(self, expected: Fingerprint, rank: int, live: LiveDigest) -> None:
         """Note a correct digest for these tensors, which a previous driver had compared."""
         self._begin(expected)
-        self._right.setdefault((rank, live.kind), (live.digest, set()))
+        self.right.setdefault((rank, live.kind), (live.digest, set()))
 
     def num_alike(self, engine: str) -> int:
         """Return how many other engines took these tensors, and hold the same bytes on each rank."""
-        return min((len(names) - 1 for _, names in self._right.values() if engine in names), default=0)
+        return min((len(names) - 1 for _, names in self.right.values() if engine in names), default=0)
 
     def unlike(self, loaded: Mapping[str, LoadReport], expected: Fingerprint) -> dict[str, list[str]]:
         """Return the ranks whose live parameters differ from those of equal engines, by engine.
@@ -63,16 +66,16 @@ class LiveDigests:
                 digest: [name for name in names if not loaded[name].are_copied]
                 for digest, names in by_digest.items()
             }
-            right, agreed = self._right.get(place) or (_majority(loaders), set())
+            right, agreed = self.right.get(place) or (_majority(loaders), set())
             if right:
-                self._right[place] = right, agreed.union(by_digest.get(right, ()))
+                self.right[place] = right, agreed.union(by_digest.get(right, ()))
             for name in (name for digest, names in by_digest.items() if digest != right for name in names):
                 unlike[name].append(f"live parameters of rank {place[0]}, which engines alike have otherwise")
         return dict(unlike)
 
     def _begin(self, expected: Fingerprint) -> None:
         if self._version != expected.tobytes():
-            self._version, self._right = expected.tobytes(), {}
+            self._version, self.right = expected.tobytes(), {}
 
 
 def _majority(engines: Mapping[str, Collection[str]]) -> str:
