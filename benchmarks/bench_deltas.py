@@ -13,8 +13,12 @@ thread, and applies it to its copy of the version before, which is then compared
   slime, xor        slime's own classes, if slime can be imported
   slime, overwrite  the same with absolute values
 
-Seconds of verl and slime include checksums, and slime's include files in memory. Ours include neither:
-holders digest every version, whether it came whole or not.
+Rates are by CPU seconds, which other work on the host changes little. Seconds of verl and slime include
+checksums, and slime's include files in memory. Ours include neither: holders digest every version, whether it
+came whole or not.
+
+A further row for each learning rate has what ``deltas="auto"`` would gain at most, over all links, if it
+decided for each group of tensors instead of each link (`delta_groups`).
 
 With --gpu, 1, 5 and 30 % of random bfloat16 change at random places. Rates are bytes of the whole version per
 second, in memory
@@ -41,6 +45,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import environment, print_table, write_json
+from benchmarks.delta_groups import Groups
 from benchmarks.deltas_gpu import gpu_rows
 from benchmarks.peer_deltas import Peer, Weights, peers
 from weightsync.deltas.changes import Changes, Span, Table
@@ -65,12 +70,12 @@ class Coder:
 
     def run(self, new: Weights) -> None:
         """Bring the next version. Raises AssertionError if a bit differs."""
-        began = time.perf_counter()
+        began = time.process_time()
         nbytes = self.system.encode(new)
-        made = time.perf_counter()
+        made = time.process_time()
         self.system.decode()
         self.encode_s.append(made - began)
-        self.decode_s.append(time.perf_counter() - made)
+        self.decode_s.append(time.process_time() - made)
         self.sizes.append(nbytes / len(flat(new)))
         received = self.system.received()
         assert received.keys() == new.keys()
@@ -142,6 +147,7 @@ def tune(model: LlamaForCausalLM, rate: float, num: int) -> list[dict[str, objec
         systems["ours, zstd"] = Compressed(old)
     systems |= {name: make(old) for name, make in peers().items()}
     coders = {name: Coder(system) for name, system in systems.items()}
+    groups = Groups(dict(zip(old, spans(old), strict=True)))
     densities, losses = [], []
     for loss in steps(model, rate, num):
         new = published(model.state_dict())
@@ -149,6 +155,7 @@ def tune(model: LlamaForCausalLM, rate: float, num: int) -> list[dict[str, objec
         torch.set_num_threads(1)
         for coder in coders.values():
             coder.run(new)
+        groups.run(flat(old), flat(new))
         torch.set_num_threads(threads)
         densities.append(float((flat(old).view(np.uint16) != flat(new).view(np.uint16)).mean()))
         losses.append(loss)
@@ -161,7 +168,7 @@ def tune(model: LlamaForCausalLM, rate: float, num: int) -> list[dict[str, objec
         "changed %": spread([100 * each for each in densities]),
     }
     print(f"rate {rate}: loss {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
-    return [
+    rows: list[dict[str, object]] = [
         {
             **common,
             "system": name,
@@ -171,6 +178,7 @@ def tune(model: LlamaForCausalLM, rate: float, num: int) -> list[dict[str, objec
         }
         for name, coder in coders.items()
     ]
+    return [*rows, {**common, "system": "ours, by group", **groups.row()}]
 
 
 def published(weights: Weights) -> Weights:
@@ -186,6 +194,12 @@ def flat(weights: Weights) -> Bytes:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
+def spans(weights: Weights) -> list[Span]:
+    """Return the places of weights in `flat`."""
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    return [Span(end - size, size, 2) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return bfloat16 as integers."""
     return tensor.view(torch.int16)
@@ -195,8 +209,7 @@ class Ours:
     """`weightsync.deltas`, in one thread."""
 
     def __init__(self, first: Weights) -> None:
-        sizes = [tensor.nbytes for tensor in first.values()]
-        self._spans = [Span(end - size, size, 2) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        self._spans = spans(first)
         self._old, self._live = flat(first), published(first)
 
     def encode(self, new: Weights) -> int:
