@@ -18,10 +18,11 @@ preparation and comparison are not timed.
   sockets    bytes that this host's interfaces received in one update, by ``/proc/net/dev``
 
 With ``--changed``, versions are staged, and engines serve meanwhile (``stage="auto"``). Each row has versions
-in which so many percent of the elements changed at random places. In the last row everything changed.
+in which so many percent of the elements changed at random places. In the first and in the last row everything
+changed; the first version finds no version before.
 
-  way      how parts came over ZeroMQ: with ``delta``, only what changed. ``deltas="auto"`` chose this, unless
-           ``--deltas always``
+  way      how parts came over ZeroMQ: with ``delta``, only what changed. With ``--deltas auto``, the fleet
+           chose this by the link's rate
   stage    the phase in which a delta is made, sent and used, or the whole version sent, and digests compared
   pause    from the first call to pause until the engine serves: the phases after `stage`
   sent     bytes of deltas, or of whole parts
@@ -32,7 +33,7 @@ the command in a network namespace:
     unshare --net sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 10gbit burst 4mb latency 1s \
       && python -m benchmarks.bench_hosts ...'
 
-Medians, without the first round of each way or row.
+Medians, without the first round of each way; with ``--changed``, see `staged_hosts.rows`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="8b", choices=["1b", "8b", "100m", "tiny"])
     parser.add_argument("--way", nargs="+", default=[*_WAYS], choices=_WAYS)
     parser.add_argument("--changed", nargs="+", type=float, help="percent; measure staged updates alone")
-    parser.add_argument("--deltas", default="auto", choices=["auto", "always"], help="with --changed")
+    parser.add_argument("--deltas", default="always", choices=["auto", "always"], help="with --changed")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of a GPU for the engine")
     parser.add_argument("--rounds", type=int, default=5)

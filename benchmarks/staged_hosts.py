@@ -9,7 +9,7 @@ from typing import Literal
 
 from benchmarks.isolate import stage
 from benchmarks.latency_rig import Rig
-from benchmarks.updates import Round, check, config, new_version, spread
+from benchmarks.updates import Round, check, config, connect, new_version, spread
 from weightsync import SyncConfig
 
 __all__ = ["COLUMNS", "rows", "settings"]
@@ -30,14 +30,19 @@ def settings(bucket_mib: int, deltas: Literal["auto", "always"]) -> SyncConfig:
 def rows(
     rig: Rig, changed: Sequence[float], num_rounds: int, received: Callable[[], int]
 ) -> Iterator[dict[str, object]]:
-    """Yield a row for each of `changed`, in percent, and for versions in which everything changed."""
-    stage("connecting")
-    rig.connect()
+    """Yield a row for the first version, for each of `changed`, in percent, and for whole versions.
+
+    Greater deltas come first. The first one allocates memory for all, and is left out. At the end deltas of
+    whole versions are made in vain, with ``deltas="auto"`` only once: the first version has no such delta.
+    """
+    rig.sync.register_trainers(rig.trainers)
+    rig.sync.register_engines({rig.kind: rig.engine})
+    connect(rig.sync)
     history = _History(rig, received)
-    history.update(1.0)  # over a link that is not measured yet
-    for percent in (*changed, 100.0):
-        rounds = [history.update(percent / 100) for _ in range(num_rounds + 1)]
-        yield {"changed %": percent, **_row(rounds[1:])}
+    yield {"changed %": "100, first", **_row([history.update(100.0)])}
+    history.update(max(changed))
+    for percent in (*sorted(changed, reverse=True), 100.0):
+        yield {"changed %": percent, **_row([history.update(percent) for _ in range(num_rounds)])}
 
 
 class _History:
@@ -47,9 +52,9 @@ class _History:
         self._rig, self._received = rig, received
         self._filled, self._touched = 0, dict[int, float]()
 
-    def update(self, fraction: float) -> tuple[Round, int]:
-        """Change a fraction, update, and compare every element. Returns the round and the sockets' bytes."""
-        version = new_version()
+    def update(self, percent: float) -> tuple[Round, int]:
+        """Change so many elements, update, and compare all. Returns the round and the sockets' bytes."""
+        version, fraction = new_version(), percent / 100
         if fraction == 1.0:
             self._filled, self._touched = version, {}
         else:
@@ -58,8 +63,8 @@ class _History:
         before = self._received()
         done = self._rig.ours()
         sockets = self._received() - before
-        check(self._rig.wrong(self._filled, self._touched), f"{fraction:.0%}", version)
-        stage(f"{fraction:.0%} changed: {done.seconds:.2f} s, {_way(done)}, {sockets / 1e9:.3g} GB")
+        check(self._rig.wrong(self._filled, self._touched), f"{percent:g} %", version)
+        stage(f"{percent:g} % changed: {done.seconds:.2f} s, {_way(done)}, {sockets / 1e9:.3g} GB")
         return done, sockets
 
 
