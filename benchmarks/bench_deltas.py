@@ -4,16 +4,21 @@
     python -m benchmarks.bench_deltas --gpu [--gib 8] [--json FILE]     how fast a GPU codes and applies
 
 A Llama with random weights is trained first, so that its weights are no noise, then tuned by AdamW with
-float32 masters at each rate. Every step publishes bfloat16 weights. Each format codes the same two versions,
-in one thread:
+float32 masters at each rate. Every step publishes bfloat16 weights. Each system codes what changed in one
+thread, and applies it to its copy of the version before, which is then compared bit by bit:
 
-  ours       `weightsync.deltas`, tiles of 65,536 elements
-  ours+zstd  the same bytes by zstd at level 1, the values by byte planes
-  slime      per tensor: places and values of changed bytes' elements as uint32 and bfloat16, zstd at level 1
-  verl       per tensor: places as int32, values as bfloat16
+  ours              `weightsync.deltas`, tiles of 65,536 elements
+  ours, zstd        the same bytes by zstd at level 1, the values by byte planes; needs the package zstandard
+  verl              verl's own classes, if verl can be imported, see `peer_deltas`
+  slime, xor        slime's own classes, if slime can be imported
+  slime, overwrite  the same with absolute values
 
-slime and verl are their published formats, as data; their programs are not started. After each step the
-decoded version is compared bit by bit. Rows with zstd need the package zstandard.
+Rates are by CPU seconds, which other work on the host changes little. Seconds of verl and slime include
+checksums, and slime's include files in memory. Ours include neither: holders digest every version, whether it
+came whole or not.
+
+A further row for each learning rate has what ``deltas="auto"`` would gain at most, over all links, if it
+decided for each group of tensors instead of each link (`delta_groups`).
 
 With --gpu, 1, 5 and 30 % of random bfloat16 change at random places. Rates are bytes of the whole version per
 second, in memory
@@ -26,13 +31,13 @@ second, in memory
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,32 +45,41 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import environment, print_table, write_json
+from benchmarks.delta_groups import Groups
 from benchmarks.deltas_gpu import gpu_rows
-from weightsync.deltas.changes import Changes, Span
+from benchmarks.peer_deltas import Peer, Weights, peers
+from weightsync.deltas.changes import Changes, Span, Table
+from weightsync.deltas.tiles import TILE
 
 __all__ = ["main"]
 
 Bytes = npt.NDArray[np.uint8]
-Code = Callable[[Sequence[Span], Bytes, Bytes], int]
-Compress = Callable[[bytes], bytes]
 VOCABULARY, LENGTH, BATCH = 8192, 128, 8
 WARM_STEPS, WARM_RATE = 60, 1e-3
+_PACKAGES = ("numpy", "torch", "transformers", "zstandard", "verl", "slime")
 
 
 @dataclass
 class Coder:
-    """A format's bytes and seconds over all steps."""
+    """A system's bytes and seconds over all steps."""
 
-    code: Code
+    system: Peer
     sizes: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    encode_s: list[float] = field(default_factory=list)
+    decode_s: list[float] = field(default_factory=list)
 
-    def run(self, spans: Sequence[Span], old: Bytes, new: Bytes) -> None:
-        """Code one pair of versions."""
-        start = time.perf_counter()
-        nbytes = self.code(spans, old, new)
-        self.seconds.append(time.perf_counter() - start)
-        self.sizes.append(nbytes / len(new))
+    def run(self, new: Weights) -> None:
+        """Bring the next version. Raises AssertionError if a bit differs."""
+        began = time.process_time()
+        nbytes = self.system.encode(new)
+        made = time.process_time()
+        self.system.decode()
+        self.encode_s.append(made - began)
+        self.decode_s.append(time.process_time() - made)
+        self.sizes.append(nbytes / len(flat(new)))
+        received = self.system.received()
+        assert received.keys() == new.keys()
+        assert all(torch.equal(bits(received[name]), bits(tensor)) for name, tensor in new.items())
 
 
 def main() -> None:
@@ -105,7 +119,7 @@ def main() -> None:
 
 def show(title: str, rows: Sequence[Mapping[str, object]], file: Path | None) -> None:
     """Print the rows, and write them to `file`."""
-    where = environment()
+    where = environment(_PACKAGES)
     print_table(title, rows, where)
     if file:
         write_json(file, "deltas", rows, where)
@@ -126,123 +140,117 @@ def steps(model: LlamaForCausalLM, rate: float, num: int) -> Iterator[float]:
 
 
 def tune(model: LlamaForCausalLM, rate: float, num: int) -> list[dict[str, object]]:
-    """Tune and code each step. Returns a row for each format."""
-    spans, old = published(model)
-    coders = {"ours": Coder(ours), "verl": Coder(verl)}
-    if zstd := compressor():
-        coders |= {"ours+zstd": Coder(with_zstd(zstd)), "slime": Coder(slime(zstd))}
-    densities, apply_s, losses = [], [], []
+    """Tune, and bring each step's weights by each system. Returns a row for each system."""
+    old = published(model.state_dict())
+    systems: dict[str, Peer] = {"ours": Ours(old)}
+    if importlib.util.find_spec("zstandard"):
+        systems["ours, zstd"] = Compressed(old)
+    systems |= {name: make(old) for name, make in peers().items()}
+    coders = {name: Coder(system) for name, system in systems.items()}
+    groups = Groups(dict(zip(old, spans(old), strict=True)))
+    densities, losses = [], []
     for loss in steps(model, rate, num):
-        _, new = published(model)
+        new = published(model.state_dict())
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         for coder in coders.values():
-            coder.run(spans, old, new)
-        densities.append(float((old.view(np.uint16) != new.view(np.uint16)).mean()))
-        apply_s.append(applied(spans, old, new))
+            coder.run(new)
+        groups.run(flat(old), flat(new))
+        torch.set_num_threads(threads)
+        densities.append(float((flat(old).view(np.uint16) != flat(new).view(np.uint16)).mean()))
         losses.append(loss)
         old = new
+    for system in systems.values():
+        system.close()
     common = {
         "learning rate": rate,
-        "MB": len(old) / 1e6,
+        "MB": len(flat(old)) / 1e6,
         "changed %": spread([100 * each for each in densities]),
     }
     print(f"rate {rate}: loss {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
-    return [
+    rows: list[dict[str, object]] = [
         {
             **common,
             "system": name,
             "bytes %": spread([100 * each for each in coder.sizes]),
-            "code GB/s": len(old) / 1e9 / statistics.median(coder.seconds),
-            "apply GB/s": len(old) / 1e9 / statistics.median(apply_s) if name == "ours" else None,
+            "code GB/s": len(flat(old)) / 1e9 / statistics.median(coder.encode_s),
+            "apply GB/s": len(flat(old)) / 1e9 / statistics.median(coder.decode_s),
         }
         for name, coder in coders.items()
     ]
+    return [*rows, {**common, "system": "ours, by group", **groups.row()}]
 
 
-def published(model: LlamaForCausalLM) -> tuple[list[Span], Bytes]:
-    """Return all weights in bfloat16 as one run of bytes, and each tensor's place."""
-    spans, parts, at = [], [], 0
-    for tensor in model.state_dict().values():
-        parts.append(tensor.detach().to(torch.bfloat16).view(torch.uint8).flatten())
-        spans.append(Span(at, len(parts[-1]), 2))
-        at += len(parts[-1])
-    return spans, torch.cat(parts).numpy()
+def published(weights: Weights) -> Weights:
+    """Copy weights in bfloat16, as parts of one memory in this order."""
+    memory = torch.cat([tensor.detach().to(torch.bfloat16).flatten() for tensor in weights.values()])
+    parts = torch.split(memory, [tensor.numel() for tensor in weights.values()])
+    return {name: part.view(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
 
-def applied(spans: Sequence[Span], old: Bytes, new: Bytes) -> float:
-    """Return the seconds to decode and apply, after a comparison of all bits."""
-    changes = Changes.between(spans, old, new)
-    sent, memory = np.empty(changes.nbytes, np.uint8), old.copy()
-    changes.write(sent)
-    start = time.perf_counter()
-    Changes.decode(spans, sent).apply(memory)
-    seconds = time.perf_counter() - start
-    assert (memory == new).all()
-    return seconds
+def flat(weights: Weights) -> Bytes:
+    """Return the memory of `published` weights."""
+    storage = next(iter(weights.values())).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
-def ours(spans: Sequence[Span], old: Bytes, new: Bytes) -> int:
-    """Code by `weightsync.deltas`."""
-    return len(coded(spans, old, new))
+def spans(weights: Weights) -> list[Span]:
+    """Return the places of weights in `flat`."""
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    return [Span(end - size, size, 2) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def coded(spans: Sequence[Span], old: Bytes, new: Bytes) -> Bytes:
-    """Return a delta as it is sent."""
-    changes = Changes.between(spans, old, new)
-    sent = np.empty(changes.nbytes, np.uint8)
-    changes.write(sent)
-    return sent
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return bfloat16 as integers."""
+    return tensor.view(torch.int16)
 
 
-def with_zstd(zstd: Compress) -> Code:
-    """Code by `weightsync.deltas`, then compress: the low bytes of all values, then the high bytes."""
+class Ours:
+    """`weightsync.deltas`, in one thread."""
 
-    def code(spans: Sequence[Span], old: Bytes, new: Bytes) -> int:
-        sent = coded(spans, old, new)
-        num = int((old.view(np.uint16) != new.view(np.uint16)).sum())
-        index, values = sent[: len(sent) - 2 * num], sent[len(sent) - 2 * num :]
+    def __init__(self, first: Weights) -> None:
+        self._spans = spans(first)
+        self._old, self._live = flat(first), published(first)
+
+    def encode(self, new: Weights) -> int:
+        changes = Changes.between(self._spans, self._old, flat(new))
+        self._sent = np.empty(changes.nbytes, np.uint8)
+        changes.write(self._sent)
+        self._old = flat(new)
+        return len(self._sent)
+
+    def decode(self) -> None:
+        Changes.decode(self._spans, self._sent).apply(flat(self._live))
+
+    def received(self) -> Weights:
+        return self._live
+
+    def close(self) -> None:
+        """Close nothing: there are no files."""
+
+
+class Compressed(Ours):
+    """The same delta, compressed: the index, then the low bytes of all values, then the high bytes."""
+
+    def encode(self, new: Weights) -> int:
+        import zstandard
+
+        super().encode(new)
+        num_tiles = sum(-(-span.nbytes // 2 // TILE) for span in self._spans)
+        num = 2 * int(Table.of(self._sent, num_tiles).counts.sum())
+        index, values = self._sent[: len(self._sent) - num], self._sent[len(self._sent) - num :]
         planes = np.ascontiguousarray(values.reshape(-1, 2).T)
-        return sum(len(zstd(part.tobytes())) for part in (index, planes))
+        compress = zstandard.ZstdCompressor(level=1).compress
+        self._packed = [compress(part.tobytes()) for part in (index, planes)]
+        return sum(map(len, self._packed))
 
-    return code
+    def decode(self) -> None:
+        import zstandard
 
-
-def slime(zstd: Compress) -> Code:
-    """Code each tensor as a count, uint32 places and values, by zstd."""
-
-    def code(spans: Sequence[Span], old: Bytes, new: Bytes) -> int:
-        found = changed(spans, old, new)
-        return sum(
-            4 + len(zstd(places.astype(np.uint32).tobytes() + values.tobytes())) for places, values in found
-        )
-
-    return code
-
-
-def verl(spans: Sequence[Span], old: Bytes, new: Bytes) -> int:
-    """Code each tensor as a count, int32 places and values."""
-    return sum(
-        4 + len(places.astype(np.int32).tobytes() + values.tobytes())
-        for places, values in changed(spans, old, new)
-    )
-
-
-def changed(spans: Sequence[Span], old: Bytes, new: Bytes) -> Iterator[tuple[Any, Any]]:
-    """Yield places and new values of each tensor's changed elements."""
-    for span in spans:
-        its = slice(span.offset, span.offset + span.nbytes)
-        before, after = old[its].view(np.uint16), new[its].view(np.uint16)
-        places = np.flatnonzero(before != after)
-        yield places, after[places]
-
-
-def compressor() -> Compress | None:
-    """Return zstd at level 1, None without the package."""
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        return None
-    compress: Compress = zstandard.ZstdCompressor(level=1).compress
-    return compress
+        expand = zstandard.ZstdDecompressor().decompress
+        index, planes = (np.frombuffer(expand(part), np.uint8) for part in self._packed)
+        self._sent = np.concatenate([index, planes.reshape(2, -1).T.ravel()])
+        super().decode()
 
 
 def spread(values: Sequence[float]) -> str:

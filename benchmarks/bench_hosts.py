@@ -1,6 +1,7 @@
 """Times updates between two hosts over sockets, against bare sends. Two GPUs of this host act as hosts.
 
     python -m benchmarks.bench_hosts --engine vllm --model 8b
+    python -m benchmarks.bench_hosts --engine vllm --model 8b --changed 1 5 30    staged, as deltas and whole
     python -m benchmarks.bench_hosts --cpu --engine torch --model tiny      on a CPU, as a smoke test
 
 Ray has two nodes, which are hosts to weightsync: a trainer on a node with the first GPU, and a real engine
@@ -16,7 +17,23 @@ preparation and comparison are not timed.
   share      bare / move: `move` is the phase in which bytes arrive, are written and are digested
   sockets    bytes that this host's interfaces received in one update, by ``/proc/net/dev``
 
-Medians, without the first round of each way.
+With ``--changed``, versions are staged, and engines serve meanwhile (``stage="auto"``). Each row has versions
+in which so many percent of the elements changed at random places. In the first and in the last row everything
+changed; the first version finds no version before.
+
+  way      how parts came over ZeroMQ: with ``delta``, only what changed. With ``--deltas auto``, the fleet
+           chose this by the link's rate
+  stage    the phase in which a delta is made, sent and used, or the whole version sent, and digests compared
+  pause    from the first call to pause until the engine serves: the phases after `stage`
+  sent     bytes of deltas, or of whole parts
+
+Holders are kept from mapping each other's memory. The link is this host's loopback. For a slower link, run
+the command in a network namespace:
+
+    unshare --net sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 10gbit burst 4mb latency 1s \
+      && python -m benchmarks.bench_hosts ...'
+
+Medians, without the first round of each way; with ``--changed``, see `staged_hosts.rows`.
 """
 
 from __future__ import annotations
@@ -37,6 +54,7 @@ import torch
 import torch.distributed as dist
 from ray.actor import ActorHandle
 
+from benchmarks import staged_hosts
 from benchmarks.cluster import kill, ray_nodes, spawn
 from benchmarks.isolate import asked, emit, measure_engine, stage
 from benchmarks.latency_rig import Rig, start
@@ -58,9 +76,9 @@ def main() -> None:
     if "--part" in sys.argv:
         _run_part(asked())
         return
-    measure_engine(
-        "benchmarks.bench_hosts", _parser().parse_args(), "hosts", "two hosts over sockets", _COLUMNS
-    )
+    args = _parser().parse_args()
+    columns = staged_hosts.COLUMNS if args.changed else _COLUMNS
+    measure_engine("benchmarks.bench_hosts", args, "hosts", "two hosts over sockets", columns)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "torch"])
-    parser.add_argument("--model", default="8b", choices=["1b", "8b", "tiny"])
+    parser.add_argument("--model", default="8b", choices=["1b", "8b", "100m", "tiny"])
     parser.add_argument("--way", nargs="+", default=[*_WAYS], choices=_WAYS)
+    parser.add_argument("--changed", nargs="+", type=float, help="percent; measure staged updates alone")
+    parser.add_argument("--deltas", default="always", choices=["auto", "always"], help="with --changed")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of a GPU for the engine")
     parser.add_argument("--rounds", type=int, default=5)
@@ -81,19 +101,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_part(spec: Mapping[str, Any]) -> None:
     os.environ |= _SOCKETS_ONLY
-    cpu, engine, model = spec["cpu"], spec["engine"], spec["model"]
-    settings = replace(config(spec["bucket_mib"], 2), timeout_s=240)
+    cpu, bucket_mib = spec["cpu"], spec["bucket_mib"]
+    settings = replace(config(bucket_mib, 2), timeout_s=240)
+    if spec["changed"]:
+        settings = staged_hosts.settings(bucket_mib, spec["deltas"])
     with ray_nodes(0 if cpu else 2, 2) as nodes:
         stage("starting the engine and the trainer")
         apart = nodes[0], nodes[1]
-        with start(engine, model, 1, spec["gpu_memory"], cpu=cpu, config=settings, nodes=apart) as rig:
-            stage("starting bare processes")
-            bare = _Bare(apart, cpu=cpu)
-            for way in spec["way"]:
-                if not (cpu and way == "direct"):
-                    row = _measure(rig, way, settings, bare, spec["rounds"])
-                    emit({"engine": f"{engine} {model}", "way": way, **row})
-            bare.end()
+        rig = start(
+            spec["engine"], spec["model"], 1, spec["gpu_memory"], cpu=cpu, config=settings, nodes=apart
+        )
+        with rig as started:
+            for row in _rows(started, spec, settings, apart):
+                emit({"engine": f"{spec['engine']} {spec['model']}", **row})
+
+
+def _rows(
+    rig: Rig, spec: Mapping[str, Any], settings: SyncConfig, nodes: tuple[str, str]
+) -> Iterator[dict[str, object]]:
+    if spec["changed"]:
+        yield from staged_hosts.rows(rig, spec["changed"], spec["rounds"], _received)
+        return
+    stage("starting bare processes")
+    bare = _Bare(nodes, cpu=spec["cpu"])
+    for way in spec["way"]:
+        if not (spec["cpu"] and way == "direct"):
+            yield {"way": way, **_measure(rig, way, settings, bare, spec["rounds"])}
+    bare.end()
 
 
 def _measure(rig: Rig, way: str, settings: SyncConfig, bare: _Bare, num_rounds: int) -> dict[str, object]:

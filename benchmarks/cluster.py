@@ -39,9 +39,10 @@ def start_ray(num_gpus: int) -> None:
 def ray_nodes(num_gpus: int, num_nodes: int) -> Iterator[list[str]]:
     """Run Ray with several nodes on this host, with different addresses. Yields the nodes' ids.
 
-    The nodes are hosts to us.
+    The nodes are hosts to us, which do not map each other's memory.
     """
     environment, node = _environment(), _node(num_gpus)
+    environment["runtime_env"]["worker_process_setup_hook"] = "benchmarks.no_mapping.use_sockets"
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         others = [{"node_ip_address": f"127.0.0.{number}", **node} for number in range(2, num_nodes + 1)]

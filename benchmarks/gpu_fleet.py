@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
-from benchmarks.values import Held, count_wrong, fill, poison
+from benchmarks.values import Held, count_wrong, fill, poison, touch
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
@@ -107,6 +107,12 @@ class ShardTrainer(TrainerShard):
     def change(self, version: int) -> None:
         """Write `version` into every element."""
         fill(self.parts, version)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def touch(self, version: int, fraction: float) -> None:
+        """Change a fraction of all elements, which `version` chooses."""
+        touch(self.parts, version, fraction)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

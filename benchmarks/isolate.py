@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,16 @@ def stage(name: str) -> None:
 
 
 def run_part(
-    module: str, spec: Mapping[str, object], timeout_s: float, num_ranks: int = 0
+    module: str,
+    spec: Mapping[str, object],
+    timeout_s: float,
+    num_ranks: int = 0,
+    keep: Callable[[Sequence[Mapping[str, object]]], object] = lambda _: None,
 ) -> tuple[list[dict[str, object]], str | None]:
     """Run ``python -m module --part SPEC``. Returns the part's rows, and a problem or None.
 
-    With `num_ranks`, torchrun starts that many ranks, and one rank prints rows. Stages go to stderr, with the
-    seconds since the start. Other output passes through.
+    `keep` gets the rows so far after each one. With `num_ranks`, torchrun starts that many ranks, and one
+    prints rows. Stages go to stderr, with the seconds since the start. Other output passes through.
     """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     command = [
@@ -80,6 +84,7 @@ def run_part(
         for line in part.stdout:
             if line.startswith(_MARK):
                 rows.append(json.loads(line.removeprefix(_MARK)))
+                keep(rows)
             elif line.startswith(_STAGE):
                 last = line.removeprefix(_STAGE).strip()
                 print(f"{time.monotonic() - started:6.1f} s  {last}", file=sys.stderr, flush=True)
@@ -103,10 +108,14 @@ def measure_engine(
         sys.exit(f"{args.engine} is not installed")
     where = environment()
     spec = {key: value for key, value in vars(args).items() if key not in ("json", "part_timeout")}
-    rows, trouble = run_part(module, spec, args.part_timeout)
+
+    def write(rows: Sequence[Mapping[str, object]], notes: Sequence[str] = ()) -> None:
+        if args.json:
+            write_json(args.json, name, rows, where, notes)
+
+    rows, trouble = run_part(module, spec, args.part_timeout, keep=write)
     notes = [trouble] if trouble else []
-    if args.json:
-        write_json(args.json, name, rows, where, notes)
+    write(rows, notes)
     print_table(title, [{column: row[column] for column in columns} for row in rows], where, notes)
 
 

@@ -75,17 +75,20 @@ class Rig:
         """True if the engine has an own way of updates and readable live weights."""
         return self.kind in ("sglang", "vllm") and self.is_live
 
-    def prepare(self, version: int) -> None:
-        """Write `version` to the trainers and poison the engine."""
-        ray.get([trainer.change.remote(version) for trainer in self.trainers])
+    def prepare(self, version: int, fraction: float = 1.0) -> None:
+        """Write `version` to the trainers, or change a fraction by it, and poison the engine."""
+        if fraction == 1.0:
+            ray.get([trainer.change.remote(version) for trainer in self.trainers])
+        else:
+            ray.get([trainer.touch.remote(version, fraction) for trainer in self.trainers])
         if self.is_live:
             ray.get(self.engine.probe.remote("poison"))
 
-    def wrong(self, version: int) -> int:
-        """Count the engine's elements that differ from `version`."""
+    def wrong(self, version: int, touched: Mapping[int, float] = MappingProxyType({})) -> int:
+        """Count the engine's elements that differ from `version`, and from changes by `touched` versions."""
         if not self.is_live:
             return 0
-        args = [(layout, self.tensors, version) for layout in self.layouts]
+        args = [(layout, self.tensors, version, dict(touched)) for layout in self.layouts]
         return sum(ray.get(self.engine.probe.remote("wrong", args)))
 
     def load_code(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,8 +82,14 @@ def _poison(model: torch.nn.Module) -> None:
     _clock.spans.clear()
 
 
-def _wrong(model: torch.nn.Module, layout: RankLayout, tensors: Sequence[Tensor], version: int) -> int:
-    """Count live elements, located by `layout`, that differ from `version`."""
+def _wrong(
+    model: torch.nn.Module,
+    layout: RankLayout,
+    tensors: Sequence[Tensor],
+    version: int,
+    touched: Mapping[int, float] = MappingProxyType({}),
+) -> int:
+    """Count live elements, located by `layout`, that differ from `version`, see `count_wrong`."""
     live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     known = {tensor.name: tensor for tensor in tensors}
     assert {segment.tensor for segment in layout.segments} == set(known)
@@ -90,7 +97,7 @@ def _wrong(model: torch.nn.Module, layout: RankLayout, tensors: Sequence[Tensor]
         (known[segment.tensor], segment.box, segment_view(live[segment.buffer], segment))
         for segment in layout.segments
     )
-    return count_wrong(held, version)
+    return count_wrong(held, version, touched)
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from benchmarks.models import Tensor
 from weightsync.plan import Box
 
-__all__ = ["Held", "count_wrong", "fill", "poison"]
+__all__ = ["Held", "count_wrong", "fill", "poison", "touch"]
 
 Held: TypeAlias = tuple[Tensor, Box, torch.Tensor]
 """A tensor, a box, and the box's memory: 2 bytes per element, contiguous."""
@@ -33,6 +34,13 @@ def fill(held: Iterable[Held], version: int) -> None:
         torch._foreach_copy_(parts, [*words.view(parts[0].dtype)])
 
 
+def touch(held: Iterable[Held], version: int, fraction: float) -> None:
+    """Flip the lowest bit of a fraction of all elements. `version` chooses the elements."""
+    for parts, words in _expected(held, version, compute=True):
+        for part, chosen in zip(parts, _chosen(words, fraction), strict=True):
+            part.view(torch.int16).bitwise_xor_(chosen.to(part.device))
+
+
 def poison(tensors: Iterable[torch.Tensor]) -> None:
     """Fill with bytes of 0xFF, which `fill` never writes."""
     words = [tensor.view(torch.int16) for tensor in tensors if tensor.numel()]
@@ -40,14 +48,29 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
     torch._foreach_sub_(words, 1)
 
 
-def count_wrong(held: Iterable[Held], version: int) -> int:
-    """Count the elements that differ in any bit from the values of `fill`."""
-    wrong = [
-        (torch.stack(parts).view(torch.int16) != words).sum()
-        for parts, words in _expected(held, version, compute=False)
-    ]
+def count_wrong(
+    held: Iterable[Held], version: int, touched: Mapping[int, float] = MappingProxyType({})
+) -> int:
+    """Count the elements that differ in any bit from the values of `fill`, and of `touch` afterwards.
+
+    `touched` has the fraction of each version of `touch`.
+    """
+    held, versions = list(held), (version, *touched)
+    chunks = zip(*(_expected(held, each, compute=False) for each in versions), strict=True)
+    wrong = []
+    for (parts, words), *later in chunks:
+        for (_, others), fraction in zip(later, touched.values(), strict=True):
+            words = words ^ _chosen(others, fraction)
+        wrong.append((torch.stack(parts).view(torch.int16) != words).sum())
     # Add up on the device: fetching each count would take longer than comparing.
     return int(torch.stack(wrong).sum()) if wrong else 0
+
+
+def _chosen(words: torch.Tensor, fraction: float) -> torch.Tensor:
+    """Return 1 for a fraction of all words, else 0. Each word has its own place in a shuffled order."""
+    for factor in _FACTORS:
+        words = (words ^ (words >> 7)) * (factor & _MASK | 1) & _MASK
+    return (words < fraction * (_MASK + 1)).to(torch.int16)
 
 
 def _expected(

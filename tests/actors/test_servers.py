@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from safetensors.torch import save_file
 
 from tests.certificates import run_files
 from tests.fleets.actors import Engine, Trainer, until
@@ -16,6 +17,9 @@ from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import ConfigError
+from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.publishing import publish
 
 WIDTH, TOKEN = 32, "a secret of the fleet"
 
@@ -94,6 +98,32 @@ def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
     fleet.sync.settle(patient(30))
     assert fleet.server.holds() == (3, digest(ray.get(fleet.trainer.weights.remote())))
     fleet.update(4)
+
+
+@pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)
+def test_servers_and_actors_follow_a_store(fleet: Fleet, tmp_path: Path) -> None:
+    """Versions come from a bucket, not from trainers. The store has two when the server joins."""
+    store, copy = ObjectStore(f"file://{tmp_path}/store", make=True), LocalFolder(tmp_path / "copy")
+    (files := tmp_path / "model").mkdir()
+
+    def publish_one(seed: int) -> str:
+        ray.get(fleet.trainer.train.remote(seed))
+        save_file(held := ray.get(fleet.trainer.weights.remote()), files / "model.safetensors")
+        publish(store, files, copy)
+        return digest(held)
+
+    publish_one(1)
+    found = publish_one(2)
+    url = f"http://{ray.util.get_node_ip_address()}:8000"
+    fleet.sync.register_engines({"e0": fleet.actor, "served": url})
+    fleet.sync.register_store(store.url, folder=str(tmp_path / "followed"))
+    fleet.sync.connect()
+    for version in (1, 2):
+        report = fleet.sync.update_weights(checkpoint="store")
+        assert (report.checkpoint, report.verified) == (f"store@{version + 1}", True)
+        assert fleet.server.holds() == (version, found)
+        assert digest(ray.get(fleet.actor.weights.remote())) == found
+        found = publish_one(version + 2)
 
 
 @pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)

@@ -79,7 +79,7 @@ class Tile:
         if self.code == Code.BITMAP and len(self.index) == -(-len(to) // 8):
             changed = np.unpackbits(self.index, count=len(to)).view(bool)  # faster than by places
             if np.count_nonzero(changed) == len(self.values):
-                to[changed] = self.values
+                to[np.flatnonzero(changed)] = self.values  # numpy is many times slower with `changed` itself
                 return
         places = self.places(len(to))
         to[slice(None) if self.code == Code.DENSE else places] = self.values
@@ -91,11 +91,10 @@ _NO_INDEX = np.empty(0, np.uint8)
 def difference(old: Elements, new: Elements) -> Tile:
     """Return the shortest code for what turns tile `old` into `new`."""
     changed = old != new
-    num = np.count_nonzero(changed)
-    if len(new) / 8 < num and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:
-        tile = Tile(Code.BITMAP, np.packbits(changed), new[changed])  # as `coded`, and faster
+    places = np.flatnonzero(changed)
+    if len(new) / 8 < len(places) and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:
+        tile = Tile(Code.BITMAP, np.packbits(changed), new[places])  # as `coded`, and faster
     else:
-        places = np.flatnonzero(changed)
         tile = coded(places, new[places], len(new))
     return tile if tile.nbytes < new.nbytes else Tile(Code.DENSE, _NO_INDEX, new)
 
@@ -136,6 +135,8 @@ def _runs_places(index: Bytes, num_elements: int) -> Int64:
 
 
 def _gaps_index(places: Int64, gaps: Int64, _: int) -> Bytes:
+    if gaps.max() < _ESCAPE:
+        return gaps.astype(np.uint8)
     ends = np.cumsum(gaps // _ESCAPE + 1)
     index = np.full(int(ends[-1]), _ESCAPE, np.uint8)
     index[ends - 1] = gaps % _ESCAPE

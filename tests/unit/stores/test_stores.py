@@ -84,6 +84,29 @@ def test_a_follower_that_slept_takes_the_changes_of_all_versions_and_writes_each
     assert twenty.follow("slept longer", 20).nbytes > manifests[11].nbytes, "no delta leads to version 11"
 
 
+@pytest.mark.parametrize(("share", "takes"), [(0.02, "deltas"), (0.22, "anchor")])
+def test_a_follower_that_slept_for_ten_versions_downloads_the_deltas_or_the_anchor_if_it_is_less(
+    site: Site, share: float, takes: str
+) -> None:
+    made = [site.publish(share) for _ in range(12)]
+    history = History(site.store)
+    files = {version: history.require(version).files for version in history.versions}
+    site.follow("slept", 2)
+    found = site.follow("slept", 12).nbytes
+
+    def nbytes(name: str, first: int) -> int:
+        return sum(delta.nbytes for v in range(first, 13) if (delta := files[v][name].delta))
+
+    anchor = max(each.version for each in made if each.is_anchor)
+    ways = {
+        "deltas": sum(nbytes(name, 3) for name in FILES),
+        "anchor": sum(files[anchor][name].content.nbytes + nbytes(name, anchor + 1) for name in FILES),
+    }
+    assert min(ways, key=ways.__getitem__) == takes
+    assert found == ways[takes] + files[12]["trainer_state.json"].content.nbytes
+    assert all(site.follow(f"joins {v}", v).nbytes <= 2 * history.require(v).nbytes for v in files)
+
+
 def test_a_follower_goes_back(twenty: Site) -> None:
     assert [twenty.follow("back", version).version for version in (20, 3, 20)] == [20, 3, 20]
 
