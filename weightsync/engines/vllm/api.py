@@ -59,6 +59,7 @@ class ModelRunner(Protocol):
 
     vllm_config: VllmConfig
     model_config: ModelConfig
+    eplb_state: Any
 
     def get_model(self) -> torch.nn.Module: ...
     def get_draft_model(self) -> torch.nn.Module | None: ...
@@ -390,6 +391,13 @@ def packed_layers(model: torch.nn.Module) -> Mapping[str, list[str]]:
     """Return the layers that are one for several of a checkpoint, by the last parts of their names."""
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     return packed
+
+
+def expert_rank() -> int:
+    """Return this process's place among the ranks that share experts."""
+    from vllm.distributed.parallel_state import get_ep_group
+
+    return int(get_ep_group().rank_in_group)
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
