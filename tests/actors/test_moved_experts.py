@@ -114,6 +114,9 @@ def test_an_update_writes_each_copy_where_it_is_now(fleet: Fleet) -> None:
         assert report.proofs == {"e0": "live weights", "e1": "live weights"}
         assert report.epoch == first.epoch, "nobody else was planned again"
         fleet.check(1 - version % 2)
+    fleet.ask("balance", LOADS[0])
+    assert sync.heal("e0").engines == {"e0": 3, "e1": 3}
+    fleet.check(0)
 
 
 def test_experts_move_on_request_and_damage_is_found_and_healed(fleet: Fleet) -> None:

@@ -10,6 +10,7 @@ from weightsync.driver.connecting.connect import Connection, adopt
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.errors import PlanError, WeightSyncError
 from weightsync.plan.layout.arrangement import Experts, arrangement_key
@@ -39,6 +40,13 @@ class MovedExperts:
         planned = await self._plan(moved)
         able = found.keys() - set(moved) | set(planned)
         return [name for name in paused if name in able or name not in members]
+
+    async def have_moved(self, name: str) -> bool:
+        """Return True if an engine's experts moved since it was planned. Raises if it does not answer."""
+        calls = {f"engine {name}": self._fleet.engines[name].peer.experts()}
+        found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
+        known = self._connection.moving[name]
+        return any(arrangement_key(experts) != known for experts in found.values())
 
     async def move(
         self,

@@ -171,7 +171,8 @@ class Update:
         """Move the version to paused engines. Returns the engines that have it."""
         if self._connection.moving:
             moved = MovedExperts(self._config, self._fleet, self._engines, self._connection)
-            paused = await moved.follow(paused)
+            with self._clock.phase("layout"):
+                paused = await moved.follow(paused)
         if len(paused) < self._config.min_engines:
             await self._engines.go_on(paused)
             raise self._engines.first_failure()

@@ -64,13 +64,16 @@ class BalancedExperts:
         return arranged(layout, arrangement_key(experts), slots, model.num_logical_experts)
 
     def move(self, experts: Experts) -> None:
-        """Have vLLM copy experts between ranks, all ranks at the same time."""
+        """Have vLLM copy experts between ranks, all ranks at the same time. Raises RuntimeError."""
         state = self._runner.eplb_state
         before, state.policy = state.policy, _Given(experts)
         try:
-            state.rearrange()
+            with torch.inference_mode():  # as vLLM's steps
+                state.rearrange()
         finally:
             state.policy = before
+        if arrangement_key(self.experts()) != arrangement_key(experts):
+            raise RuntimeError("vLLM has other experts in its slots than it was told to")
 
     def _state(self) -> Any:  # noqa: ANN401 - vLLM's EplbModelState
         """Return vLLM's state of the model that updates write."""
