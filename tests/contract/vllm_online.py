@@ -326,7 +326,9 @@ def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **more: o
         revision=None,
         trust_remote_code=False,
     )
-    parallel = SimpleNamespace(**{"enable_eplb": enable_eplb, "eplb_config": None, **more})
+    parallel = SimpleNamespace(
+        **{"enable_eplb": enable_eplb, "eplb_config": SimpleNamespace(use_async=False), **more}
+    )
     vllm_config = SimpleNamespace(
         parallel_config=parallel,
         model_config=model_config,

@@ -34,7 +34,7 @@ NUM_RANKS = 2
 BALANCED: dict[str, Any] = {
     "enable_expert_parallel": True,
     "enable_eplb": True,
-    "eplb_config": {"num_redundant_experts": 2, "use_async": False, "window_size": 8, "step_interval": 16},
+    "eplb_config": {"num_redundant_experts": 2, "window_size": 8, "step_interval": 16},
 }
 STILL = BALANCED | {"eplb_config": BALANCED["eplb_config"] | {"step_interval": 1 << 20}}
 

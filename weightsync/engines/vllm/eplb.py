@@ -16,7 +16,7 @@ import torch
 
 from weightsync.engines.loading.arranged_experts import ExpertSlot, arranged
 from weightsync.engines.loading.loader_trace import UnprovableError
-from weightsync.engines.vllm.api import ModelRunner, expert_rank
+from weightsync.engines.vllm.api import ModelRunner, expert_rank, require_moves_between_steps
 from weightsync.errors import ConfigError
 from weightsync.faults import inject
 from weightsync.plan import RankLayout
@@ -40,9 +40,7 @@ class BalancedExperts:
     def __init__(self, runner: ModelRunner) -> None:
         """Raises ConfigError if vLLM moves experts in the background."""
         self._runner = runner
-        if getattr(runner.vllm_config.parallel_config.eplb_config, "use_async", False):
-            remedy = "give false: vLLM would copy experts of an old version while an update writes a new one"
-            raise ConfigError("options.eplb_config.use_async", True, remedy)
+        require_moves_between_steps(runner.vllm_config.parallel_config.eplb_config.use_async)
 
     def experts(self) -> Experts:
         """Return the expert in each slot of all ranks, by layer."""
