@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -11,12 +12,17 @@ import torch
 
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.fleets.slot_engine import SlotEngine, Stack
+from tests.hosts_fleet import Engine, Hosts
+from tests.hosts_fleet import drive as drive_hosts
+from tests.live_fleet import CONFIG as HOSTS
+from tests.live_fleet import commit
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import EngineError, StateError, VerifyError
 from weightsync.plan import RankLayout
-from weightsync.plan.layout.arrangement import Experts
+from weightsync.plan.layout.arrangement import Arrangement, Experts, arrangement_key
+from weightsync.protocol.messages import Loaded
 from weightsync.testing import LocalEngine
 
 MOVED = [3, 1, 1, 0, 2]
@@ -145,3 +151,49 @@ def test_an_engine_that_fails_as_it_moves_experts_is_stale_and_others_move() -> 
         assert all(engine.holds(loop.model) for engine in loop.slots.values())
 
     start(work)
+
+
+class Swapping(Engine):
+    """Shares its memory, and exchanges the places of two tensors, as if they were experts."""
+
+    swapped = False
+
+    def swap(self) -> None:
+        names = {"gate": "up", "up": "gate"}
+        for rank in self.ranks:
+            rank.segments = [
+                replace(each, tensor=names.get(each.tensor, each.tensor)) for each in rank.segments
+            ]
+        self.swapped = not self.swapped
+
+    def layout(self) -> Sequence[RankLayout]:
+        where = Arrangement(arrangement_key(self.experts()))
+        return [replace(rank, arrangement=where) for rank in super().layout()]
+
+    def experts(self) -> Experts:
+        return [[1, 0] if self.swapped else [0, 1]]
+
+    def move_experts(self, experts: Experts) -> None:
+        raise NotImplementedError
+
+    def live_digests(self) -> Sequence[Loaded]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("trainers", "are_near"), [("a", True), ("b", False)])
+def test_direct_reads_go_where_experts_are_now(trainers: str, are_near: bool) -> None:
+    """Reads from other hosts are planned for all hosts together, so that all connect again."""
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        routes, router = await loop.update(2), loop.controller.connection().router
+        for version in (3, 4):
+            engine = loop.engines["e0"]
+            assert isinstance(engine, Swapping)
+            engine.swap()
+            assert loop.wrong("e0") != []
+            assert await loop.update(version) == routes
+            assert (loop.controller.connection().router is router) is are_near
+
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, trainers, {"e0": "aa", "e1": "aa"}, HOSTS)

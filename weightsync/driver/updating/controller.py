@@ -190,7 +190,7 @@ class Controller:
     async def _connecting_again(
         self, update: Callable[[], Awaitable[SyncReport]], version: int
     ) -> SyncReport:
-        """Run `update`, and connect and run it once more if trainers' weights moved to other addresses."""
+        """Run `update`, and connect and run it once more if trainers' weights or experts moved."""
         try:
             return await update()
         except MovedError as error:

@@ -12,7 +12,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.verifying.comparison import Comparison
-from weightsync.errors import PlanError, WeightSyncError
+from weightsync.errors import MovedError, WeightSyncError
 from weightsync.plan.layout.arrangement import Experts, arrangement_key
 from weightsync.protocol.messages import Fingerprint
 from weightsync.protocol.peers import EnginePeer
@@ -31,13 +31,19 @@ class MovedExperts:
     async def follow(self, paused: Sequence[str]) -> Sequence[str]:
         """Plan those of the paused engines again whose experts moved since they were planned.
 
-        Returns the engines that can take weights. The others are STALE or DEAD.
+        Returns the engines that can take weights. The others are STALE or DEAD. If an engine cannot be
+        planned alone, as if some trainers are on other hosts, all engines resume, and a MovedError asks for a
+        connect.
         """
         planned_for = self._connection.moving
         members = {name: self._fleet.engines[name] for name in paused if name in planned_for}
         found = await self._engines.ask(members, "layout", lambda peer: peer.experts())
         moved = [name for name, experts in found.items() if arrangement_key(experts) != planned_for[name]]
         planned = await self._plan(moved)
+        if not (router := self._connection.router).suffices:
+            await self._engines.go_on(paused)
+            reasons = [f"engine {name}, whose experts moved: {router.routes[name]}" for name in planned]
+            raise MovedError("; ".join(reasons))
         able = found.keys() - set(moved) | set(planned)
         return [name for name in paused if name in able or name not in members]
 
@@ -93,10 +99,7 @@ class MovedExperts:
         return [name for name in names if name not in failures]
 
     async def _plan_one(self, name: str) -> None:
-        router, member = self._connection.router, self._fleet.engines[name]
-        member.attached = False  # if this fails, the engine is adopted before it takes weights
+        # If this fails, the engine is adopted before it takes weights.
+        self._fleet.engines[name].attached = False
         await adopt(self._fleet, self._connection, name, self._config)
-        await router.plan_reads(name)
-        if not router.suffices:
-            member.attached = False
-            raise PlanError(f"engine {name}", f"the plan has no buckets for it: {router.routes[name]}")
+        await self._connection.router.plan_reads(name)

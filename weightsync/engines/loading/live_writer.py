@@ -193,7 +193,8 @@ class _DeviceTables:
         tables = self.digest_tables()
         for table in tables.values():
             table.launch(self._stream)
-        return added({factor: table.result() for factor, table in tables.items()})
+        found = {factor: table.result() for factor, table in tables.items()}
+        return added(found) if len(found) > 1 else found[1]
 
 
 @collector_paused

@@ -45,7 +45,5 @@ def by_factor(
 
 def added(digests: Mapping[int, Digests]) -> Digests:
     """Return the sum of digests, multiplied by their factors."""
-    if len(digests) == 1:
-        return digests[1]
     total: Digests = np.sum([found * np.uint64(factor) for factor, found in digests.items()], axis=0)
     return total
