@@ -107,6 +107,7 @@ class Rank:
         self._layout: RankLayout | None = None
         self._as_loaded: RankLayout | None = None
         self._attached: RankLayout | None = None
+        self._experts: Experts = ()
         self._live: dict[str, torch.Tensor] = {}
         self._feed: EngineFeed | None = None
         self._writer: LiveWriter | None = None
@@ -188,8 +189,13 @@ class Rank:
         return self._layout
 
     def experts(self) -> Experts:
-        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay."""
-        return self._host.experts() if isinstance(self._host, ArrangesExperts) else ()
+        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay.
+
+        While weights sleep, experts stay where they were, and the engine's map may have no memory.
+        """
+        if isinstance(self._host, ArrangesExperts) and "weights" not in self.asleep():
+            self._experts = self._host.experts()
+        return self._experts
 
     def move_experts(self, experts: Experts) -> None:
         """Copy experts between slots, all ranks at the same time."""
@@ -205,6 +211,7 @@ class Rank:
 
     def _arranged(self, layout: RankLayout) -> RankLayout:
         self._as_loaded = layout
+        self.experts()  # as they are known while asleep
         return self._host.arranged(layout, self._live) if isinstance(self._host, ArrangesExperts) else layout
 
     def _require_same_experts(self) -> None:

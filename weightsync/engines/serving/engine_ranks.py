@@ -131,6 +131,9 @@ class EngineRanks(ABC):
         if level > 1 and self._has_draft:
             remedy = "give 1: level 2 drops the draft, or buffers of it, and no update brings them back"
             raise ConfigError("level", level, remedy)
+        if level > 1 and self._moves_experts:
+            remedy = "give 1: level 2 drops the map of the experts that moved"
+            raise ConfigError("level", level, remedy)
         if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)
