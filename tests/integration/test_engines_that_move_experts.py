@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import EngineError, StateError, VerifyError
-from weightsync.plan import RankLayout
+from weightsync.plan import Layout, RankLayout
 from weightsync.plan.layout.arrangement import Arrangement, Experts, arrangement_key
 from weightsync.protocol.messages import Loaded
 from weightsync.testing import LocalEngine
@@ -64,6 +65,21 @@ def test_the_engine_alone_is_planned_again() -> None:
         assert [engine.num_attached for engine in loop.slots.values()] == [2, 1]
         assert all(engine.holds(loop.model) for engine in loop.slots.values())
         assert loop.controller.connection().plan.epoch == 1
+
+    start(work)
+
+
+def test_layouts_of_before_are_dropped() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        counts = list[int]()
+        for version, start in enumerate((1, 2, 3, 4, 5), start=1):
+            loop.slots["e0"].move_experts([[(start + slot) % 4 for slot in range(5)]])
+            await loop.update(version)
+            gc.collect()
+            counts.append(sum(isinstance(each, Layout) for each in gc.get_objects()))
+        assert max(counts[2:]) <= counts[1]
+        assert loop.slots["e0"].num_attached == 6
 
     start(work)
 

@@ -418,6 +418,7 @@ def _joined(connection: Connection, name: str, layouts: Sequence[LayoutTable]) -
     connection.layouts[name], connection.joined[name] = layouts, made
     if before and before not in connection.joined.values():
         connection.router.forget(before)
+        connection.conversions.forget(before)
     return made
 
 
