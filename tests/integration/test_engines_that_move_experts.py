@@ -165,6 +165,9 @@ def test_an_engine_that_fails_as_it_moves_experts_is_stale_and_others_move() -> 
             await loop.controller.move_experts({"e0": [MOVED]})
         await loop.update(2)
         assert all(engine.holds(loop.model) for engine in loop.slots.values())
+        loop.controller.connected = False
+        with pytest.raises(StateError, match="the next update connects the fleet again"):
+            await loop.controller.move_experts({"e1": [MOVED]})
 
     start(work)
 

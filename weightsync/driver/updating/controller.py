@@ -262,11 +262,13 @@ class Controller:
 
         Raises:
             ConfigError: an engine does not move experts, or its slots cannot hold these.
-            StateError: an engine does not serve the committed version.
+            StateError: an engine does not serve the committed version, or a holder was lost.
             WeightSyncError: the first engine's failure. The engine serves with its experts in place, or is
                 STALE or DEAD.
         """
         connection, clock, expected = self.connection(), PhaseClock(), self.snapshot_index.expected
+        if not self.connected:
+            raise StateError("the next update connects the fleet again: move experts after it")
         for name, wanted in experts.items():
             check_experts(name, wanted, await self.experts(name))
             record = self._fleet.engines[name].record
