@@ -23,6 +23,7 @@ from weightsync.engines import (
     ExportsMemory,
     HasComponents,
     HasRankProcesses,
+    MovesExperts,
     ServesAdapters,
     Sleeps,
 )
@@ -32,6 +33,7 @@ from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
+from weightsync.plan.layout.arrangement import Experts, arrangement_key
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
@@ -76,13 +78,16 @@ class EngineCalls(Claimable):
         return await self._ask_layouts(components)
 
     async def _ask_layouts(self, components: Components | None = None) -> Sequence[LayoutTable]:
-        """Ask the engine once: layouts only change with other `components`."""
+        """Ask the engine once: layouts only change with other `components`, and if experts moved."""
         async with self._asking:
             wanted = self._components if components is None else components
             if wanted != self._components and isinstance(self._engine, HasComponents):
                 self._layouts = None
                 await asyncio.to_thread(self._engine.use_components, wanted)
                 self._components = wanted
+            known = self._layouts[0].arrangement if self._layouts else None
+            if known and known.key != arrangement_key(await self.sync_experts()):
+                self._layouts = None
             if self._layouts is None:
                 layout = self._engine.layout  # looked up here: some engines need this event loop
                 self._layouts = await asyncio.to_thread(lambda: [*map(LayoutTable.of, layout())])
@@ -179,6 +184,22 @@ class EngineCalls(Claimable):
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
+
+    async def sync_experts(self) -> Experts:
+        """Return the expert in each slot of all ranks, by layer, see `MovesExperts.experts`."""
+        if not isinstance(self._engine, MovesExperts):
+            return ()
+        return await asyncio.to_thread(self._engine.experts)
+
+    async def sync_move_experts(self, experts: Experts) -> None:
+        """Rearrange the live experts, see `MovesExperts.move_experts`."""
+        assert isinstance(self._engine, MovesExperts), "the driver only asks engines that have experts"
+        await asyncio.to_thread(self._engine.move_experts, experts)
+
+    async def sync_live_digests(self) -> LoadReport:
+        """Digest the live memory, see `MovesExperts.live_digests`."""
+        assert isinstance(self._engine, MovesExperts), "the driver only asks engines that have experts"
+        return self._attached_digests.report(await asyncio.to_thread(self._engine.live_digests))
 
     async def sync_serve_node(self, offer: NodeOffer) -> None:
         """Have a node answer the driver's calls. Raises as `Node.serve` if the driver is not reached."""

@@ -17,6 +17,7 @@ from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.checkpoints.followed_store import FollowedStore
+from weightsync.actors.expert_methods import ExpertMethods
 from weightsync.actors.fleet_methods import FleetMethods
 from weightsync.actors.holders.detached import run_prefix
 from weightsync.actors.injection import Injection
@@ -51,7 +52,7 @@ from weightsync.text import count_text
 _POLL_S = 0.02
 
 
-class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, SleepMethods):
+class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods, SleepMethods):
     """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))

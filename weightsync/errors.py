@@ -141,7 +141,10 @@ class StateError(WeightSyncError, RuntimeError):
 
 
 class MovedError(StateError):
-    """A trainer's weights moved to memory that holders have not mapped. The layout is the same."""
+    """A trainer's weights moved to memory that holders have not mapped, or an engine's experts moved.
+
+    The fleet has to connect again.
+    """
 
 
 class DeadlineError(WeightSyncError, TimeoutError):

@@ -178,7 +178,7 @@ class SyncReport:
         seconds: wall clock time of the whole call.
         phases: seconds of ``publish``, ``pause``, ``move``, ``verify`` and ``commit``, by the driver's clock.
             If trainers are read in place, ``publish`` includes ``pause``, and ``move`` includes the trainers'
-            digests.
+            digests. If engines move experts, ``layout`` is the time to follow them.
         verified: True: engines that hold other bytes than the trainers published do not serve `version`.
         engines: the version that each engine serves.
         states: the state of each engine.

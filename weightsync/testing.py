@@ -18,6 +18,7 @@ from weightsync.engines.base import (
     Engine,
     ExportsAhead,
     HasComponents,
+    MovesExperts,
     Prompts,
     Rollout,
 )
@@ -31,6 +32,7 @@ from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan.layout.arrangement import Experts
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.handles import BufferHandle
@@ -238,6 +240,13 @@ class LocalEngine(LocalPeer):
 
     async def load(self, attempt: int, timeout_s: float) -> LoadReport:
         return self._digests.report(await asyncio.to_thread(self._engine.load, attempt, timeout_s))
+
+    async def experts(self) -> Experts:
+        return await asyncio.to_thread(self._engine.experts) if isinstance(self._engine, MovesExperts) else ()
+
+    async def live_digests(self) -> LoadReport:
+        assert isinstance(self._engine, MovesExperts)
+        return self._digests.report(await asyncio.to_thread(self._engine.live_digests))
 
     async def digests(self) -> Digests:
         return self._digests.table

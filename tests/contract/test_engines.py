@@ -354,6 +354,11 @@ def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
             "options.speculative_config.draft_load_config",
         ),
         ("vllm", {"num_speculative_tokens": 3}, "options.num_speculative_tokens"),
+        (
+            "vllm",
+            {"enable_eplb": True, "eplb_config": {"use_async": True}},
+            "options.eplb_config.use_async",
+        ),
         ("sglang", {"dtype": "float64"}, "options.dtype"),
         ("sglang", {"memory_fraction_static": 0.5}, "options.memory_fraction_static"),
         ("sglang", {"load_format": "auto"}, "options.load_format"),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -430,13 +431,19 @@ def test_a_loader_that_puts_rows_elsewhere_is_left_to_itself(
         assert differing(model, Online(moe_folder).start(weights(moe_folder, version))) == []
 
 
-def test_experts_that_move_between_ranks_are_left_to_its_loader(
-    moe_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_experts_that_are_quantised_and_move_between_ranks_are_refused(moe_folder: Path) -> None:
+    """vLLM's loader writes experts to the slots in which vLLM starts with them."""
     model = Online(moe_folder).start(weights(moe_folder, 0))
-    check_left_to_its_loader(
-        host_of(model, moe_folder, enable_eplb=True), r"experts move between ranks", caplog
-    )
+    with pytest.raises(ConfigError, match=r"options\.enable_eplb: True .* leave it out: .* vLLM's loader"):
+        host_of(model, moe_folder, enable_eplb=True).stored_otherwise()
+    with pytest.raises(ConfigError, match=r"options\.enable_eplb: True .* leave it out: .* vLLM's loader"):
+        host_of(model, moe_folder, enable_eplb=True).rehearse()
+
+
+def test_experts_that_move_in_the_background_are_refused(moe_folder: Path) -> None:
+    model = Online(moe_folder).start(weights(moe_folder, 0))
+    with pytest.raises(ConfigError, match=r"options\.eplb_config\.use_async: True .* give false"):
+        host_of(model, moe_folder, enable_eplb=True, eplb_config=SimpleNamespace(use_async=True)).experts()
 
 
 def test_ranks_that_agree_on_the_scales_of_experts_load_together(

@@ -314,7 +314,7 @@ class Online(nn.Module):
         return self.method.num_processed[0] + self.of_experts.num_processed[0]
 
 
-def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **sizes: int) -> VllmHost:
+def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **more: object) -> VllmHost:
     config = AutoConfig.from_pretrained(folder)
     model_config = SimpleNamespace(
         hf_config=config,
@@ -326,7 +326,9 @@ def host_of(model: nn.Module, folder: Path, enable_eplb: bool = False, **sizes: 
         revision=None,
         trust_remote_code=False,
     )
-    parallel = SimpleNamespace(enable_eplb=enable_eplb, **sizes)
+    parallel = SimpleNamespace(
+        **{"enable_eplb": enable_eplb, "eplb_config": SimpleNamespace(use_async=False), **more}
+    )
     vllm_config = SimpleNamespace(
         parallel_config=parallel,
         model_config=model_config,

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tests.gpu import sglang_probe
 from tests.gpu.live_bytes import Live
 from tests.gpu.same_answers import Answers
-from tests.gpu.vllm_probe import OPTIONS, beside, flip, kernels, live, probe
+from tests.gpu.vllm_probe import OPTIONS, beside, flip, kernels, live, probe, wrong_slots
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -154,6 +154,9 @@ class VllmEngine(EngineActor):
 
     async def flip(self, leaf: str) -> None:
         await asyncio.to_thread(self._engine.call, lambda llm: flip(llm, leaf))
+
+    async def wrong_slots(self, checkpoint: str) -> list[str]:
+        return await asyncio.to_thread(self._engine.call, lambda llm: wrong_slots(llm, checkpoint))
 
 
 class SglangEngine(EngineActor):

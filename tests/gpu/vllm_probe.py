@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from tests import vllm_experts as experts_of
 from tests.gpu.live_bytes import Live, all_hashes, hashes
 from tests.gpu.same_answers import Answers, likeliest
 from weightsync.engines.loading.kernel_state import tensors_beside
 from weightsync.protocol.messages import Digests
 from weightsync.quantising.stored_places import StoredPlaces
 
-__all__ = ["OPTIONS", "beside", "flip", "held", "kernels", "live", "probe"]
+__all__ = ["OPTIONS", "beside", "flip", "held", "kernels", "live", "probe", "wrong_slots"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -80,6 +81,16 @@ def beside(llm: Any) -> list[list[str]]:
 def flip(llm: Any, leaf: str) -> None:
     """Flip a bit of the first parameter with this last name, before the next digest of live bytes."""
     llm.collective_rpc(_flip, args=(leaf,))
+
+
+def wrong_slots(llm: Any, checkpoint: str) -> list[str]:
+    """Slots of all ranks that do not have the bytes of the expert that vLLM's router sends there."""
+    return [slot for rank in llm.collective_rpc(_wrong_slots, args=(checkpoint,)) for slot in rank]
+
+
+def _wrong_slots(worker: Any, checkpoint: str) -> list[str]:
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    return experts_of.wrong_slots(worker.get_model(), state.physical_to_logical_map.tolist(), checkpoint)
 
 
 def _flip(worker: Any, leaf: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from weightsync.config import Components, PrefixCache
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
+from weightsync.plan.layout.arrangement import Experts
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.device_memory import DeviceMemory
@@ -209,6 +210,23 @@ class Sleeps(Protocol):
         asleep; frozen requests wait. Raises DeadlineError, or ConfigError if the engine was not started to
         sleep.
         """
+
+
+@runtime_checkable
+class MovesExperts(Protocol):
+    """An engine that may move experts between slots. The layouts' `arrangement` says where experts are."""
+
+    def experts(self) -> Experts:
+        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay."""
+
+    def move_experts(self, experts: Experts) -> None:
+        """Rearrange the live experts of a paused engine. ``layout`` and ``attach`` follow.
+
+        After an error the engine's weights are undefined until a `load` succeeds.
+        """
+
+    def live_digests(self) -> Sequence[Loaded]:
+        """Return each rank's digests of the tensors in the engine, as ``load`` does, without a load."""
 
 
 @runtime_checkable

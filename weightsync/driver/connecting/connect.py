@@ -26,6 +26,8 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PlanError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.direct.direct_plan import make_direct_plan
+from weightsync.plan.layout.coverage import check_live
+from weightsync.plan.layout.layout import join_tables
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
 from weightsync.protocol.messages import Attached, FeedTicket, Prepared
@@ -59,7 +61,7 @@ class Connection:
         flat_layouts: the layout of flat snapshots, by engine, if holders have mapped the engine's memory.
         router: the engines that read the trainers' memory.
         layouts: each engine's layouts by rank; an adopted engine must have the layouts of one of these
-            engines.
+            engines, or other places of experts.
         joined: the same, with the ranks of each engine joined.
         conversions: how each engine converts tensors.
         seconds: duration of each phase.
@@ -72,10 +74,16 @@ class Connection:
     checkpoint: bool
     flat_layouts: dict[str, FlatLayout]
     router: Router
-    layouts: Mapping[str, Sequence[LayoutTable]]
-    joined: Mapping[str, Layout]
+    layouts: dict[str, Sequence[LayoutTable]]
+    joined: dict[str, Layout]
     conversions: Conversions
     seconds: Mapping[str, float]
+
+    @property
+    def moving(self) -> dict[str, str]:
+        """The arrangement of experts that each engine was planned for, of engines that move experts."""
+        places = {name: ranks[0].arrangement for name, ranks in self.layouts.items()}
+        return {name: each.key for name, each in places.items() if each}
 
 
 async def connect(
@@ -181,8 +189,8 @@ async def _open(
         checkpoint,
         flat_layouts,
         router,
-        layouts.engines,
-        layouts.joined,
+        dict(layouts.engines),
+        dict(layouts.joined),
         conversions,
         clock.seconds,
     )
@@ -367,9 +375,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
             raise asked
         names = {meta.name for meta in plan.tensors}
         layouts = ranks_as_taken(asked.require()[named], names)
-        twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
-        if not twins:
-            raise PlanError(named, "its layout is new to the plan")
+        joined = _joined(connection, name, layouts)
         fleet.drafts.check({name: layouts}, config)
         if isinstance(tickets, BaseException):
             raise tickets
@@ -378,11 +384,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
         served = exported(layouts, attached)
         await link_engine(fleet, member.holders, layouts, served, timeout_s)
-        known = {flat.layout: flat for flat in connection.flat_layouts.values()}
-        connection.flat_layouts.pop(name, None)
-        if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
-            connection.flat_layouts[name] = flat
-        joined = connection.joined[twins[0]]
+        _note_flat(connection, name, layouts, served)
         require_casts(name, first_cast(joined, plan.tensors), attached)
         converts = with_casts(layouts, joined, plan.tensors)[0].converts
         connection.conversions.add(name, joined, layouts[0].converts)
@@ -395,6 +397,42 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         member.attached = True
     finally:  # neither may still run when all connect again
         await asyncio.gather(asking, ahead, return_exceptions=True)
+
+
+def _joined(connection: Connection, name: str, layouts: Sequence[LayoutTable]) -> Layout:
+    """Return the joined layouts of an engine that joins, and record those of an engine that moves experts.
+
+    Raises PlanError if the plan has no engine of this layout, places of experts aside.
+    """
+    twins = [other for other, known in connection.layouts.items() if are_alike(layouts, known)]
+    if twins and not layouts[0].arrangement:
+        return connection.joined[twins[0]]
+    made = connection.joined[twins[0]] if twins else join_tables(layouts)
+    same = (
+        made.tied == each.tied and {*made.tensors} == {*each.tensors} for each in connection.joined.values()
+    )
+    if not layouts[0].arrangement or not any(same):
+        raise PlanError(f"engine {name}", "its layout is new to the plan")
+    check_live(name, made)
+    before = connection.joined.get(name)
+    connection.layouts[name], connection.joined[name] = layouts, made
+    if before and before not in connection.joined.values():
+        connection.router.forget(before)
+        connection.conversions.forget(before)
+    return made
+
+
+def _note_flat(connection: Connection, name: str, layouts: Sequence[LayoutTable], served: Served) -> None:
+    """Note the layout of a joining engine's flat snapshots, if it is known, or if experts moved."""
+    known = {flat.layout: flat for flat in connection.flat_layouts.values()}
+    before = connection.flat_layouts.pop(name, None)
+    if not all(served):
+        return
+    layout = flat_layout(connection.content, layouts, _kinds(served))
+    if flat := known.get(layout):
+        connection.flat_layouts[name] = flat
+    elif before and before not in connection.flat_layouts.values():
+        connection.flat_layouts[name] = FlatLayout(layout, before.first)  # as many bytes as before
 
 
 async def _take_tickets(

@@ -103,3 +103,7 @@ class Conversions:
                 for component, tensors in self._tensors.items()
             }
         self.by_engine[name] = self._known[key]
+
+    def forget(self, engine: Layout) -> None:
+        """Drop a layout that no engine has any more."""
+        self._known = {key: known for key, known in self._known.items() if key[0] is not engine}

@@ -6,6 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,14 @@ class Router:
         self._quantising.discard(name)
         demoted = self.demoted.get(name, "")
         self._decide(name, first_way(self._config, demoted, failed, all(self._exports), joining))
+
+    def forget(self, engine: Layout) -> None:
+        """Drop all that was planned for a layout that no engine has any more."""
+        known: tuple[dict[Any, Any], ...] = self._cut, self._whole, self._shared, self._paired
+        for planned in known:
+            for key in [key for key in planned if key[0] is engine]:
+                del planned[key]
+        self._alike.pop(engine, None)
 
     def joining(self, name: str) -> Joining | None:
         """Return what is known of engine `name` if it has joined and has no planned reads yet."""

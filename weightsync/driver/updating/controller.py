@@ -16,12 +16,13 @@ from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.gather import GRACE_S
+from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import Stager, settled
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.gpu_peaks import peaks, sampled
 from weightsync.driver.updating.joint_commit import JointMember
+from weightsync.driver.updating.moved_experts import MovedExperts
 from weightsync.driver.updating.refill import Refiller
 from weightsync.driver.updating.takeover import take_over
 from weightsync.driver.updating.update import Parts, Update
@@ -30,6 +31,7 @@ from weightsync.driver.verifying.frozen import FrozenTensors
 from weightsync.driver.verifying.trainers import Trainers
 from weightsync.errors import MovedError, StateError
 from weightsync.plan import Plan
+from weightsync.plan.layout.arrangement import Experts, check_experts
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import Refilled
 from weightsync.protocol.timing import PhaseClock
@@ -188,7 +190,7 @@ class Controller:
     async def _connecting_again(
         self, update: Callable[[], Awaitable[SyncReport]], version: int
     ) -> SyncReport:
-        """Run `update`, and connect and run it once more if trainers' weights moved to other addresses."""
+        """Run `update`, and connect and run it once more if trainers' weights or experts moved."""
         try:
             return await update()
         except MovedError as error:
@@ -249,6 +251,43 @@ class Controller:
                     f"engine {name} sleeps without weights: update_weights() or heal() brings them"
                 )
         await self.engine_group.wake(names)
+
+    async def experts(self, name: str) -> Experts:
+        """Return the expert in each slot of an engine, by layer. Empty if its experts stay."""
+        calls = {f"engine {name}": self._fleet.engines[name].peer.experts()}
+        return next(iter((await gather_named(calls, "layout", self._config.timeout_s)).require().values()))
+
+    async def move_experts(self, experts: Mapping[str, Experts]) -> SyncReport:
+        """Have engines move experts, in one commit. Must hold the exclusive lock.
+
+        Raises:
+            ConfigError: an engine does not move experts, or its slots cannot hold these.
+            StateError: an engine does not serve the committed version, or a holder was lost.
+            WeightSyncError: the first engine's failure. The engine serves with its experts in place, or is
+                STALE or DEAD.
+        """
+        connection, clock, expected = self.connection(), PhaseClock(), self.snapshot_index.expected
+        if not self.connected:
+            raise StateError("the next update connects the fleet again: move experts after it")
+        for name, wanted in experts.items():
+            check_experts(name, wanted, await self.experts(name))
+            record = self._fleet.engines[name].record
+            if (record.state, record.version) != (EngineState.SERVING, self.version) or expected is None:
+                raise StateError(
+                    f"engine {name} does not serve version {self.version}: update or heal it first"
+                )
+        assert expected is not None
+        await self.snapshot_index.writable([*experts])  # holders may still copy from the engines' memory
+        group = self.engine_group
+        moved = MovedExperts(self._config, self._fleet, group, connection)
+        verified = await moved.move(experts, self.version, self._comparison, expected, clock)
+        with clock.phase("commit"):
+            await group.resume(verified, self.version)
+        if connection.in_place:  # copies of the engines' memory have experts in other places
+            self.snapshot_index.begin(self.version, connection, expected)
+        if failures := [group.failures[name] for name in experts if name in group.failures]:
+            raise failures[0]
+        return self._report(clock)
 
     def can_refill(self, engine: str) -> bool:
         """Return True if snapshots or equal engines can fill `engine` with the committed version."""

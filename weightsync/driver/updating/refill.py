@@ -18,6 +18,7 @@ from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.late_reads import LateReads
+from weightsync.driver.updating.moved_experts import MovedExperts
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.errors import ConfigError, DeadlineError, ReadError, StateError, WeightSyncError
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
@@ -63,13 +64,15 @@ class Refiller:
     async def adopt(
         self, connected: Callable[[], Connection], committed: Callable[[], int], name: str
     ) -> None:
-        """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
+        """Connect an engine that was added or restarted, or whose experts moved.
+
+        Raises the errors of `driver.connect.adopt`.
 
         `connected` is called once no update runs, since an update may connect again. If the engine would be
         refused again, such as for its draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
-            if not self._fleet.engines[name].attached:
+            if not self._fleet.engines[name].attached or await self._have_moved(connected(), name):
                 try:
                     await adopt(self._fleet, connected(), name, self._config)
                 except ConfigError:
@@ -78,6 +81,12 @@ class Refiller:
         is_asleep = self._fleet.engines[name].record.state is EngineState.ASLEEP
         if is_asleep or not self._snapshot_index.can_fill(committed(), connected(), name):
             self.late_reads.begin(connected, name)  # no refill follows
+
+    async def _have_moved(self, connection: Connection, name: str) -> bool:
+        if name not in connection.moving:
+            return False
+        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
+        return await moved.have_moved(name)
 
     async def refill(
         self,

@@ -22,6 +22,7 @@ from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import StagedVersion, Stager
 from weightsync.driver.updating.attempt import Attempt
 from weightsync.driver.updating.joint_commit import JointMember
+from weightsync.driver.updating.moved_experts import MovedExperts
 from weightsync.driver.updating.refill import Refiller
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.driver.verifying.frozen import FrozenTensors
@@ -168,6 +169,10 @@ class Update:
 
     async def _move_and_verify(self, paused: Sequence[str], committed: int) -> Sequence[str]:
         """Move the version to paused engines. Returns the engines that have it."""
+        if self._connection.moving:
+            moved = MovedExperts(self._config, self._fleet, self._engines, self._connection)
+            with self._clock.phase("layout"):
+                paused = await moved.follow(paused)
         if len(paused) < self._config.min_engines:
             await self._engines.go_on(paused)
             raise self._engines.first_failure()

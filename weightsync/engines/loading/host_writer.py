@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from weightsync.channel.sink import PieceView
+from weightsync.memory.kernels.copied_experts import added
 from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.kernels.host_table import HostPart, HostTable
 from weightsync.memory.tensors import segment_view
@@ -34,6 +35,7 @@ class HostTables:
         segments: the segments of each tensor of the plan, see `by_tensor`.
         live: the buffers by name.
         views: the buckets that `copy` usually gets, see `EngineFeed.views`. They must stay mapped.
+        digested: the segments by the factor of their digests, see `by_factor`. None: each is digested once.
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class HostTables:
         segments: Sequence[Sequence[Segment]],
         live: Mapping[str, torch.Tensor],
         views: Sequence[Sequence[PieceView]],
+        digested: Mapping[int, Sequence[Sequence[Segment]]] | None = None,
     ) -> None:
         self._plan, self._segments, self._live = plan, segments, live
         self._are_on_device = any(tensor.is_cuda for tensor in live.values())
         # By identity, since comparing lists would compare their tensors.
         self._known = {id(pieces): (pieces, self._copies(pieces)) for pieces in views}
-        self._digests, self._gathered, self._others = self._shares()
+        self._shares = {
+            factor: _Shares(plan, each, live) for factor, each in (digested or {1: segments}).items()
+        }
 
     def copy(self, pieces: Sequence[PieceView]) -> None:
         """Write one bucket. Copies of a bucket that is not in `views` are prepared now."""
@@ -62,13 +67,8 @@ class HostTables:
 
     def digests(self) -> Digests:
         """Return the digests of the live memory, uint64[num_tensors]."""
-        self._digests.run_all()
-        digests = self._digests.digests() + self._gathered.digests()
-        for tensor, box, view in self._others:
-            share = tensor_digest(view, self._plan.tensors[tensor].shape, box)
-            # Add to a slice: arrays wrap around, scalars would warn.
-            digests[tensor : tensor + 1] += np.uint64(share)
-        return digests
+        found = {factor: shares.digests() for factor, shares in self._shares.items()}
+        return added(found) if len(found) > 1 else found[1]
 
     def _copies(self, pieces: Sequence[PieceView]) -> tuple[HostTable, list[_Pair]]:
         parts, others = [], []
@@ -97,14 +97,23 @@ class HostTables:
                 elif part := box.intersect(segment.box):
                     yield self._view(segment)[part.slices(segment.box)], data[part.slices(box)]
 
-    def _shares(self) -> tuple[HostTable, _Gathered, list[_Share]]:
+    def _view(self, segment: Segment) -> torch.Tensor:
+        return segment_view(self._live[segment.buffer], segment)
+
+
+class _Shares:
+    """Digests segments of live memory, given for each tensor of the plan."""
+
+    def __init__(
+        self, plan: Plan, segments: Sequence[Sequence[Segment]], live: Mapping[str, torch.Tensor]
+    ) -> None:
         parts: list[HostPart] = []
         gathered: list[_Share] = []
         others: list[_Share] = []
-        for tensor, segments in enumerate(self._segments):
-            meta = self._plan.tensors[tensor]
-            for segment in segments:
-                view = self._view(segment)
+        for tensor, held in enumerate(segments):
+            meta = plan.tensors[tensor]
+            for segment in held:
+                view = segment_view(live[segment.buffer], segment)
                 if not _is_packed(view):
                     is_small = view.device.type == "cpu" and view.nbytes <= GATHERED_NBYTES
                     (gathered if is_small else others).append((tensor, segment.box, view))
@@ -114,10 +123,18 @@ class HostTables:
                     HostPart(tensor=tensor, address=start + at, box=box, shape=meta.shape, itemsize=itemsize)
                     for box, at in _chunks(segment.box, itemsize)
                 ]
-        return HostTable(parts, len(self._plan.tensors)), _Gathered(self._plan, gathered), others
+        self._table, self._gathered = HostTable(parts, len(plan.tensors)), _Gathered(plan, gathered)
+        self._plan, self._others = plan, others
 
-    def _view(self, segment: Segment) -> torch.Tensor:
-        return segment_view(self._live[segment.buffer], segment)
+    def digests(self) -> Digests:
+        """Return the sums over each tensor's segments, uint64[num_tensors]."""
+        self._table.run_all()
+        digests = self._table.digests() + self._gathered.digests()
+        for tensor, box, view in self._others:
+            share = tensor_digest(view, self._plan.tensors[tensor].shape, box)
+            # Add to a slice: arrays wrap around, scalars would warn.
+            digests[tensor : tensor + 1] += np.uint64(share)
+        return digests
 
 
 class _Gathered:

@@ -14,6 +14,7 @@ from weightsync.engines.loading.host_writer import HostTables
 from weightsync.errors import StateError, TransportError
 from weightsync.memory.device import export_tensors
 from weightsync.memory.kernels.bucket_copies import bucket_rows
+from weightsync.memory.kernels.copied_experts import added, by_factor
 from weightsync.memory.kernels.device_kernels import CopyTable, DigestTable
 from weightsync.memory.kernels.digests import segment_parts
 from weightsync.plan import Box, Plan, RankLayout, Segment
@@ -63,12 +64,14 @@ class LiveWriter:
         for bucket in plan.buckets() if plan.slots else ():
             for piece in bucket.pieces:
                 self._missing.count(piece.tensor, piece.box)
+        digested = by_factor(segments, layout)
+        self._has_copies = len(digested) > 1
         on_device = not casts and all(memory.is_cuda for memory in (*slots, *live.values()))
-        self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
-        self._host = None if on_device else HostTables(plan, segments, live, views)
+        self._device = _DeviceTables(plan, segments, digested, self._address, slots) if on_device else None
+        self._host = None if on_device else HostTables(plan, segments, live, views, digested)
         if self._device and not readable:
             self._device.copies()
-            self._device.digest_table()
+            self._device.digest_tables()
         elif self._device and not late:
             self._device.digests()  # the first use compiles
 
@@ -100,7 +103,8 @@ class LiveWriter:
     def written(self, by_holder: HolderDigests | None = None) -> None:
         """Note that all further buckets are in memory, with the holder's digests of them."""
         self._next = self._plan.num_buckets
-        self._by_holder = by_holder.wholes if by_holder else None
+        # A holder's sums count each copy of an expert.
+        self._by_holder = by_holder.wholes if by_holder and not self._has_copies else None
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy one bucket into the live parameters."""
@@ -152,18 +156,20 @@ class _DeviceTables:
         self,
         plan: Plan,
         segments: Sequence[Sequence[Segment]],
+        digested: Mapping[int, Sequence[Sequence[Segment]]],
         address: Mapping[str, int],
         slots: Sequence[torch.Tensor],
     ) -> None:
+        """`digested`: the segments by the factor of their digests, see `by_factor`."""
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         starts = [slot.data_ptr() for slot in slots]
         self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
         self._copies: CopyTable | None = None
-        self._make = partial(_digest_table, plan, segments, address, self._stream)
-        self._made: Future[DigestTable] | None = None
+        self._make = partial(_digest_tables, plan, digested, address, self._stream)
+        self._made: Future[Mapping[int, DigestTable]] | None = None
 
     def prepare_digests(self) -> None:
-        """Start to make the digest table on another thread, if it is not made."""
+        """Start to make the digest tables on another thread, if they are not made."""
         self._made = self._made or on_daemon(self._make, "weightsync-digests")
 
     def copies(self) -> CopyTable:
@@ -175,26 +181,34 @@ class _DeviceTables:
         self.copies().launch(bucket, self._stream)
         self._stream.synchronize()
 
-    def digest_table(self) -> DigestTable:
-        """Return the digest table. Raises the error of making it."""
+    def digest_tables(self) -> Mapping[int, DigestTable]:
+        """Return the digest tables by factor. Raises the error of making them."""
         if self._made is None:
-            made = Future[DigestTable]()
+            made = Future[Mapping[int, DigestTable]]()
             made.set_result(self._make())
             self._made = made
         return self._made.result()
 
     def digests(self) -> Digests:
-        table = self.digest_table()
-        table.launch(self._stream)
-        return table.result()
+        tables = self.digest_tables()
+        for table in tables.values():
+            table.launch(self._stream)
+        found = {factor: table.result() for factor, table in tables.items()}
+        return added(found) if len(found) > 1 else found[1]
 
 
 @collector_paused
-def _digest_table(
-    plan: Plan, segments: Sequence[Sequence[Segment]], address: Mapping[str, int], stream: torch.cuda.Stream
-) -> DigestTable:
+def _digest_tables(
+    plan: Plan,
+    digested: Mapping[int, Sequence[Sequence[Segment]]],
+    address: Mapping[str, int],
+    stream: torch.cuda.Stream,
+) -> Mapping[int, DigestTable]:
     with torch.cuda.device(stream.device):  # a new thread has another
-        return DigestTable(segment_parts(plan, segments, address), len(plan.tensors))
+        return {
+            factor: DigestTable(segment_parts(plan, segments, address), len(plan.tensors))
+            for factor, segments in digested.items()
+        }
 
 
 class Missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.plan.layout.arrangement import Experts, arrangement_key
 from weightsync.plan.layout.draft import Draft
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
@@ -70,6 +71,23 @@ class Rehearses(Protocol):
 
 
 @runtime_checkable
+class ArrangesExperts(Protocol):
+    """A host whose engine may move experts between slots."""
+
+    def experts(self) -> Experts:
+        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay."""
+
+    def move_experts(self, experts: Experts) -> None:
+        """Copy experts between slots, all ranks at the same time."""
+
+    def arranged(self, layout: RankLayout, live: Mapping[str, torch.Tensor]) -> RankLayout:
+        """Return the layout of the loader for the experts that are in the slots now.
+
+        `live` has the layout's buffers. Raises UnprovableError.
+        """
+
+
+@runtime_checkable
 class KnowsSleep(Protocol):
     """A host that knows which of its memory sleeps, whoever put it to sleep."""
 
@@ -87,6 +105,9 @@ class Rank:
         self._rank, self._device, self._host, self._slots = rank, device, host, slots
         self._logger = logging.getLogger(f"weightsync.engines.{kind}")
         self._layout: RankLayout | None = None
+        self._as_loaded: RankLayout | None = None
+        self._attached: RankLayout | None = None
+        self._experts: Experts = ()
         self._live: dict[str, torch.Tensor] = {}
         self._feed: EngineFeed | None = None
         self._writer: LiveWriter | None = None
@@ -163,7 +184,44 @@ class Rank:
             self._layout = self._with_draft(self._find_layout())
             if self._layout.buffers:
                 self._begin_loading({meta.itemsize for meta in self._layout.tensors})
+        elif self._as_loaded and self._moved(self._layout):
+            self._layout = self._with_draft(self._arranged(self._as_loaded))
         return self._layout
+
+    def experts(self) -> Experts:
+        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay.
+
+        While weights sleep, experts stay where they were, and the engine's map may have no memory.
+        """
+        if isinstance(self._host, ArrangesExperts) and "weights" not in self.asleep():
+            self._experts = self._host.experts()
+        return self._experts
+
+    def move_experts(self, experts: Experts) -> None:
+        """Copy experts between slots, all ranks at the same time."""
+        assert isinstance(self._host, ArrangesExperts)
+        self._host.move_experts(experts)
+        synchronize(self._device)
+
+    def live_digests(self) -> Loaded:
+        """Digest the live memory, without a load, by the layout of the last `attach`."""
+        self._require_same_experts()
+        assert self._writer, "ranks that move experts are written in place"
+        return Loaded(self._writer.digests(), ())
+
+    def _arranged(self, layout: RankLayout) -> RankLayout:
+        self._as_loaded = layout
+        self.experts()  # as they are known while asleep
+        return self._host.arranged(layout, self._live) if isinstance(self._host, ArrangesExperts) else layout
+
+    def _require_same_experts(self) -> None:
+        if self._moved(self._attached):
+            raise StateError("experts are in other slots than when it was connected: connect() again")
+
+    def _moved(self, layout: RankLayout | None) -> bool:
+        """Return True if experts are in other slots than `layout` says."""
+        known = layout.arrangement if layout else None
+        return known is not None and known.key != arrangement_key(self.experts())
 
     def reload(self) -> LayoutTable:
         """Take whole tensors from now on, even if the layout was proven."""
@@ -191,6 +249,7 @@ class Rank:
             self._require_awake()
         self.close()
         layout, ticket = self._own_layout(), tickets[self._rank]
+        self._attached = layout
         names = {meta.name for meta in plan.tensors}
         self._takes_stored = layout.takes_stored(names)
         self._feed = EngineFeed.open(ticket, plan, timeout_s, layout.for_tensors(names))
@@ -299,6 +358,7 @@ class Rank:
     def _begin(self, feed: EngineFeed, attempt: int) -> None:
         try:
             self._require_awake()
+            self._require_same_experts()
             if self._writer:
                 self._writer.begin(self._current())
         except StateError as error:
@@ -353,11 +413,10 @@ class Rank:
                 traced = trace(
                     self._served(), checkpoint.tensors, checkpoint.tied, device, self._load_weights
                 )
+                self._live = traced.live
+                return self._arranged(traced.layout)
             except UnprovableError as error:
                 self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
-            else:
-                self._live = traced.live
-                return traced.layout
         return self._whole_layout(checkpoint)
 
     def _whole_layout(self, checkpoint: Checkpoint) -> RankLayout:

@@ -12,6 +12,7 @@ from weightsync.config import Components
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 from weightsync.faults import Fault, set_faults, split_by_rank
 from weightsync.plan import Plan
+from weightsync.plan.layout.arrangement import Experts
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.log_level import used_log_level
@@ -45,7 +46,7 @@ class EngineRanks(ABC):
     def __init__(self, name: str) -> None:
         self._name = name
         self._asleep: list[str] = []
-        self._whole = self._has_draft = False
+        self._whole = self._has_draft = self._moves_experts = False
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
@@ -63,6 +64,7 @@ class EngineRanks(ABC):
             logger.warning("[engine %s] loads whole tensors: not all ranks can be written live", self._name)
             layouts = self.on_ranks("reload")
         self._has_draft = any(layout.draft for layout in layouts)
+        self._moves_experts = any(layout.arrangement for layout in layouts)
         return layouts
 
     def can_export(self) -> Sequence[bool]:
@@ -87,6 +89,25 @@ class EngineRanks(ABC):
         self._whole = True
         return loaded
 
+    def experts(self) -> Experts:
+        """Return the expert in each slot of all ranks, see `MovesExperts.experts`."""
+        found: list[Experts] = self.on_ranks("experts") if self._moves_experts else [()]
+        if any(each != found[0] for each in found):
+            raise EngineError(self._name, "layout", "its ranks disagree which expert is in which slot")
+        return found[0]
+
+    def move_experts(self, experts: Experts) -> None:
+        """Rearrange the live experts, see `MovesExperts.move_experts`."""
+        self.require_awake("update or wake it first")
+        self._whole = False
+        self.on_ranks("move_experts", experts)
+
+    def live_digests(self) -> Sequence[Loaded]:
+        """Digest the live memory, see `MovesExperts.live_digests`."""
+        digests: list[Loaded] = self.on_ranks("live_digests")
+        self._whole = True
+        return digests
+
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`."""
         apart = self._apart or self._num_ranks > 1
@@ -109,6 +130,9 @@ class EngineRanks(ABC):
             )
         if level > 1 and self._has_draft:
             remedy = "give 1: level 2 drops the draft, or buffers of it, and no update brings them back"
+            raise ConfigError("level", level, remedy)
+        if level > 1 and self._moves_experts:
+            remedy = "give 1: level 2 drops the map of the experts that moved"
             raise ConfigError("level", level, remedy)
         if WEIGHTS in self._asleep:
             return

@@ -59,6 +59,7 @@ class ModelRunner(Protocol):
 
     vllm_config: VllmConfig
     model_config: ModelConfig
+    eplb_state: Any
 
     def get_model(self) -> torch.nn.Module: ...
     def get_draft_model(self) -> torch.nn.Module | None: ...
@@ -105,6 +106,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     settings.setdefault("disable_log_stats", not settings.get("speculative_config"))  # it counts drafts there
     if speculative := settings.get("speculative_config"):
         settings["speculative_config"] = _from_own_files(speculative)
+    if settings.get("enable_eplb"):
+        settings["eplb_config"] = _balancer_settings(settings.get("eplb_config") or {})
     if current_platform.is_cpu():
         settings.setdefault("enforce_eager", True)
     if settings.get("tensor_parallel_size", 1) > 1:
@@ -123,6 +126,22 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
             "options.dtype", settings["dtype"], f"vLLM on this platform holds {', '.join(held)}"
         )
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
+
+
+def _balancer_settings(given: object) -> object:
+    """Return settings of the load balancer of experts. vLLM's own copy through the host's memory."""
+    if not isinstance(given, Mapping):
+        return given
+    settings = {"use_async": False, "communicator": "pynccl", **given}
+    require_moves_between_steps(settings["use_async"])
+    return settings
+
+
+def require_moves_between_steps(use_async: bool) -> None:
+    """Raise ConfigError if vLLM moves experts in the background."""
+    if use_async:
+        remedy = "give false: vLLM would copy experts of an old version while an update writes a new one"
+        raise ConfigError("options.eplb_config.use_async", True, remedy)
 
 
 def _from_own_files(speculative: object) -> dict[str, Any]:
@@ -390,6 +409,13 @@ def packed_layers(model: torch.nn.Module) -> Mapping[str, list[str]]:
     """Return the layers that are one for several of a checkpoint, by the last parts of their names."""
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     return packed
+
+
+def expert_rank() -> int:
+    """Return this process's place among the ranks that share experts."""
+    from vllm.distributed.parallel_state import get_ep_group
+
+    return int(get_ep_group().rank_in_group)
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module

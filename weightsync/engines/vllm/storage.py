@@ -19,16 +19,13 @@ _MODULAR = "FusedMoEModularMethod"
 def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
     """Return why live parameters may differ from the loader's bytes; "" if they do not.
 
-    Accepts only models that are known to keep the bytes: on GPUs, without quantization, offloading and
-    moving experts, of layers that use their weights as they were loaded.
+    Accepts only models that are known to keep the bytes: on GPUs, without quantization and offloading, of
+    layers that use their weights as they were loaded.
     """
-    config = runner.vllm_config
     if device.type != "cuda":
         return f"on {device.type}, vLLM packs weights"
     if runner.model_config.quantization is not None:
         return f"the weights are quantized ({runner.model_config.quantization})"
-    if config.parallel_config.enable_eplb:
-        return "experts move between ranks (EPLB)"
     return why_not_live(runner.get_model(), device)
 
 

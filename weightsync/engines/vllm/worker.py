@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,13 +32,15 @@ from weightsync.engines.vllm.api import (
     require_updatable,
 )
 from weightsync.engines.vllm.draft import draft_of
+from weightsync.engines.vllm.eplb import BalancedExperts, balances_experts, loads_whole
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.online import online_loader, trace_online
 from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
 from weightsync.engines.vllm.reload import LayerwiseReload, rehearse
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.errors import PlanError
-from weightsync.plan import TensorMeta
+from weightsync.plan import RankLayout, TensorMeta
+from weightsync.plan.layout.arrangement import Experts
 from weightsync.quantising.stored_places import StoredPlaces
 
 logger = logging.getLogger("weightsync.engines.vllm")
@@ -75,6 +78,10 @@ class VllmHost:
         self._online = StoredCheckpoint()
         self._places: StoredPlaces | None = None
         self._addresses: Sequence[int] = ()
+
+    @cached_property
+    def _experts(self) -> BalancedExperts | None:
+        return BalancedExperts(self._runner) if balances_experts(self._runner) else None
 
     def model(self) -> torch.nn.Module:
         return self._runner.get_model()
@@ -114,17 +121,12 @@ class VllmHost:
         if not (layers := online_layers(model)):
             return StoredCheckpoint(), None
         try:
-            self._require_fixed_layers()
             loaded = loaded_weights(layers, loaded_layers(model))
             require_online(model, loaded)
             return trace_online(model, loaded, checkpoint, self._reload)
         except (UnprovableError, PlanError) as error:
             logger.warning("vLLM quantises in each update, see docs/quantised.md: %s", error)
             return StoredCheckpoint(), None
-
-    def _require_fixed_layers(self) -> None:
-        if self._runner.vllm_config.parallel_config.enable_eplb:
-            raise UnprovableError("experts move between ranks (EPLB)")
 
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         return draft_of(self._runner, self._device, treatment)
@@ -134,11 +136,23 @@ class VllmHost:
             self.model().load_weights(weights)  # type: ignore[operator]
 
     def stored_otherwise(self) -> str:
-        return stored_otherwise(self._runner, self._device)
+        why = stored_otherwise(self._runner, self._device)
+        if why and self._experts:
+            raise loads_whole(why)
+        return why
+
+    def experts(self) -> Experts:
+        return self._experts.experts() if self._experts else ()
+
+    def move_experts(self, experts: Experts) -> None:
+        assert self._experts, "the driver only asks engines that move experts"
+        self._experts.move(experts)
+
+    def arranged(self, layout: RankLayout, live: Mapping[str, torch.Tensor]) -> RankLayout:
+        return self._experts.arranged(layout, live) if self._experts else layout
 
     def converted(self) -> torch.nn.Module | None:
-        moves_experts = self._runner.vllm_config.parallel_config.enable_eplb  # by each engine's own load
-        return self.model() if self._stored.formats and not moves_experts else None
+        return self.model() if self._stored.formats else None
 
     def places(self) -> StoredPlaces | None:
         model = self.converted()
@@ -162,6 +176,8 @@ class VllmHost:
         return self._stored.loader(self.places(), self._load, stored)
 
     def rehearse(self) -> Sequence[TensorMeta]:
+        if self._experts:
+            raise loads_whole("not all ranks can be written in place, see the log")
         if self._whole is None or self._stored.formats:
             return ()
         return rehearse(self.model(), self._runner.model_config, self._device, self._whole.tensors)

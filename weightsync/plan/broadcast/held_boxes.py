@@ -15,15 +15,18 @@ from weightsync.plan.layout.layout_table import LayoutTable, SegmentTable, unpac
 def held_boxes(plan: Plan, layouts: Sequence[LayoutTable]) -> Positions:
     """Number the ranks' boxes of each tensor: int64[num_ranks, num_tensors].
 
-    Ranks that hold the same boxes of a tensor have the same number there; -1 means no boxes. A tensor is
-    found under the names of `by_tensor`.
+    Ranks that hold the same boxes of a tensor have the same number there; -1 means no boxes. Other copies of
+    experts count as other boxes: `Arrangement`. A tensor is found under the names of `by_tensor`.
     """
     taken = {*(meta.name for meta in plan.tensors), *dict(plan.tied)}
-    parts = [_filled(layout.held()) for layout in layouts]
+    held_parts = [layout.held() for layout in layouts]
+    filled = [_filled(part) for part in held_parts]
+    parts = [part.take(rows) for part, rows in zip(held_parts, filled, strict=True)]
+    copies = np.concatenate([_copies(*each) for each in zip(layouts, filled, strict=True)])
     names = [unpack_names(layout.names) for layout in layouts]
     starts = np.cumsum([0, *map(len, names)])
     owner = np.concatenate([part.tensor + start for part, start in zip(parts, starts[:-1], strict=True)])
-    sets = _number_sets(owner, number_rows(_boxes(parts)), int(starts[-1]))
+    sets = _number_sets(owner, number_rows([*_boxes(parts), copies]), int(starts[-1]))
     held = np.full((len(layouts), len(plan.tensors)), -1, np.int64)
     for rank, layout in enumerate(layouts):
         places = _places(plan, layout, names[rank], parts[rank].tensor, taken)
@@ -31,12 +34,20 @@ def held_boxes(plan: Plan, layouts: Sequence[LayoutTable]) -> Positions:
     return held
 
 
-def _filled(segments: SegmentTable) -> SegmentTable:
-    """Return the segments with elements."""
+def _filled(segments: SegmentTable) -> Positions:
+    """Return the rows of segments with elements."""
     segment = np.repeat(np.arange(len(segments)), segments.ndim)
     is_filled = np.ones(len(segments), np.bool_)
     is_filled[segment[segments.extent == 0]] = False
-    return segments.take(np.flatnonzero(is_filled))
+    return np.flatnonzero(is_filled)
+
+
+def _copies(layout: LayoutTable, rows: Positions) -> Positions:
+    """Return the number of the expert's copy in each of these segments: int64[len(rows)]."""
+    if not layout.arrangement or not layout.arrangement.copies:
+        return np.zeros(len(rows), np.int64)
+    copies: Positions = np.array(layout.arrangement.copies, np.int64)[rows, 0]
+    return copies
 
 
 def _boxes(parts: Sequence[SegmentTable]) -> list[Column]:

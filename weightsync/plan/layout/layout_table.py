@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from weightsync.errors import PlanError
+from weightsync.plan.layout.arrangement import Arrangement
 from weightsync.plan.layout.column import Column, Positions, column, ranges
 from weightsync.plan.layout.draft import Draft
 from weightsync.plan.layout.mesh_segments import MeshSegments
@@ -169,7 +170,7 @@ class LayoutTable:
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
-        device, stage, converts, draft: as in the layout.
+        device, stage, converts, draft, arrangement: as in the layout.
         stored_names, stored: the names of the layout's stored tensors, as of `pack_names`, and the tensors.
     """
 
@@ -188,6 +189,7 @@ class LayoutTable:
     stored: MetaTable
     draft: Draft | None = None
     mesh: tuple[int, ...] = ()
+    arrangement: Arrangement | None = None
 
     @classmethod
     def of(cls, layout: RankLayout | LayoutTable) -> LayoutTable:
@@ -221,6 +223,7 @@ class LayoutTable:
                 MetaTable.of(layout.stored, {meta.name: i for i, meta in enumerate(layout.stored)}),
                 layout.draft,
                 layout.mesh.coordinates if layout.mesh and stated else (),
+                layout.arrangement,
             )
         except OverflowError:
             raise _too_large(layout) from None
@@ -281,6 +284,7 @@ class LayoutTable:
             self.converts,
             self.stored.metas(unpack_names(self.stored_names)),
             self.draft,
+            self.arrangement,
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from weightsync.errors import PlanError, nearest
+from weightsync.plan.layout.arrangement import Arrangement
 from weightsync.plan.layout.draft import Draft
 
 
@@ -308,6 +309,7 @@ class RankLayout:
         stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. The rank takes
             either.
         draft: the draft model that an engine's rank speculates with.
+        arrangement: the experts that the segments follow, if the engine moves experts.
         mesh: a place from which the segments may follow. A layout that follows is sent in few bytes.
     """
 
@@ -322,6 +324,7 @@ class RankLayout:
     converts: str = ""
     stored: tuple[TensorMeta, ...] = ()
     draft: Draft | None = None
+    arrangement: Arrangement | None = None
     mesh: MeshPlace | None = field(default=None, compare=False)
 
     def renamed(self, names: Mapping[str, str]) -> RankLayout:

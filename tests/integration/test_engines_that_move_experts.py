@@ -1,0 +1,218 @@
+"""An engine whose experts moved is planned again while it is paused; whatever fails, no wrong slot serves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.fleets.loop import CONFIG, Loop, drive
+from tests.fleets.slot_engine import SlotEngine, Stack
+from tests.hosts_fleet import Engine, Hosts
+from tests.hosts_fleet import drive as drive_hosts
+from tests.live_fleet import CONFIG as HOSTS
+from tests.live_fleet import commit
+from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineMember
+from weightsync.errors import EngineError, StateError, VerifyError
+from weightsync.plan import Layout, RankLayout
+from weightsync.plan.layout.arrangement import Arrangement, Experts, arrangement_key
+from weightsync.protocol.messages import Loaded
+from weightsync.testing import LocalEngine
+
+MOVED = [3, 1, 1, 0, 2]
+
+
+class SlotLoop(Loop):
+    """Two engines whose experts move."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        self.slots = {name: SlotEngine(name) for name in self.engines}
+        self.engines = dict(self.slots)
+        self.fleet.engines |= {
+            name: EngineMember(LocalEngine(engine), (i + 1,))
+            for i, (name, engine) in enumerate(self.slots.items())
+        }
+
+    def make(self) -> Stack:
+        return Stack()
+
+    def states(self) -> list[EngineState]:
+        return [member.record.state for member in self.fleet.engines.values()]
+
+    async def update(self, version: int) -> None:
+        self.train()
+        await self.controller.update(version)
+
+
+start = partial(drive, config=CONFIG, cls=SlotLoop)
+
+
+def test_the_engine_alone_is_planned_again() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        loop.slots["e0"].move_experts([MOVED])
+        await loop.update(2)
+        await loop.update(3)
+        assert [engine.num_attached for engine in loop.slots.values()] == [2, 1]
+        assert all(engine.holds(loop.model) for engine in loop.slots.values())
+        assert loop.controller.connection().plan.epoch == 1
+
+    start(work)
+
+
+def test_layouts_of_before_are_dropped() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        counts = list[int]()
+        for version, start in enumerate((1, 2, 3, 4, 5), start=1):
+            loop.slots["e0"].move_experts([[(start + slot) % 4 for slot in range(5)]])
+            await loop.update(version)
+            gc.collect()
+            counts.append(sum(isinstance(each, Layout) for each in gc.get_objects()))
+        assert max(counts[2:]) <= counts[1]
+        assert loop.slots["e0"].num_attached == 6
+
+    start(work)
+
+
+def test_an_engine_that_cannot_be_planned_again_is_left_out_and_filled_later() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        layout, failing = SlotEngine.layout, [True]
+
+        def fails(engine: SlotEngine) -> Sequence[RankLayout]:
+            if engine.name == "e0" and failing:
+                raise EngineError("e0", "layout", "no answer")
+            return layout(engine)
+
+        with mock.patch.object(SlotEngine, "layout", fails):
+            loop.slots["e0"].move_experts([MOVED])
+            await loop.update(2)
+            assert loop.states() == [EngineState.STALE, EngineState.SERVING]
+            assert not loop.slots["e0"].holds(loop.model)
+            failing.clear()
+            await loop.controller.adopt("e0")
+            await loop.controller.refill("e0")
+        assert all(engine.holds(loop.model) for engine in loop.slots.values())
+
+    start(work)
+
+
+def test_a_move_is_one_commit_of_the_version_that_serves() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        report = await loop.controller.move_experts({"e0": [MOVED], "e1": [MOVED[::-1]]})
+        assert (report.version, report.engines) == (1, {"e0": 1, "e1": 1})
+        assert [engine.slots for engine in loop.slots.values()] == [MOVED, MOVED[::-1]]
+        assert all(engine.holds(loop.model) and engine.serving() == 1 for engine in loop.slots.values())
+
+    start(work)
+
+
+def test_experts_with_wrong_bytes_after_a_move_do_not_serve() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        move = SlotEngine.move_experts
+
+        def wrong(engine: SlotEngine, experts: Experts) -> None:
+            move(engine, experts)
+            engine.tensors["experts"][2].view(torch.uint8)[0, 1] ^= 4  # the second copy of expert 1
+
+        with (
+            mock.patch.object(SlotEngine, "move_experts", wrong),
+            pytest.raises(VerifyError, match=r"e0.*experts"),
+        ):
+            await loop.controller.move_experts({"e0": [MOVED]})
+        assert loop.states() == [EngineState.STALE, EngineState.SERVING]
+        await loop.controller.adopt("e0")
+        await loop.controller.refill("e0")
+        assert loop.slots["e0"].slots == MOVED
+        assert loop.slots["e0"].holds(loop.model)
+
+    start(work)
+
+
+def test_an_engine_that_fails_as_it_moves_experts_is_stale_and_others_move() -> None:
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        move = SlotEngine.move_experts
+
+        def fails(engine: SlotEngine, experts: Experts) -> None:
+            if engine.name == "e0":
+                raise EngineError("e0", "move_experts", "a copy failed")
+            move(engine, experts)
+
+        with (
+            mock.patch.object(SlotEngine, "move_experts", fails),
+            pytest.raises(EngineError, match="a copy failed"),
+        ):
+            await loop.controller.move_experts({"e0": [MOVED], "e1": [MOVED]})
+        assert loop.states() == [EngineState.STALE, EngineState.SERVING]
+        with pytest.raises(StateError, match="engine e0 does not serve version 1"):
+            await loop.controller.move_experts({"e0": [MOVED]})
+        await loop.update(2)
+        assert all(engine.holds(loop.model) for engine in loop.slots.values())
+        loop.controller.connected = False
+        with pytest.raises(StateError, match="the next update connects the fleet again"):
+            await loop.controller.move_experts({"e1": [MOVED]})
+
+    start(work)
+
+
+class Swapping(Engine):
+    """Shares its memory, and exchanges the places of two tensors, as if they were experts."""
+
+    swapped = False
+
+    def swap(self) -> None:
+        names = {"gate": "up", "up": "gate"}
+        for rank in self.ranks:
+            rank.segments = [
+                replace(each, tensor=names.get(each.tensor, each.tensor)) for each in rank.segments
+            ]
+        self.swapped = not self.swapped
+
+    def layout(self) -> Sequence[RankLayout]:
+        where = Arrangement(arrangement_key(self.experts()))
+        return [replace(rank, arrangement=where) for rank in super().layout()]
+
+    def experts(self) -> Experts:
+        return [[1, 0] if self.swapped else [0, 1]]
+
+    def move_experts(self, experts: Experts) -> None:
+        raise NotImplementedError
+
+    def live_digests(self) -> Sequence[Loaded]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("trainers", "are_near"), [("a", True), ("b", False)])
+def test_direct_reads_go_where_experts_are_now(trainers: str, are_near: bool) -> None:
+    """Reads from other hosts are planned for all hosts together, so that all connect again."""
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        routes, router = await loop.update(2), loop.controller.connection().router
+        for version in (3, 4):
+            engine = loop.engines["e0"]
+            assert isinstance(engine, Swapping)
+            engine.swap()
+            assert loop.wrong("e0") != []
+            assert await loop.update(version) == routes
+            assert (loop.controller.connection().router is router) is are_near
+
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, trainers, {"e0": "aa", "e1": "aa"}, HOSTS)
