@@ -57,6 +57,7 @@ class EngineCalls(Claimable):
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
     _node: Node | None = None
+    _here: Callable[[str], Placement] = staticmethod(Placement.here)
 
     async def sync_placements(self, _: object = None) -> list[Placement]:
         """Return the ranks' placements: the devices that their layouts name.
@@ -194,17 +195,23 @@ class EngineCalls(Claimable):
         """
         if not isinstance(self._engine, ServesAdapters):
             remedy = (
-                "serve adapters with vLLM or SGLang: engines of other kinds have no slots that updates write"
+                "serve adapters with vLLM or SGLang in an EngineActor, or with vllm serve: other engines "
+                "have no slots that updates write"
             )
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
         async with self._asking:
             part = EngineCalls()
             part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
             part._name = f"{self._name} adapter {spec.name}".lstrip()
-            part._slot = f"pid-{os.getpid()}"
+            part._slot, part._here = f"pid-{os.getpid()}", self._here
             self._parts = {**self._parts, spec.name: (spec, part)}
         layouts = await part._ask_layouts()
         return layouts[0].rank_layout().tensors[0].dtype
+
+    async def sync_keep_adapter(self, spec: AdapterSpec) -> None:
+        """Open an adapter unless it is open: a process that replaced another process has no slots yet."""
+        if self._spec(spec.name) != spec:
+            await self.sync_open_adapter(spec)
 
     async def sync_close_adapter(self, spec: AdapterSpec) -> None:
         """Give the slots back, if the adapter of that name is still this one. Safe to call twice."""
@@ -216,15 +223,20 @@ class EngineCalls(Claimable):
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holders and version.
 
-        Raises StateError if the adapter was closed. In a process that replaced another process, the first
-        call, a claim, opens the adapter.
+        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed.
         """
+        if method == "sync_claim":
+            await self.sync_keep_adapter(spec)
         if self._spec(spec.name) != spec:
-            if method != "sync_claim":
-                raise StateError(f"adapter {spec.name} has no slots here: register it again")
-            await self.sync_open_adapter(spec)
-        answer = getattr(self._parts[spec.name][1], method)(*args)
+            raise _no_slots(spec.name)
+        answer = getattr(self.sync_part(spec.name), method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
+
+    def sync_part(self, name: str) -> EngineCalls:
+        """Return an adapter's part. Raises StateError if the adapter was closed."""
+        if name not in self._parts:
+            raise _no_slots(name)
+        return self._parts[name][1]
 
     def _spec(self, name: str) -> AdapterSpec | None:
         return self._parts[name][0] if name in self._parts else None
@@ -260,7 +272,7 @@ class EngineCalls(Claimable):
     def _place(self, device: str, rank: int) -> Placement:
         # With a slot, `here` does not start CUDA in this process: other ranks run in their own processes.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
-        placement = Placement.here(f"{slot}.{rank}" if rank else slot)
+        placement = self._here(f"{slot}.{rank}" if rank else slot)
         return dataclasses.replace(placement, device=device) if device else placement
 
 
@@ -273,6 +285,13 @@ class Methods:
     def __init__(self, actor: EngineCalls) -> None:
         self._actor = actor
 
+    def part(self, name: str) -> Methods:
+        return Methods(self._actor.sync_part(name))
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         past_loop: Callable[..., Any] | None = getattr(self._actor, f"_sync_{method}", None)
         return past_loop or getattr(self._actor, f"sync_{method}")
+
+
+def _no_slots(adapter: str) -> StateError:
+    return StateError(f"adapter {adapter} has no slots here: register it again")

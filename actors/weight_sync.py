@@ -93,7 +93,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
-        self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
+        self._adapters = Adapters(self.config, members, self._controller)
         self._stores: dict[str, FollowedStore] = {}
         self._last: SyncReport | None = None
         self._faults: FaultPlan | None = None
@@ -154,7 +154,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         known = with_ranks(handles, self.config)
         check_trainers(known, "" if model is None else "model")
         self._members.models = Adoption("trainer", model, options or {}) if model is not None else None
-        self._members.trainers = list(known)
+        self._members.register_trainers(known)
         self._registered()
 
     def register_engines(

@@ -44,6 +44,5 @@ class JoinedEngine(JoinedProcess, EngineCalls):
     def _new_node(self, offer: NodeOffer) -> Node:
         return Node(offer, Methods(self), ServedEngine, self._loop)
 
-    def _place(self, device: str, rank: int) -> Placement:
-        slot = f"pid-{os.getpid()}" + (f".{rank}" if rank else "")
-        return self._placed(device or f"slot:{slot}")
+    def _here(self, slot: str) -> Placement:
+        return self._placed(f"slot:{slot}")
