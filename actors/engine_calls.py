@@ -22,10 +22,13 @@ from weightsync.engines import (
     ExportsAhead,
     ExportsMemory,
     HasComponents,
+    HasRankHosts,
     HasRankProcesses,
     ServesAdapters,
     Sleeps,
 )
+from weightsync.engines.rank.rank_host import RankHost
+from weightsync.engines.rank.rank_process import this_host
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.kernels.engine_digests import EngineDigests
@@ -53,6 +56,7 @@ class EngineCalls(Claimable):
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
+    _hosts: Sequence[RankHost] = ()
     _digests: Future[EngineDigests] | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
@@ -87,6 +91,8 @@ class EngineCalls(Claimable):
             if self._layouts is None:
                 layout = self._engine.layout  # looked up here: some engines need this event loop
                 self._layouts = await asyncio.to_thread(lambda: [*map(LayoutTable.of, layout())])
+                if isinstance(self._engine, HasRankHosts):
+                    self._hosts = await asyncio.to_thread(self._engine.hosts)
         return self._layouts
 
     @cached_property
@@ -273,7 +279,21 @@ class EngineCalls(Claimable):
         # With a slot, `here` does not start CUDA in this process: other ranks run in their own processes.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
         placement = self._here(f"{slot}.{rank}" if rank else slot)
+        if self._hosts:
+            placement = self._there(placement, self._hosts[rank])
         return dataclasses.replace(placement, device=device) if device else placement
+
+    def _there(self, placement: Placement, at: RankHost) -> Placement:
+        """Return the placement of a rank of which `at` is the host, and `placement` that of this process.
+
+        Raises ConfigError for a rank on another host, if Ray did not start it.
+        """
+        if not at.node and at.host != this_host():
+            remedy = f"start all ranks on {this_host()}, or by vLLM's executor ray: each needs a holder there"
+            raise ConfigError("llm", f"a rank on {at.host}", remedy)
+        if at.node in ("", placement.node):
+            return placement
+        return Placement(at.node, at.address, placement.device, at.pid)
 
 
 class Methods:
