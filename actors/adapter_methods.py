@@ -14,6 +14,8 @@ from weightsync.actors.models import Models
 from weightsync.actors.own_actor import check_own_actor
 from weightsync.actors.ray.handles import check_trainers
 from weightsync.actors.ray.loop import LoopThread
+from weightsync.actors.servers.door import with_ranks
+from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError
@@ -23,6 +25,7 @@ from weightsync.report import Covered, SyncReport
 class AdapterMethods:
     """Base of `WeightSync`, which sets the attributes."""
 
+    config: SyncConfig
     _loop: LoopThread
     _adapters: Adapters
     _controller: Controller
@@ -32,7 +35,7 @@ class AdapterMethods:
     _members: Membership
 
     def register_adapter(
-        self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
+        self, name: str, trainers: Sequence[ActorHandle[Any]] | int, *, adapter: str = "default"
     ) -> None:
         """Reserve slots for a LoRA adapter on every engine, and connect the adapter's trainers.
 
@@ -43,7 +46,8 @@ class AdapterMethods:
         Args:
             name: the adapter's name in requests, such as ``{"adapter": "math"}``.
             trainers: all ranks in rank order, handles of actors derived from `TrainerShard`, with a PEFT
-                model as ``self.model``. They may be the trainers of `register_trainers`, or others.
+                model as ``self.model``; or the number of ranks that dial in with such a model, see
+                `weightsync.join`. They may be the trainers of `register_trainers`, or others.
             adapter: the adapter's name in PEFT.
 
         Raises:
@@ -53,11 +57,12 @@ class AdapterMethods:
             StateError: before `connect`.
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
-        check_trainers(trainers, "model" if self._members.models else "")
-        check_own_actor(trainers, {})
+        known = with_ranks(trainers, self.config)
+        check_trainers(known, "model" if self._members.models and known is trainers else "")
+        check_own_actor(known, {})
         if not isinstance(name, str) or not name:
             raise ConfigError("name", name, "give a text, which requests use")
-        self._loop.submit(lambda: self._adapters.register(name, trainers, adapter)).result()
+        self._loop.submit(lambda: self._adapters.register(name, known, adapter)).result()
 
     def update_adapter(self, name: str, version: int | None = None) -> SyncReport:
         """Move an adapter's weights into the slots of all engines, as a new version of the adapter.

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ray.actor import ActorHandle
-
 from weightsync.actors.coverage import coverage
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.joint_update import JointPart
@@ -18,7 +16,9 @@ from weightsync.actors.membership import Membership
 from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.handles import check_version
 from weightsync.actors.ray.remote import answer, share
-from weightsync.actors.servers.handle import JoinedServer
+from weightsync.actors.servers.door import Door
+from weightsync.actors.servers.handle import EngineHandle
+from weightsync.actors.servers.rank import TrainerHandle
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
@@ -34,8 +34,6 @@ logger = logging.getLogger("weightsync.actors")
 _END_S = 90.0
 """Longer than engines wait for requests."""
 
-Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
-
 _BUCKET_NBYTES = 32 << 20
 """The bucket size of adapters that are broadcast. An engine rank has memory for one bucket per adapter."""
 
@@ -46,12 +44,19 @@ class Adapter:
     def __init__(
         self,
         spec: AdapterSpec,
+        trained: str,
         config: SyncConfig,
-        trainers: Sequence[ActorHandle[Any]],
+        trainers: Sequence[TrainerHandle],
         processes: SharedProcesses,
+        door: Door,
     ) -> None:
-        """`processes` are the processes of the holders of all adapters."""
-        self.spec = spec
+        """
+        Args:
+            trained: PEFT's name of the adapter.
+            processes: those of the holders of all adapters.
+            door: where processes that Ray did not start have joined.
+        """
+        self.spec, self._trained, self._dtype = spec, trained, ""
         self._config = replace(
             config,
             mode="broadcast" if config.mode == "broadcast" else "auto",
@@ -63,7 +68,7 @@ class Adapter:
         self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self._config, self._fleet)
         parts = self._config, self._fleet, self._controller
-        self._members = members = Membership(*parts, None, spec, processes)
+        self._members = members = Membership(*parts, None, spec, processes, door)
         members.trainers = list(trainers)
         self._healer = Healer(*parts, members.lost.respawn, members.lost.can_respawn, members.lost.rejoin)
         self._following = asyncio.Lock()
@@ -75,34 +80,37 @@ class Adapter:
         """The newest committed version, 0 before the first."""
         return self._controller.version
 
-    async def connect(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+    async def connect(self, engines: Mapping[str, EngineHandle]) -> None:
         """Take slots on every engine and connect trainers with them. Raises as `WeightSync.connect`."""
         self._members.engines = dict(engines)
         # A driver that died may have left the adapter there, with versions that this one does not know.
         calls = self._calls(engines, "sync_open_adapter")
         dtypes = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
-        name, dtype = self.spec.name, next(iter(dtypes.values()))
-        casts = {
-            f"trainer {i}": answer(f"trainer {i}", method_of(trainer, "sync_cast_adapter")(name, dtype))
-            for i, trainer in enumerate(self._members.trainers)
-        }
-        (await gather_named(casts, "open", self._config.connect_timeout_s)).require()
+        self._dtype = next(iter(dtypes.values()))
+        await self._cast()
         async with self._controller.exclusive():
             await self._members.connect()
 
-    async def update(self, version: int, engines: Mapping[str, ActorHandle[Any]]) -> SyncReport:
+    async def _cast(self) -> None:
+        calls = _on_trainers(self._members.trainers, "sync_cast_adapter", self.spec.name, self._dtype)
+        (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
+
+    async def update(self, version: int, engines: Mapping[str, EngineHandle]) -> SyncReport:
         """Move a version to every engine. Raises as `WeightSync.update_weights`."""
         await self.follow(engines)
-        async with self._controller.exclusive():
+        async with self._members.exclusive():
             return await self._move(version)
 
-    def as_part(self, engines: Mapping[str, ActorHandle[Any]]) -> JointPart:
+    def as_part(self, engines: Mapping[str, EngineHandle]) -> JointPart:
         """Return it as a part of an update of several components."""
-        return JointPart(self.version, lambda: self.follow(engines), self._controller.exclusive, self._move)
+        return JointPart(self.version, lambda: self.follow(engines), self._members.exclusive, self._move)
 
     async def _move(
         self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
     ) -> SyncReport:
+        if self._members.has_new_ranks:  # they do not know the adapter yet
+            await _open_on_trainers(self._members.trainers, self.spec.name, self._trained, self._config)
+            await self._cast()
         await self._members.reconnect()
         self._last = await self._controller.update(version, when_held, joint)
         return self._last
@@ -111,13 +119,13 @@ class Adapter:
         """Return the coverage of this adapter, per engine."""
         return coverage(f"adapter {self.spec.name}", self._controller, self._fleet, self._last)
 
-    def follow_soon(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+    def follow_soon(self, engines: Mapping[str, EngineHandle]) -> None:
         """Call `follow` in the background."""
         task = asyncio.get_running_loop().create_task(self.follow(engines))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def follow(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+    async def follow(self, engines: Mapping[str, EngineHandle]) -> None:
         """Take in engines that are new, or have a new process, and give them the committed version.
 
         Those that cannot have it are left out until the next call. The log says why. Engines that were
@@ -130,17 +138,17 @@ class Adapter:
                 await self._members.part(name)
             await gather_named(self._calls(gone, "sync_close_adapter"), "close", GRACE_S)
             for name, handle in engines.items():
-                if self._members.engines.get(name) != handle:
+                if not self._members.knows(name, handle):
                     self._healer.forget(name)
                     await self._take_in(name, handle)
 
-    async def _take_in(self, name: str, handle: ActorHandle[Any]) -> None:
+    async def _take_in(self, name: str, handle: EngineHandle) -> None:
         try:
             await self._members.join(name, handle)
         except WeightSyncError as error:
             logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
 
-    async def close(self, engines: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
+    async def close(self, engines: Mapping[str, EngineHandle], timeout_s: float) -> None:
         """End the adapter's holders, and give the slots of `engines` back.
 
         Raises DeadlineError if requests still use the slots then.
@@ -161,7 +169,7 @@ class Adapter:
             raise left[0]
 
     def _calls(
-        self, engines: Mapping[str, ActorHandle[Any]], method: str
+        self, engines: Mapping[str, EngineHandle], method: str
     ) -> Mapping[str, Coroutine[Any, Any, Any]]:
         """Call a method of each engine's actor with the spec."""
         return {
@@ -170,30 +178,44 @@ class Adapter:
         }
 
 
+def _on_trainers(
+    trainers: Sequence[TrainerHandle], method: str, *args: str
+) -> dict[str, Coroutine[Any, Any, Any]]:
+    """Call a method of each trainer."""
+    named = {f"trainer {i}": handle for i, handle in enumerate(trainers)}
+    return {name: answer(name, method_of(handle, method)(*args)) for name, handle in named.items()}
+
+
+async def _open_on_trainers(
+    trainers: Sequence[TrainerHandle], name: str, adapter: str, config: SyncConfig
+) -> AdapterSpec:
+    """Have each trainer prepare to publish PEFT's `adapter` as `name`. Returns the adapter's spec."""
+    calls = _on_trainers(trainers, "sync_open_adapter", name, adapter)
+    spec: AdapterSpec = (await gather_named(calls, "open", config.connect_timeout_s)).require()["trainer 0"]
+    return spec
+
+
 class Adapters:
     """The adapters of one WeightSync, by name. Methods run on the loop of the WeightSync."""
 
-    def __init__(self, config: SyncConfig, engines: Engines) -> None:
-        """`engines` returns the engines that are registered now."""
-        self._config, self._engines = config, engines
+    def __init__(self, config: SyncConfig, members: Membership, controller: Controller) -> None:
+        """`members` and `controller` are the model's."""
+        self._config, self._members, self._controller = config, members, controller
         self._processes = SharedProcesses()
         self._held: dict[str, Adapter] = {}
 
-    async def register(self, name: str, trainers: Sequence[ActorHandle[Any]], adapter: str) -> None:
+    def _engines(self) -> Mapping[str, EngineHandle]:
+        return self._members.engines if self._controller.plan else {}
+
+    async def register(self, name: str, trainers: Sequence[TrainerHandle], adapter: str) -> None:
         """Connect an adapter, see `WeightSync.register_adapter`."""
         if not self._engines():
             raise StateError("connect() comes before register_adapter()")
-        for engine, handle in self._engines().items():
-            if isinstance(handle, JoinedServer):
-                raise ConfigError("name", name, f"engine {engine} is a server, which takes no adapters yet")
         if name in self._held:
             raise ConfigError("name", name, "unregister_adapter() comes first: there is one of this name")
-        calls = {
-            f"trainer {i}": answer(f"trainer {i}", method_of(handle, "sync_open_adapter")(name, adapter))
-            for i, handle in enumerate(trainers)
-        }
-        specs = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
-        new = Adapter(specs["trainer 0"], self._config, trainers, self._processes)
+        trainers = self._members.expect_ranks(trainers)
+        spec = await _open_on_trainers(trainers, name, adapter, self._config)
+        new = Adapter(spec, adapter, self._config, trainers, self._processes, self._members.door)
         try:
             await new.connect(self._engines())
         except WeightSyncError:

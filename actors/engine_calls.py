@@ -22,11 +22,14 @@ from weightsync.engines import (
     ExportsAhead,
     ExportsMemory,
     HasComponents,
+    HasRankHosts,
     HasRankProcesses,
     MovesExperts,
     ServesAdapters,
     Sleeps,
 )
+from weightsync.engines.rank.rank_host import RankHost
+from weightsync.engines.rank.rank_process import this_host
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.kernels.engine_digests import EngineDigests
@@ -55,10 +58,12 @@ class EngineCalls(Claimable):
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
+    _hosts: Sequence[RankHost] = ()
     _digests: Future[EngineDigests] | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
     _watched: asyncio.Event | None = None
     _node: Node | None = None
+    _here: Callable[[str], Placement] = staticmethod(Placement.here)
 
     async def sync_placements(self, _: object = None) -> list[Placement]:
         """Return the ranks' placements: the devices that their layouts name.
@@ -91,6 +96,8 @@ class EngineCalls(Claimable):
             if self._layouts is None:
                 layout = self._engine.layout  # looked up here: some engines need this event loop
                 self._layouts = await asyncio.to_thread(lambda: [*map(LayoutTable.of, layout())])
+                if isinstance(self._engine, HasRankHosts):
+                    self._hosts = await asyncio.to_thread(self._engine.hosts)
         return self._layouts
 
     @cached_property
@@ -215,17 +222,23 @@ class EngineCalls(Claimable):
         """
         if not isinstance(self._engine, ServesAdapters):
             remedy = (
-                "serve adapters with vLLM or SGLang: engines of other kinds have no slots that updates write"
+                "serve adapters with vLLM or SGLang in an EngineActor, or with vllm serve: other engines "
+                "have no slots that updates write"
             )
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
         async with self._asking:
             part = EngineCalls()
             part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
             part._name = f"{self._name} adapter {spec.name}".lstrip()
-            part._slot = f"pid-{os.getpid()}"
+            part._slot, part._here = f"pid-{os.getpid()}", self._here
             self._parts = {**self._parts, spec.name: (spec, part)}
         layouts = await part._ask_layouts()
         return layouts[0].rank_layout().tensors[0].dtype
+
+    async def sync_keep_adapter(self, spec: AdapterSpec) -> None:
+        """Open an adapter unless it is open: a process that replaced another process has no slots yet."""
+        if self._spec(spec.name) != spec:
+            await self.sync_open_adapter(spec)
 
     async def sync_close_adapter(self, spec: AdapterSpec) -> None:
         """Give the slots back, if the adapter of that name is still this one. Safe to call twice."""
@@ -237,15 +250,20 @@ class EngineCalls(Claimable):
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holders and version.
 
-        Raises StateError if the adapter was closed. In a process that replaced another process, the first
-        call, a claim, opens the adapter.
+        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed.
         """
+        if method == "sync_claim":
+            await self.sync_keep_adapter(spec)
         if self._spec(spec.name) != spec:
-            if method != "sync_claim":
-                raise StateError(f"adapter {spec.name} has no slots here: register it again")
-            await self.sync_open_adapter(spec)
-        answer = getattr(self._parts[spec.name][1], method)(*args)
+            raise _no_slots(spec.name)
+        answer = getattr(self.sync_part(spec.name), method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
+
+    def sync_part(self, name: str) -> EngineCalls:
+        """Return an adapter's part. Raises StateError if the adapter was closed."""
+        if name not in self._parts:
+            raise _no_slots(name)
+        return self._parts[name][1]
 
     def _spec(self, name: str) -> AdapterSpec | None:
         return self._parts[name][0] if name in self._parts else None
@@ -281,8 +299,22 @@ class EngineCalls(Claimable):
     def _place(self, device: str, rank: int) -> Placement:
         # With a slot, `here` does not start CUDA in this process: other ranks run in their own processes.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
-        placement = Placement.here(f"{slot}.{rank}" if rank else slot)
+        placement = self._here(f"{slot}.{rank}" if rank else slot)
+        if self._hosts:
+            placement = self._there(placement, self._hosts[rank])
         return dataclasses.replace(placement, device=device) if device else placement
+
+    def _there(self, placement: Placement, at: RankHost) -> Placement:
+        """Return the placement of a rank of which `at` is the host, and `placement` that of this process.
+
+        Raises ConfigError for a rank on another host, if Ray did not start it.
+        """
+        if not at.node and at.host != this_host():
+            remedy = f"start all ranks on {this_host()}, or by vLLM's executor ray: each needs a holder there"
+            raise ConfigError("llm", f"a rank on {at.host}", remedy)
+        if at.node in ("", placement.node):
+            return placement
+        return Placement(at.node, at.address, placement.device, at.pid)
 
 
 class Methods:
@@ -294,6 +326,13 @@ class Methods:
     def __init__(self, actor: EngineCalls) -> None:
         self._actor = actor
 
+    def part(self, name: str) -> Methods:
+        return Methods(self._actor.sync_part(name))
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         past_loop: Callable[..., Any] | None = getattr(self._actor, f"_sync_{method}", None)
         return past_loop or getattr(self._actor, f"sync_{method}")
+
+
+def _no_slots(adapter: str) -> StateError:
+    return StateError(f"adapter {adapter} has no slots here: register it again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import JoinedServer
-from weightsync.actors.servers.rank import JoinedRank, in_update
+from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
+from weightsync.actors.servers.rank import JoinedRank, TrainerHandle, in_update
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
@@ -51,8 +51,6 @@ from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
 
 logger = logging.getLogger("weightsync.actors")
-
-_AGAIN_S = 0.5
 
 
 class Membership:
@@ -73,12 +71,14 @@ class Membership:
         run: str | None,
         adapter: AdapterSpec | None = None,
         shared: SharedProcesses | None = None,
+        door: Door | None = None,
     ) -> None:
         """
         Args:
             run: the name under which holders outlive this process, if they do.
             adapter: the adapter that is moved instead of the model.
             shared: the processes that holders share with other adapters' holders.
+            door: the model's, where the adapter's processes have joined.
         """
         self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
@@ -91,10 +91,11 @@ class Membership:
         self.lost = LostEngines(
             *parts, lambda: self.engines, self._engine, self._placements, self.place_engine
         )
-        self._door = Door(config, self.lost.joined)
+        self.door = door or Door(config, self.lost.joined)
+        self._ranks: Sequence[JoinedRank] = ()
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
-        self._links = NodeLinks(config.ports, config.tls_files, self._door)
+        self._links = NodeLinks(config.ports, config.tls_files, self.door)
         self._holders = Holders(config, run, shared, self._links.start_holder)
 
     def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
@@ -111,17 +112,48 @@ class Membership:
             placement = await trainer.placement_so_far()
             return [placement] if placement else []
 
-        self._links.expect(self.engines, self.trainers)
+        self._expect(self.engines)
         engines = [self._engine(name, handle) for name, handle in self.engines.items()]
         self._holders.follow(
             {each.handle: partial(ask, each) for each in self._trainers().values() if not _is_rank(each)},
             {each.handle: each.placements for each in engines if not isinstance(each.handle, JoinedServer)},
         )
 
+    def _expect(self, engines: Mapping[str, object]) -> None:
+        """Let the servers among `engines`, and all trainer ranks that Ray did not start, join."""
+        if not self._adapter:
+            self._links.expect(engines, self._ranks or self.trainers)
+
+    def register_trainers(self, trainers: Sequence[TrainerHandle]) -> None:
+        """Set the trainers of the model. Raises as `expect_ranks`."""
+        self.trainers = [*_same(trainers, self._ranks)]
+
+    def expect_ranks(self, trainers: Sequence[TrainerHandle]) -> Sequence[TrainerHandle]:
+        """Let the trainers of an adapter join, if Ray did not start them. Returns those that join already.
+
+        Raises ConfigError for another number of ranks: each process is a rank of one trainer.
+        """
+        known = self._ranks or [each for each in self.trainers if isinstance(each, JoinedRank)]
+        found = _same(trainers, known)
+        self._ranks = [each for each in found if isinstance(each, JoinedRank)] or self._ranks
+        self._expect(self.engines)
+        return found
+
+    def knows(self, name: str, handle: EngineHandle) -> bool:
+        """Return True if engine `name` is connected, with the present process of `handle`."""
+        member = self._fleet.engines.get(name)
+        is_new = member is not None and _has_new_link(member.peer)
+        return self.engines.get(name) == handle and not is_new
+
+    @property
+    def has_new_ranks(self) -> bool:
+        """Return True if a rank has joined again, or may, since it was connected."""
+        return any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers)
+
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
         await self.lost.checked()
-        if any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers):
+        if self.has_new_ranks:
             self._controller.connected = False
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
@@ -135,7 +167,7 @@ class Membership:
         now = self._controller
         ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, JoinedRank)}
         if ranks:
-            self._links.expect({}, [*ranks.values()])
+            self._expect({})
         async with in_update(ranks, lambda: now.version, self._config.connect_timeout_s), now.exclusive():
             yield
 
@@ -184,7 +216,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
-        self._links.expect({name: handle}, self.trainers)
+        self._expect({name: handle})
         engine, process = self._engine(name, handle), f"engine {name}"
         asked = {process: self._placements_of(engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
@@ -275,7 +307,7 @@ class Membership:
         """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
-        self._links.expect(self.engines, self.trainers)
+        self._expect(self.engines)
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = self._trainers()
@@ -385,7 +417,9 @@ class Membership:
         The engine's holder stays until the next connect.
         """
         async with self._controller.shared(name):
-            self._door.forget(self.engines.pop(name))
+            gone = self.engines.pop(name)
+            if not self._adapter:
+                self.door.forget(gone)
             self._placements.pop(name, None)
             member = self._fleet.engines.pop(name, None)  # None before `connect`
             at = member.holders if member else ()
@@ -412,10 +446,21 @@ class Membership:
         await self._claims.release()
 
 
+def _same(trainers: Sequence[TrainerHandle], known: Sequence[TrainerHandle]) -> Sequence[TrainerHandle]:
+    """Return the `known` ranks in place of `trainers`, if Ray did not start these."""
+    if not known or not isinstance(trainers[0], JoinedRank):
+        return trainers
+    if len(known) != len(trainers):
+        raise ConfigError("trainers", len(trainers), f"give {len(known)}: so many ranks join already")
+    return known
+
+
 def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
     return isinstance(trainer.handle, JoinedRank)
 
 
-def _has_new_link(trainer: TrainerPeer) -> bool:
-    """Return True for a rank that has joined again, or may, since it was connected."""
-    return isinstance(trainer, Remote) and _is_rank(trainer) and trainer.node is not trainer.handle.link
+def _has_new_link(peer: object) -> bool:
+    """Return True for a process that has joined again, or may, since it was connected."""
+    if not isinstance(peer, Remote) or not isinstance(peer.handle, Joined):
+        return False
+    return peer.node is not peer.handle.link

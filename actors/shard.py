@@ -38,6 +38,7 @@ class Shard(Claimable):
     _node: Node | None = None
     _readiness: Readiness | None = None
     _gpu: int | None = None
+    _here: Callable[[str | None], Placement] = staticmethod(Placement.here)
 
     @abstractmethod
     def _current_source(self) -> Source:
@@ -45,7 +46,7 @@ class Shard(Claimable):
 
     def sync_placement(self) -> Placement:
         """Return where this rank runs."""
-        return Placement.here(self._slot)
+        return self._here(self._slot)
 
     def sync_placement_so_far(self) -> Placement | None:
         """Return where this rank runs, None before the rank has chosen a GPU."""

@@ -145,10 +145,13 @@ class TrainerShard(Shard):
 
     def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holder and version."""
-        part = self._parts.get(spec.name)
-        if part is None:
-            raise StateError(f"this process does not know adapter {spec.name}: register it again")
-        return getattr(part, method)(*args)
+        return getattr(self.sync_part(spec.name), method)(*args)
+
+    def sync_part(self, name: str) -> AdapterShard:
+        """Return an adapter's shard. Raises StateError if there is none."""
+        if name not in self._parts:
+            raise StateError(f"this process does not know adapter {name}: register it again")
+        return self._parts[name]
 
     def _current_source(self) -> Source:
         if self.source is not None:

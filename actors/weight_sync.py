@@ -95,7 +95,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller
         self._healer = Healer(*parts, members.lost.respawn, members.lost.can_respawn, members.lost.rejoin)
-        self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
+        self._adapters = Adapters(self.config, members, self._controller)
         self._stores: dict[str, FollowedStore] = {}
         self._last: SyncReport | None = None
         self._injection = Injection(self._fleet, self.config.timeout_s)
@@ -155,7 +155,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         known = with_ranks(handles, self.config)
         check_trainers(known, "" if model is None else "model")
         self._members.models = Adoption("trainer", model, options or {}) if model is not None else None
-        self._members.trainers = list(known)
+        self._members.register_trainers(known)
         self._registered()
 
     def register_engines(

@@ -31,11 +31,11 @@ _CLOSE_S = 15.0
 
 
 Starts: TypeAlias = Callable[[str, Placement, str, SyncConfig], ProcessHandle | None]
-"""Starts a holder beside a server, as `HolderProcesses.start`. Returns None where Ray starts it."""
+"""Starts a holder beside a process that joined, as `HolderProcesses.start`. Returns None if Ray starts it."""
 
 
 def started_by_ray(*_: object) -> None:
-    """Start no holder beside a server: there are none."""
+    """Start no holder: no process has joined."""
 
 
 class HolderProcesses(Protocol):
@@ -69,17 +69,15 @@ class HolderProcesses(Protocol):
 class OwnProcesses:
     """Processes with one holder per process."""
 
-    def __init__(self, run: str | None, starts: Starts = started_by_ray) -> None:
+    def __init__(self, run: str | None) -> None:
         """`run`: the name under which holders outlive their driver."""
-        self._run, self._starts = run, starts
+        self._run = run
         self._pids: dict[RemoteHolder, ObjectRef[int]] = {}
 
     def runs(self, placement: Placement, transport: str) -> bool:
         return False
 
     def start(self, name: str, placement: Placement, transport: str, config: SyncConfig) -> RemoteHolder:
-        if served := self._starts(name, placement, transport, config):
-            return remote_holder(name, served)
         outlives_as = actor_name(self._run, *placement.key) if self._run else ""
         handle = spawn_holder(name, placement, transport, config, outlives_as)
         return self.keep(remote_holder(name, handle), ask_pid(handle))

@@ -25,6 +25,7 @@ from weightsync.actors.ray.daemon import await_daemon
 from weightsync.actors.ray.placement import Placement, choose_transport
 from weightsync.actors.ray.process import PATIENCE_S, ask_pid, end_pid
 from weightsync.actors.ray.remote import RemoteHolder, remote_holder
+from weightsync.actors.servers.handle import ProcessHandle
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
@@ -47,11 +48,11 @@ class Holders:
         Args:
             run: the name under which holders outlive the driver. Without a name they end with the driver.
             shared: processes shared with other fleets' holders. By default holders have their own processes.
-            starts: starts holders beside servers.
+            starts: starts holders beside processes that joined.
         """
         self._config, self._run, self._shared = config, run, shared
         self._on: dict[tuple[str, str], RemoteHolder] = {}
-        self._own = OwnProcesses(run, starts)
+        self._own, self._starts = OwnProcesses(run), starts
         self._transport, self._apart, self._broadcasts = "", False, False
         self._standbys = Standbys(self._on.keys())
         self._beginning, self._begun = asyncio.Lock(), set[tuple[str, str]]()
@@ -168,6 +169,9 @@ class Holders:
     def _processes(self) -> HolderProcesses:
         return self._own if self._shared is None or self._apart else self._shared
 
+    def _processes_of(self, holder: RemoteHolder) -> HolderProcesses:
+        return self._own if isinstance(holder.handle, ProcessHandle) else self._processes
+
     def close(self) -> None:
         """End all holders, also those that an earlier driver of this run left."""
         self._standbys.close()
@@ -211,7 +215,9 @@ class Holders:
     def _start(self, placement: Placement, index: int) -> RemoteHolder:
         if placement.key not in self._on:
             name = _unused(index, self._names())
-            self._on[placement.key] = self._processes.start(name, placement, self._transport, self._config)
+            where = name, placement, self._transport, self._config
+            joined = self._starts(*where)
+            self._on[placement.key] = remote_holder(name, joined) if joined else self._processes.start(*where)
         return self._on[placement.key]
 
     def _names(self) -> set[str]:
@@ -232,10 +238,12 @@ class Holders:
             await await_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
 
     def _end(self, key: tuple[str, str]) -> None:
-        self._processes.end(self._on.pop(key), key)
+        holder = self._on.pop(key)
+        self._processes_of(holder).end(holder, key)
 
     def _kill(self, key: tuple[str, str]) -> None:
-        self._processes.kill(self._on.pop(key), key)
+        holder = self._on.pop(key)
+        self._processes_of(holder).kill(holder, key)
 
 
 def _unused(index: int, names: Collection[str]) -> str:

@@ -26,6 +26,7 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
+from weightsync.actors.servers.handle import ProcessHandle
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, TlsFiles
@@ -102,6 +103,8 @@ class Remote:
         """With an `adapter`, methods call the actor's part for the adapter."""
         self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
         self.adoption = adoption
+        # An actor's part has a node of its own.
+        self._of = adapter.name if adapter and isinstance(handle, ProcessHandle) else ""
 
     @property
     def key(self) -> Hashable:
@@ -120,7 +123,7 @@ class Remote:
         """
         is_shared = any(isinstance(each, ObjectRef) for each in args)  # Ray copies it to each host once
         if self.node and method in self.node.methods and not is_shared:
-            return self.node.call(method, *args)
+            return self.node.call(method, *args, part=self._of)
         return self._call_by_ray(method, *args)
 
     async def _call_by_ray(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
@@ -247,7 +250,7 @@ class _JoinedTrainer(Remote):
     handle: JoinedRank
 
     def placement(self) -> Awaitable[Placement]:
-        return self.handle.placement()
+        return self.handle.placement(self._of)
 
     def ask_readable(self, readable: asyncio.Future[None]) -> None:
         """Ask nothing: `publish` tells it."""
@@ -339,9 +342,9 @@ def remote_trainer(
     adapter: AdapterSpec | None = None,
     adoption: Adoption | None = None,
 ) -> RemoteTrainer:
-    """Return a trainer's actor, the actor's part for an adapter, or a `JoinedRank`, as a peer `name`."""
+    """Return a trainer's actor or a `JoinedRank`, or its part for an adapter, as a peer `name`."""
     if isinstance(handle, JoinedRank):
-        return cast("RemoteTrainer", _JoinedTrainer(name, handle, "sync_"))
+        return cast("RemoteTrainer", _JoinedTrainer(name, handle, "sync_", adapter))
     return cast("RemoteTrainer", _Trainer(name, handle, adapter, adoption))
 
 

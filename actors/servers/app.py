@@ -27,9 +27,12 @@ class JoinsDriver(ABC):
     async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
         """Return the engine of the application `app`, and the port where the server listens."""
 
+    async def _answer(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        await self._app(scope, receive, send)
+
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            await self._answer(scope, receive, send)
             return
         loop = asyncio.get_running_loop()
         engine = JoinedEngine(*await self._served(scope["app"], loop), loop)

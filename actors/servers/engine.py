@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 from weightsync.actors.engine_calls import EngineCalls, Methods
 from weightsync.actors.ray.placement import Placement
@@ -11,6 +12,7 @@ from weightsync.actors.servers.door import server_url
 from weightsync.actors.servers.peers import ServedEngine
 from weightsync.actors.servers.process import JoinedProcess
 from weightsync.engines import Engine
+from weightsync.engines.rank.rank_host import RankHost
 from weightsync.node.messages import Join, NodeOffer
 from weightsync.node.node import Node
 
@@ -44,6 +46,8 @@ class JoinedEngine(JoinedProcess, EngineCalls):
     def _new_node(self, offer: NodeOffer) -> Node:
         return Node(offer, Methods(self), ServedEngine, self._loop)
 
-    def _place(self, device: str, rank: int) -> Placement:
-        slot = f"pid-{os.getpid()}" + (f".{rank}" if rank else "")
-        return self._placed(device or f"slot:{slot}")
+    def _here(self, slot: str) -> Placement:
+        return self._placed(f"slot:{slot}")
+
+    def _there(self, placement: Placement, at: RankHost) -> Placement:
+        return super()._there(placement, replace(at, node=""))  # a Ray of the server's is not the driver's

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from weightsync.errors import PeerLostError, WeightSyncError
 from weightsync.node.calls import methods_of
 from weightsync.node.link import Link
 from weightsync.node.messages import NodeOffer
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.host_id import host_id
 
 
@@ -41,9 +43,9 @@ class ProcessHandle:
             raise AttributeError(name)
         return SimpleNamespace(remote=partial(self._call, method))
 
-    async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
+    async def _call(self, method: str, *args: object, part: str = "") -> Any:  # noqa: ANN401 - its answer
         given = [await each if isinstance(each, ObjectRef) else each for each in args]
-        return await self.link.call(method, *given)
+        return await self.link.call(method, *given, part=part)
 
     def kill(self) -> None:
         """Have the process end."""
@@ -56,6 +58,7 @@ class Joined(ProcessHandle):
     def __init__(self) -> None:
         self._remote = frozenset[tuple[str, str]]()
         self._holders: list[Link] = []
+        self._numbers = count()
 
     def expect(self, name: str, again_s: float) -> None:
         """Give a process that has no link, or whose link has ended, a new one. It ended its holders, too."""
@@ -64,6 +67,7 @@ class Joined(ProcessHandle):
             for holder in self._holders:
                 holder.end(PeerLostError(holder.name, f"{self} has left"))
             self._holders.clear()
+            self._remote = frozenset()
 
     @property
     def sync_claim(self) -> SimpleNamespace:
@@ -72,10 +76,20 @@ class Joined(ProcessHandle):
 
     sync_release = sync_claim
 
+    @property
+    def sync_adapter(self) -> SimpleNamespace:
+        """Call a method of one adapter, a part of the process, as of an actor."""
+        return SimpleNamespace(remote=self._call_part)
+
+    async def _call_part(self, spec: AdapterSpec, method: str, *args: object) -> Any:  # noqa: ANN401
+        if method in ("sync_claim", "sync_release"):
+            return None
+        return await self._call(method.removeprefix("sync_"), *args, part=spec.name)
+
     def _placed(self, found: Sequence[Placement]) -> list[Placement]:
         """Return the ranks' placements. Ray starts the holders of processes on this driver's own host."""
         here, node = host_id(), ray.get_runtime_context().get_node_id()
-        self._remote = frozenset(each.key for each in found if each.node != here)
+        self._remote |= {each.key for each in found if each.node != here}
         return [replace(each, node=node) if each.node == here else each for each in found]
 
     def starts(self, placement: Placement) -> bool:
@@ -91,9 +105,10 @@ class Joined(ProcessHandle):
         offer: Callable[[Link], NodeOffer],
     ) -> ProcessHandle:
         """Have it start a holder's process. Calls to the holder wait until it has dialled."""
-        handle = _ServedHolder(Link(name, ServedHolder, again_s=self.link.again_s), self)
+        link, number = Link(name, ServedHolder, again_s=self.link.again_s), next(self._numbers)
+        handle = _ServedHolder(link, self, number)
         self._holders.append(handle.link)
-        settings = name, placement, transport, ports, offer(handle.link)
+        settings = number, name, placement, transport, ports, offer(handle.link)
         starting = asyncio.ensure_future(self._call("start_holder", *settings))
         starting.add_done_callback(partial(_note, handle.link))
         return handle
@@ -118,15 +133,21 @@ class JoinedServer(Joined):
     async def _placements(self, there: object) -> list[Placement]:
         return self._placed(await self._call("placements", there))
 
+    async def _call_part(self, spec: AdapterSpec, method: str, *args: object) -> Any:  # noqa: ANN401
+        if method != "sync_placements":
+            return await super()._call_part(spec, method, *args)
+        await self._call("keep_adapter", spec)
+        return self._placed(await self._call("placements", *args, part=spec.name))
+
 
 class _ServedHolder(ProcessHandle):
-    def __init__(self, link: Link, beside: Joined) -> None:
+    def __init__(self, link: Link, beside: Joined, number: int) -> None:
         super().__init__(link)
-        self._beside = beside
+        self._beside, self._number = beside, number
 
     def kill(self) -> None:
         super().kill()
-        asyncio.ensure_future(self._beside._call("end_holder", self.link.name)).add_done_callback(_no_log)
+        asyncio.ensure_future(self._beside._call("end_holder", self._number)).add_done_callback(_no_log)
 
 
 EngineHandle: TypeAlias = ActorHandle[Any] | JoinedServer

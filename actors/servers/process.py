@@ -37,7 +37,7 @@ class JoinedProcess:
     def __init__(self) -> None:
         self._address = self._trouble = ""
         self._driver = f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
-        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None
 
@@ -106,10 +106,15 @@ class JoinedProcess:
         return Placement(host_id(), self._address, device, os.getpid(), own_versions())
 
     async def sync_start_holder(
-        self, name: str, placement: Placement, transport: str, ports: Ports | None, offer: NodeOffer
+        self,
+        number: int,
+        name: str,
+        placement: Placement,
+        transport: str,
+        ports: Ports | None,
+        offer: NodeOffer,
     ) -> None:
         """Start the process of a holder, which dials the driver by itself."""
-        await self.sync_end_holder(name)
         settings = holder_settings(name, placement, transport, SyncConfig(ports=ports, tls=self._tls))
         offer = msgspec.structs.replace(offer, tls=self._tls)
         visible = {"CUDA_VISIBLE_DEVICES": placement.gpu if transport == "nccl" else ""}
@@ -118,14 +123,14 @@ class JoinedProcess:
             stdin=subprocess.PIPE,
             env=os.environ | visible,
         )
-        self._holders[name] = child
+        self._holders[number] = child
         assert child.stdin
         with child.stdin as orders:
             orders.write(msgspec.json.encode((os.getpid(), settings, offer)))
 
-    async def sync_end_holder(self, name: str) -> None:
+    async def sync_end_holder(self, number: int) -> None:
         """End the process of a holder, if there is one."""
-        if child := self._holders.pop(name, None):
+        if child := self._holders.pop(number, None):
             child.kill()
             await asyncio.to_thread(child.wait)
 

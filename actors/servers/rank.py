@@ -23,9 +23,11 @@ class JoinedRank(Joined):
 
     Attributes:
         process: the process that has the place, as it calls itself; "" before the first.
+        is_updating: True during an update. A component that is updated with another one does not end it.
     """
 
     _protocol = ServedTrainer
+    is_updating = False
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -34,19 +36,19 @@ class JoinedRank(Joined):
     def __repr__(self) -> str:
         return f"trainer {self.rank}"
 
-    async def placement(self) -> Placement:
-        """Return the rank's placement, as the driver uses it, once the rank is in `update`."""
-        return self._placed([await self._waited_for("placement")])[0]
+    async def placement(self, part: str = "") -> Placement:
+        """Return the placement of the rank, or of a part, as the driver uses it, once it is in `update`."""
+        return self._placed([await self._waited_for("placement", part)])[0]
 
     async def begin(self) -> None:
         """Wait until the rank is in `update`."""
         await self._waited_for("begin")
 
-    async def _waited_for(self, method: str) -> Any:  # noqa: ANN401 - its answer
+    async def _waited_for(self, method: str, part: str = "") -> Any:  # noqa: ANN401 - its answer
         """Call a method, of the next process if this one ends."""
         while True:
             try:
-                return await self._call(method)
+                return await self._call(method, part=part)
             except PeerLostError as error:
                 logger.warning("[%s] waiting until it joins again: %s", self, error)
                 self.expect(self.link.name, self.link.again_s)
@@ -61,10 +63,14 @@ async def in_update(
 ) -> AsyncIterator[None]:
     """Have all `ranks` in `update` during the body. Afterwards they return the new `version`, or raise.
 
-    Raises a DeadlineError that names the ranks which do not come in `timeout_s` seconds.
+    Ranks that are in one already stay in it. Raises a DeadlineError that names the ranks which do not come in
+    `timeout_s` seconds.
     """
+    ranks = {name: rank for name, rank in ranks.items() if not rank.is_updating}
     before, links = version(), {name: rank.link for name, rank in ranks.items()}
     error: WeightSyncError | None = StateError("the update failed")  # or one that was to commit with it
+    for rank in ranks.values():
+        rank.is_updating = True
     try:
         begun = await gather_named(
             {name: rank.begin() for name, rank in ranks.items()}, "update()", timeout_s
@@ -79,6 +85,8 @@ async def in_update(
         error = raised
         raise
     finally:
+        for rank in ranks.values():
+            rank.is_updating = False
         told = {name: link.call("end", version(), error) for name, link in links.items()}
         for name in (await gather_named(told, "end", GRACE_S)).failures:
             links[name].end(

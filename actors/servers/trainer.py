@@ -18,6 +18,7 @@ from weightsync.actors.ray.placement import Placement, own_device
 from weightsync.actors.servers.door import check_address, check_token
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.process import JoinedProcess
+from weightsync.actors.shard import Shard
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError, nearest
 from weightsync.node.messages import JoinRank, NodeOffer
@@ -49,7 +50,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
         self._takes_part = False
 
     def update(self, timeout_s: float = 1800.0) -> int:
-        """Let the driver's next `WeightSync.update_weights` move the weights. Returns the version.
+        """Let the driver's next `update_weights`, or `update_adapter`, move the weights. Returns the version.
 
         Call it in all ranks. It returns once engines serve the weights. Weights are only read within it: they
         have to be final when it begins, and may change once it has ended.
@@ -80,9 +81,8 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
             trouble = f" ({self._trouble})" if self._trouble else ""
             raise DeadlineError("update()", [f"the driver at {self._driver}{trouble}"], timeout_s) from None
 
-    def sync_placement(self) -> Placement:
-        """Return where this rank runs."""
-        return self._placed(own_device(self._slot))
+    def _here(self, slot: str | None) -> Placement:
+        return self._placed(own_device(slot))
 
     @property
     def _title(self) -> str:
@@ -101,13 +101,23 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
 
 
 class _Methods:
-    """The methods of `ServedTrainer`. Those that need the weights run in `JoinedTrainer.update`."""
+    """The methods of `ServedTrainer`. Those that need the weights run in `JoinedTrainer.update`.
 
-    def __init__(self, trainer: JoinedTrainer, calls: _Calls) -> None:
-        self._trainer, self._calls = trainer, calls
+    Those of a part are of an adapter.
+    """
+
+    def __init__(self, trainer: JoinedTrainer, calls: _Calls, adapter: str = "") -> None:
+        self._trainer, self._calls, self._adapter = trainer, calls, adapter
+
+    def part(self, name: str) -> _Methods:
+        return _Methods(self._trainer, self._calls, name)
+
+    @property
+    def _shard(self) -> Shard:
+        return self._trainer.sync_part(self._adapter) if self._adapter else self._trainer
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        call = getattr(self._trainer, f"sync_{method}")
+        call = getattr(self._shard, f"sync_{method}")
         return call if method in _AT_ONCE else partial(self._in_update, call)
 
     async def _in_update(self, call: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - its answer
@@ -119,11 +129,13 @@ class _Methods:
         await self._in_update(setattr, self._trainer, "_takes_part", True)
 
     async def publish(self, task: PublishTask, readable: asyncio.Future[None]) -> PublishReport:
+        shard = self._shard
+
         def tell() -> None:
-            if self._trainer._ready():
+            if shard._ready():
                 readable.set_result(None)
 
-        report: PublishReport = await self._in_update(self._trainer._publish, task, tell)
+        report: PublishReport = await self._in_update(shard._publish, task, tell)
         return report
 
     def end(self, version: int, error: WeightSyncError | None) -> None:

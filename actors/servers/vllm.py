@@ -6,18 +6,30 @@ vLLM loads it by its own option ``--middleware weightsync.JoinDriver``.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from weightsync.actors.servers.app import JoinsDriver
+from weightsync.actors.servers.adapter_requests import pass_on
+from weightsync.actors.servers.app import JoinsDriver, Scope
 from weightsync.engines import Engine
-from weightsync.engines.vllm.adopted import AdoptedVllm
+from weightsync.engines.vllm.served import ServedVllm
 
 
 class JoinDriver(JoinsDriver):
     """An ASGI middleware that takes part in updates while vLLM's server runs. Passes all requests on."""
 
+    _engine: ServedVllm | None = None
+
     async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
         llm = app.state.engine_client
         if llm.vllm_config.load_config.load_format == "dummy":
             await llm.pause_generation(mode="keep", clear_cache=True)  # requests wait for the first version
-        return AdoptedVllm(llm, loop), app.state.args.port
+        self._engine = ServedVllm(llm, loop, app.state.openai_serving_models.lora_requests)
+        return self._engine, app.state.args.port
+
+    async def _answer(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        adapters_of = self._engine.adapters_of if self._engine else None
+        if adapters_of and adapters_of(None) and scope.get("method") == "POST":
+            await pass_on(self._app, scope, receive, send, adapters_of)
+        else:
+            await super()._answer(scope, receive, send)

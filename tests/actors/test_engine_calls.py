@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,9 @@ from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors import engine_calls
 from weightsync.actors.engine_calls import EngineCalls
+from weightsync.actors.ray.placement import Placement
+from weightsync.engines.rank.rank_host import RankHost
+from weightsync.engines.rank.rank_process import this_host
 from weightsync.errors import PlanError, StateError
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.plan.layout.layout_table import LayoutTable
@@ -114,6 +118,34 @@ def test_an_adapter_may_declare_objects_or_columns_and_columns_are_made_once() -
 
     asyncio.run(ask())
     assert adapter.num_asked == 1
+
+
+class Ranked:
+    """An engine whose second rank is at `hosts[1]`."""
+
+    def __init__(self, *hosts: RankHost) -> None:
+        self._hosts = hosts
+
+    def layout(self) -> list[RankLayout]:
+        return [LAYOUT] * 2
+
+    def hosts(self) -> tuple[RankHost, ...]:
+        return self._hosts
+
+
+def test_a_rank_on_another_of_rays_hosts_has_a_place_of_its_own() -> None:
+    near = RankHost(this_host(), ray.get_runtime_context().get_node_id(), "10.0.0.1", 7)
+    far = RankHost("node-7 b00t", "another", "10.0.0.7", 8)
+    first, second = asyncio.run(Calls(Ranked(near, far)).sync_placements())
+    assert first.node == near.node
+    assert (first.pid, first.device) == (os.getpid(), LAYOUT.device)
+    assert second == Placement("another", "10.0.0.7", LAYOUT.device, 8)
+
+
+def test_a_rank_on_another_host_that_ray_did_not_start_is_refused_by_name() -> None:
+    calls = Calls(Ranked(RankHost(this_host()), RankHost("node-7 b00t")))
+    with pytest.raises(ConfigError, match=r"llm: 'a rank on node-7 b00t' .* by vLLM's executor ray"):
+        asyncio.run(calls.sync_placements())
 
 
 class MadeByACoroutine(EngineCalls):

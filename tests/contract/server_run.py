@@ -17,12 +17,13 @@ import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import ray
 import requests
 import torch
 
-from tests.contract.trl_run import PROMPTS, free_port, said, write_vllm_info
+from tests.contract.trl_run import PROMPTS, free_port, said, said_by, write_vllm_info
 from tests.fleets.foreign_actors import SureTrainer, TransformersTrainer
 from tests.fleets.served import APART, can_be_apart
 from tests.models import build_tiny_qwen3
@@ -37,6 +38,7 @@ SMALL = {
     "vllm": [
         *("--max-model-len", "64", "--enforce-eager", "--gpu-memory-utilization", "0.2"),
         *("--kv-cache-memory-bytes", str(1 << 26), "--dtype", "auto" if ON_GPU else "float32"),
+        *(() if ON_GPU else ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")),
     ],
     "sglang": [
         *("--skip-tokenizer-init", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -117,6 +119,53 @@ def update(sync: WeightSync, trainer: ray.ActorHandle, servers: list[Server], ve
         assert server.said() == wanted, (server.url, version)
 
 
+class AskingForAdapter(Asking):
+    """Asks for an adapter. Each answer has the tokens of the version that it names."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.answers: list[tuple[str, list[list[int]]]] = []
+        super().__init__(servers)
+
+    def _ask(self, server: Server) -> None:
+        while not self.over.is_set():
+            self.answers.append(said_by(server.url, model="math"))
+            self.counts[server] += 1
+
+
+def adapt(sync: WeightSync, rank: Any, servers: list[Server]) -> list[list[int]]:
+    """Servers get a rank's adapter five times, while requests for it run. Returns its tokens."""
+    plain, wanted = servers[0].said(), dict[str, list[list[int]]]()
+    sync.register_adapter("math", 1)
+    for version in range(1, 6):
+        wanted[str(version)] = rank.said()
+        report = sync.update_adapter("math")
+        assert report.verified
+        assert set(report.engines.values()) == {version}, report
+        for server in servers:
+            name, tokens = said_by(server.url, model="math")
+            assert name.startswith(f"math@{version} in ")
+            assert tokens == wanted[str(version)] != plain, (server.url, version)
+        if version == 1:
+            asking = AskingForAdapter(servers)
+    asking.end()
+    assert min(asking.counts.values()) > 0
+    for name, tokens in asking.answers:
+        assert tokens == wanted[name.partition("@")[2].partition(" ")[0]], name
+    assert [server.said() for server in servers] == [plain] * len(servers)
+    return tokens
+
+
+def gets_it_back(server: Server, tokens: list[list[int]]) -> None:
+    """A server that was started again gets the adapter's version back, after the base."""
+    body, deadline = {"model": "math", "prompt": [1], "max_tokens": 1}, time.monotonic() + patient(60)
+    while requests.post(f"{server.url}/v1/completions", json=body, timeout=patient(30)).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    name, found = said_by(server.url, model="math")
+    assert name.startswith("math@5 in ")
+    assert found == tokens
+
+
 def write_entry_points(folder: Path) -> None:
     """Have servers find this project's plug-in where it is not installed."""
     if metadata.entry_points(group="sglang.srt.plugins", name="weightsync"):
@@ -158,6 +207,7 @@ def main(folder: Path, kind: str) -> None:
     apart = [False] if ON_GPU else [False, can_be_apart()]  # a GPU has one engine
     servers = [Server(kind, folder / "model", driver, each) for each in apart]
     make = ray.remote(num_cpus=0, num_gpus=0.1 if ON_GPU else 0)(trainer_class)
+    ranks: list[Any] = []
     trainer = make.remote(str(folder / "model"), "cuda" if ON_GPU else "cpu")
     try:
         with WeightSync(config) as sync:
@@ -173,6 +223,13 @@ def main(folder: Path, kind: str) -> None:
             assert min(asking.counts.values()) > 0
             update(sync, trainer, servers, NUM_UPDATES)
 
+            if kind == "vllm" and not ON_GPU:
+                from tests.contract.peft_rank import PeftRank
+
+                ranks.append(
+                    PeftRank(folder / "model", NUM_UPDATES, os.environ | {"WEIGHTSYNC_JOIN": driver})
+                )
+                adapted = adapt(sync, ranks[0], servers)
             name, last = [*sync.engines()][-1], servers[-1]
             last.kill()
             wanted, deadline = ray.get(trainer.says.remote(NUM_UPDATES)), time.monotonic() + patient(240)
@@ -184,8 +241,12 @@ def main(folder: Path, kind: str) -> None:
                 assert time.monotonic() < deadline, sync.engine_states()
                 time.sleep(0.5)
             assert last.said() == wanted
+            if ranks:
+                gets_it_back(last, adapted)
             update(sync, trainer, servers, NUM_UPDATES + 1)
     finally:
+        for rank in ranks:
+            rank.kill()
         for each in servers:
             each.kill()
         ray.shutdown()

@@ -70,9 +70,14 @@ def _healthy(port: int) -> bool:
 
 def said(url: str) -> list[list[int]]:
     """Return the server's greedy tokens."""
-    body = {"prompt": PROMPTS, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+    return said_by(url)[1]
+
+
+def said_by(url: str, **more: str) -> tuple[str, list[list[int]]]:
+    """Return the name of the model that answers, and its greedy tokens."""
+    body = {"prompt": PROMPTS, "max_tokens": 16, "temperature": 0, "return_token_ids": True, **more}
     answer = requests.post(f"{url}/v1/completions", json=body, timeout=patient(30)).json()
-    return [each["token_ids"] for each in answer["choices"]]
+    return answer["model"], [each["token_ids"] for each in answer["choices"]]
 
 
 def train(model: Path, url: str, folder: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from operator import attrgetter
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class VllmRollout:
     """An actor around vLLM, as a framework has it."""
 
     worker = "weightsync.WeightSyncWorker"
+    ranks: Mapping[str, Any] = MappingProxyType({"distributed_executor_backend": "uni"})
 
     def __init__(self, path: str) -> None:
         # On CPUs, vLLM starts a process for the worker, too, unless told that there are no other processes.
@@ -101,8 +103,8 @@ class VllmRollout:
                 max_model_len=64,
                 max_num_seqs=2,
                 kv_cache_memory_bytes=1 << 26,
-                distributed_executor_backend="uni",
                 worker_extension_cls=self.worker,
+                **self.ranks,
             )
         )
 
@@ -116,6 +118,12 @@ class VllmRollout:
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class FarRollout(VllmRollout):
+    """Has two ranks, which Ray starts on hosts with a GPU each."""
+
+    ranks = MappingProxyType({"distributed_executor_backend": "ray", "tensor_parallel_size": 2})
 
 
 class DozingRollout(VllmRollout):

@@ -1,6 +1,7 @@
 """A trainer rank that Ray did not start: python -m tests.fleets.joined WIDTH. Says what came of each update.
 
-Rank 0 or 1 has the first or second layer alone. If ``FSDP2`` is set, ranks share the whole model.
+Rank 0 or 1 has the first or second layer alone. If ``FSDP2`` is set, ranks share the whole model, and if
+``ADAPTER`` is, each has the adapter of an `AdapterTrainer`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import distributed, nn
 import weightsync
 from tests.fleets.actors import build
 from tests.fleets.local_cluster import forking_python
+from tests.fleets.slots import AdapterTrainer
 from weightsync.errors import WeightSyncError
 
 TORCHRUN = (
@@ -56,11 +58,17 @@ def main(width: int) -> None:
     model, share = nn.ModuleDict({rank: build(width)[int(rank)]}), itself
     if "FSDP2" in os.environ:
         model, share = sharded(build(width))
+    if adapts := "ADAPTER" in os.environ:
+        trainer = AdapterTrainer("")
+        model = trainer.model
     shard = weightsync.join(model)
     for seed in itertools.count(1):
-        wanted = trained(width, seed)
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(share(wanted[name], tensor))
+        if adapts:
+            trainer.train(seed)
+        else:
+            wanted = trained(width, seed)
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(share(wanted[name], tensor))
         try:
             said = str(shard.update())
         except WeightSyncError as error:

@@ -1,7 +1,7 @@
 """A server that Ray did not start, without a model: python -m tests.fleets.served PORT WIDTH [apart].
 
-Answers each line of stdin with the version that it serves and the digest of its weights. One that is apart
-is in namespaces of its own, and shares no memory with others of this host.
+Answers each line of stdin, an adapter's name or nothing, with the version that it serves and the digest of
+its weights. One that is apart is in namespaces of its own, and shares no memory with others of this host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from tests.fleets.actors import build
 from tests.fleets.local_cluster import forking_python
+from tests.fleets.slots import SlotEngine
 from weightsync.actors.servers.engine import JoinedEngine
-from weightsync.testing import DictEngine
 
 APART = "unshare", "-i", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"
 """In namespaces of its own, a process shares no memory with others of this host."""
@@ -70,11 +70,11 @@ class ServedProcess:
             cwd=Path(__file__).parents[2],
         )
 
-    def holds(self) -> tuple[int, str]:
-        """The version that it serves, and the digest of its weights."""
+    def holds(self, adapter: str = "") -> tuple[int, str]:
+        """The version that it serves, of an adapter if one is named, and the digest of its weights."""
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{adapter}\n")
         self._process.stdin.flush()
         version, found = self._process.stdout.readline().split()
         return int(version), found
@@ -90,12 +90,13 @@ class ServedProcess:
 
 async def main(port: int, width: int) -> None:
     torch.manual_seed(1)
-    engine = DictEngine("", build(width).state_dict())
+    engine = SlotEngine("", build(width).state_dict())
     joined = JoinedEngine(engine, port, asyncio.get_running_loop())
     joined.join()
     try:
-        while await asyncio.to_thread(sys.stdin.readline):
-            sys.stdout.write(f"{engine.serving()} {digest(engine.tensors)}\n")
+        while asked := await asyncio.to_thread(sys.stdin.readline):
+            held = engine.adapters.get(asked.strip()) if asked.strip() else engine
+            sys.stdout.write(f"{held.serving()} {digest(held.tensors)}\n" if held else "0 none\n")
             sys.stdout.flush()
     finally:
         joined.leave()

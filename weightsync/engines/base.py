@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from weightsync.config import Components, PrefixCache
+from weightsync.engines.rank.rank_host import RankHost
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout.arrangement import Experts
@@ -271,6 +272,14 @@ class CachesPrefixes(Protocol):
 
         Called in each connect, after ``attach``. Raises ConfigError if the engine cannot do that.
         """
+
+
+@runtime_checkable
+class HasRankHosts(Protocol):
+    """An engine whose ranks may be on other hosts than its process, as with vLLM's executor ``ray``."""
+
+    def hosts(self) -> Sequence[RankHost]:
+        """Return the host of each rank. Called with ``layout``."""
 
 
 @runtime_checkable

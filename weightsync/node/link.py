@@ -126,8 +126,8 @@ class Link:
         if self._error:
             raise self._error
 
-    async def call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - the method's answer
-        """Call a method of the protocol by name."""
+    async def call(self, name: str, *args: object, part: str = "") -> Any:  # noqa: ANN401 - the method's answer
+        """Call a method of the protocol by name, of a `part` of the process if one is named."""
         method = self._methods[name]
         told = args[-1] if method.tells else None
         assert told is None or isinstance(told, asyncio.Future)
@@ -136,7 +136,7 @@ class Link:
         self._ticket += 1
         ticket, call = self._ticket, _Call(name, method, told)
         self._calls[ticket] = call
-        self._send(Ask(ticket, name, data, time.monotonic() + call.timeout_s))
+        self._send(Ask(ticket, name, data, time.monotonic() + call.timeout_s, part))
         try:
             return await call.answer
         except asyncio.CancelledError:

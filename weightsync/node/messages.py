@@ -127,12 +127,16 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Driver -> node: call `method`, unless `deadline` has passed, as after a link was down."""
+    """Driver -> node: call `method`, unless `deadline` has passed, as after a link was down.
+
+    `part`: the part of the process that is called, such as an adapter; "" for the process itself.
+    """
 
     ticket: int
     method: str
     args: bytes
     deadline: float
+    part: str = ""
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):

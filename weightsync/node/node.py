@@ -72,14 +72,15 @@ class Node:
     def __init__(
         self,
         offer: NodeOffer,
-        peer: object,
+        peer: Any,  # noqa: ANN401 - it has the methods of `protocol`
         protocol: type,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """
         Args:
             offer: how to reach the driver, see `Links.offer`.
-            peer: has the methods of `protocol`, as functions or coroutine functions.
+            peer: has the methods of `protocol`, as functions or coroutine functions. If it has parts,
+                ``part(name)`` returns one, with the same methods.
             protocol: such as `weightsync.protocol.peers.HolderPeer`.
             loop: where coroutines run, by default on a thread of the node.
         """
@@ -274,7 +275,8 @@ class Node:
         args = method.decoded(ask.args)
         if method.tells:
             args = *args, _Told(partial(self._send, Tell(ask.ticket)))
-        answer = getattr(self._peer, ask.method)(*args)
+        peer = self._peer.part(ask.part) if ask.part else self._peer
+        answer = getattr(peer, ask.method)(*args)
         if not inspect.iscoroutine(answer):
             return answer
         called: list[Future[Any]] = []

@@ -108,6 +108,18 @@ def test_all_ranks_wait_until_the_version_has_committed(drive: Callable[..., Non
     drive(test)
 
 
+def test_components_that_are_updated_together_end_it_once(drive: Callable[..., None]) -> None:
+    async def test(driver: Driver) -> None:
+        ranks = [rank(0), rank(1)]
+        for version in (1, 2):
+            waiting = [updating(each) for each in ranks]
+            async with driver.members.exclusive(), driver.members.exclusive():
+                driver.controller.version += 1
+            assert await asyncio.gather(*waiting) == [version, version]
+
+    drive(test)
+
+
 def test_the_pages_script_runs(drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(driver: Driver) -> None:
         names = {"model": nn.Linear(2, 2), "batches": [1, 2], "step": lambda *_: None}

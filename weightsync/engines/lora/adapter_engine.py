@@ -45,10 +45,16 @@ class AdapterEngine:
         spec: AdapterSpec,
         numbers: tuple[int, int],
         on_ranks: Callable[..., list[Any]],
+        announce: Callable[[ServedAdapter | None], None] = lambda _: None,
     ) -> None:
-        """`on_ranks` calls a method of `AdapterRank` on each rank of engine `engine`."""
+        """
+        Args:
+            on_ranks: calls a method of `AdapterRank` on each rank of engine `engine`.
+            announce: is told of the version that requests use from now on, and of None at the end. A request
+                within `use` may be told too early: the slot that it uses then is written after it ends.
+        """
         self._name, self._spec, self.numbers, self._on_ranks = engine, spec, numbers, on_ranks
-        self._changed = threading.Condition()
+        self._announce, self._changed = announce, threading.Condition()
         self._running: Counter[int] = Counter()
         self._served: ServedAdapter | None = None
         self._written = 0
@@ -127,7 +133,9 @@ class AdapterEngine:
         """
         with self._changed:
             if self._written:
-                self._served, self._written = ServedAdapter(self._written, version), 0
+                served = ServedAdapter(self._written, version)
+                self._announce(served)  # first: a request that begins now counts for the slot before
+                self._served, self._written = served, 0
             elif version != self.serving():
                 raise StateError(f"adapter {self._spec.name} of engine {self._name} was not written")
 
@@ -160,6 +168,7 @@ class AdapterEngine:
         """
         with self._changed:
             self._closed = True
+            self._announce(None)
             self._wait_unused(self.numbers, "close", timeout_s)
             if not self._changed.wait_for(lambda: not self._loading, timeout_s):
                 raise DeadlineError("close", (f"a load of adapter {self._spec.name}",), timeout_s)

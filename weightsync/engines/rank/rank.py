@@ -23,7 +23,8 @@ from weightsync.engines.loading.loader_trace import UnprovableError, trace
 from weightsync.engines.loading.whole_loads import Converts, WholeLoads
 from weightsync.engines.loading.whole_sink import Loader, synchronize
 from weightsync.engines.lora.adapter_rank import AdapterRank, AdapterSlots
-from weightsync.engines.rank.rank_process import RankProcess, this_host
+from weightsync.engines.rank.rank_host import RankHost
+from weightsync.engines.rank.rank_process import RankProcess
 from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels.device_kernels import load_digests
@@ -135,9 +136,9 @@ class Rank:
         self._begin_loading([2])  # weights mostly have 16 bits
         return RankProcess.join(self._rank, engine_pid)
 
-    def host(self) -> str:
-        """Return this process's host, see `this_host`."""
-        return this_host()
+    def host(self) -> RankHost:
+        """Return this process's host."""
+        return RankHost.here()
 
     def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
         """Set this rank's part of `faults`, which has a list per rank."""

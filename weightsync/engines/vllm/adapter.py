@@ -19,9 +19,8 @@ from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.drafted import draft_counts
-from weightsync.engines.vllm.lora import Adapted, adapted
+from weightsync.engines.vllm.lora import Adapted, adapted, require_no_sleep
 from weightsync.engines.vllm.stepper import Stepper
-from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import AdapterSpec
 
 T = TypeVar("T")
@@ -111,9 +110,7 @@ class VllmEngine(SlotServing, VllmRanks):
         self._serve(version)
 
     def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
-        if self._sleeps:
-            remedy = "leave it out: adapters would lose their slots in a sleep"
-            raise ConfigError("options.enable_sleep_mode", True, remedy)
+        require_no_sleep(self._sleeps)
 
     def _adapted(self, name: str, served: ServedAdapter, settings: object) -> Adapted:
         return adapted(name, served.version, served.number, settings)

@@ -7,14 +7,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
-from weightsync.engines.rank.rank_process import this_host
+from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
-from weightsync.plan.layout.layout_table import LayoutTable
 
 T = TypeVar("T")
 
@@ -56,16 +55,9 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         if self._llm.errored:
             raise PeerLostError(f"engine {self._name}", "vLLM's engine core is dead")
 
-    def layout(self) -> Sequence[LayoutTable]:
-        """Return the layout of each rank.
-
-        Raises ConfigError if ranks, as of vLLM's executor ``ray``, are on other hosts than this process.
-        """
-        hosts = self.on_ranks("host")
-        if elsewhere := [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host != this_host()]:
-            remedy = f"keep all ranks on their actor's host {this_host()}: holders are made there"
-            raise ConfigError("llm", ", ".join(elsewhere), remedy)
-        return super().layout()
+    def hosts(self) -> Sequence[RankHost]:
+        """Return the host of each rank, see `HasRankHosts.hosts`."""
+        return self.on_ranks("host")
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`, also before the ranks are connected."""

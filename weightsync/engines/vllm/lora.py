@@ -40,6 +40,13 @@ def adapted(name: str, version: int, number: int, sampling: object) -> Adapted:
     return Adapted(sampling, lora_request(f"{name}@{version} in {number}", number))
 
 
+def require_no_sleep(sleeps: bool) -> None:
+    """Raise ConfigError for an engine that was started to sleep."""
+    if sleeps:
+        remedy = "leave it out: adapters would lose their slots in a sleep"
+        raise ConfigError("options.enable_sleep_mode", True, remedy)
+
+
 class LoraSlots:
     """The slots of one vLLM rank, see `weightsync.engines.lora.adapter_rank.AdapterSlots`."""
 
