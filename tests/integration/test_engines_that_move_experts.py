@@ -193,10 +193,38 @@ class Swapping(Engine):
         return [[1, 0] if self.swapped else [0, 1]]
 
     def move_experts(self, experts: Experts) -> None:
-        raise NotImplementedError
+        if experts != [[1, 0]]:
+            raise EngineError(self.name, "move_experts", "a copy failed")
+        for rank in self.ranks:
+            both = [rank.view(each, "float32") for each in rank.segments if each.tensor in ("gate", "up")]
+            both[0][...], both[1][...] = both[1].copy(), both[0].copy()
+        self.swap()
 
     def live_digests(self) -> Sequence[Loaded]:
-        raise NotImplementedError
+        return [Loaded(writer.digests(), ()) for writer in self._writers]
+
+
+def test_copies_that_fill_engines_follow_a_move_and_stay_if_it_fails() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        with pytest.raises(EngineError, match="a copy failed"):
+            await loop.controller.move_experts({"e0": [[0, 1]]})
+        await loop.controller.snapshot_index.settled()
+        assert loop.controller.can_refill("e0")
+        await loop.controller.refill("e0")
+        assert loop.wrong("e0") == []
+        await loop.controller.move_experts({"e0": [[1, 0]]})
+        assert loop.wrong("e0") == []
+        await loop.controller.snapshot_index.settled()
+        assert loop.controller.can_refill("e0")
+        for rank in loop.engines["e0"].ranks:
+            rank.view(rank.segments[4], "float32")[...] = 7
+        assert loop.wrong("e0") != []
+        await loop.controller.refill("e0")
+        assert loop.wrong("e0") == []
+
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, "a", {"e0": "a"}, replace(HOSTS, keep_versions=2, refill="zeromq"))
 
 
 @pytest.mark.parametrize(("trainers", "are_near"), [("a", True), ("b", False)])

@@ -283,7 +283,7 @@ class Controller:
         verified = await moved.move(experts, self.version, self._comparison, expected, clock)
         with clock.phase("commit"):
             await group.resume(verified, self.version)
-        if connection.in_place:  # copies of the engines' memory have experts in other places
+        if verified and connection.in_place:  # copies of the engines' memory have experts in other places
             self.snapshot_index.begin(self.version, connection, expected)
         if failures := [group.failures[name] for name in experts if name in group.failures]:
             raise failures[0]

@@ -32,8 +32,8 @@ class MovedExperts:
         """Plan those of the paused engines again whose experts moved since they were planned.
 
         Returns the engines that can take weights. The others are STALE or DEAD. If an engine cannot be
-        planned alone, as if some trainers are on other hosts, all engines resume, and a MovedError asks for a
-        connect.
+        planned alone, since it reads from trainers on other hosts, all engines resume, and this raises a
+        MovedError.
         """
         planned_for = self._connection.moving
         members = {name: self._fleet.engines[name] for name in paused if name in planned_for}

@@ -129,7 +129,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
 
 def _balancer_settings(given: object) -> object:
-    """Return settings of the load balancer of experts. vLLM's own copy through the host's memory."""
+    """Return the load balancer's settings. vLLM's defaults copy experts through the host's memory."""
     if not isinstance(given, Mapping):
         return given
     settings = {"use_async": False, "communicator": "pynccl", **given}
