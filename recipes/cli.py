@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +19,6 @@ from weightsync import __version__
 from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, TransportError, WeightSyncError
 from weightsync.faults import FaultPlan
-from weightsync.recipes.cluster import existing_cluster, local_cluster
 from weightsync.recipes.config.recipe import Recipe, load_recipe
 from weightsync.recipes.config.schema import markdown as as_markdown
 from weightsync.recipes.config.schema import recipe_schema
@@ -48,16 +43,13 @@ from weightsync.recipes.inputs import (
     runnable_recipe,
     writable,
 )
+from weightsync.recipes.outcome import BAD_INPUT, DONE, FAILED, INTERRUPTED, complain, with_cluster
 from weightsync.recipes.report.page import write_page
 from weightsync.recipes.report.run_folder import RunFolder
 from weightsync.recipes.report.run_report import read_report
 from weightsync.recipes.report.screen import Screen
 from weightsync.recipes.report.time_shares import ON_CPUS
 from weightsync.report import Covered
-
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-ASKED_FOR = ("report.json", "trace.json")
-"""A run without these files has failed. A page can be made again, and logs are extra."""
 
 
 class _Commands(TyperGroup):
@@ -68,7 +60,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except WeightSyncError as error:
             failed = isinstance(error, TransportError)
-            raise typer.Exit(_complain(error, FAILED if failed else BAD_INPUT)) from None
+            raise typer.Exit(complain(error, FAILED if failed else BAD_INPUT)) from None
 
 
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False)
@@ -153,7 +145,7 @@ def bench(
             try:
                 made.write(json_)
             except OSError as error:
-                return _complain(f"could not write {json_}: {error.strerror}", FAILED)
+                return complain(f"could not write {json_}: {error.strerror}", FAILED)
         return DONE
 
     raise typer.Exit(_on_cluster(loaded, out or Path("runs") / f"{loaded.name}-bench", inside))
@@ -299,7 +291,7 @@ def follow(
     try:
         follow_store(url, folder, version, Screen(Console()).line, once=once, every_s=every)
     except KeyboardInterrupt:
-        raise typer.Exit(_complain("interrupted", INTERRUPTED)) from None
+        raise typer.Exit(complain("interrupted", INTERRUPTED)) from None
 
 
 @app.command()
@@ -445,7 +437,7 @@ def _execute(recipe: Recipe, out: Path, chaos: FaultPlan | None, trace: bool) ->
             return DONE
         reached = f"the mean reward of the last steps is {report.final_reward:.3f}"
         wanted = f"loop.target_reward {recipe.loop.target_reward:g}"
-        return _complain(f"{wanted} was not reached: {reached}", FAILED)
+        return complain(f"{wanted} was not reached: {reached}", FAILED)
 
     return _on_cluster(recipe, out, inside)
 
@@ -460,48 +452,10 @@ def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -
     return with_cluster(folder, num_at_once, lambda: inside(folder))
 
 
-def with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
-    """Return the exit code of `inside`. Prints the outcome first, then the files that were not written."""
-    try:
-        code = _outcome(folder, num_at_once, inside)
-    except Exception:  # noqa: BLE001 (Python would print it after our message)
-        traceback.print_exc()
-        code = FAILED
-    if complaint := folder.complaint():
-        _complain(complaint, code)
-    return FAILED if code == DONE and folder.lacks(ASKED_FOR) else code
-
-
-def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
-    threads, logs = max(1, (os.cpu_count() or 1) // num_at_once), folder.path / "logs"
-    try:
-        with ExitStack() as cluster:
-            with Screen(Console()).stage("join the Ray cluster" if existing_cluster() else "start Ray"):
-                cluster.enter_context(local_cluster(folder, threads_per_actor=threads))
-            # SIGTERM ends a job like Ctrl-C: actors are closed and the report is written.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            try:
-                return inside()
-            except WeightSyncError as error:
-                code = BAD_INPUT if isinstance(error, ConfigError) else FAILED
-                return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", code)
-            except KeyboardInterrupt:  # said before Ray ends: `ray job stop` kills a job after seconds
-                return _complain("interrupted", INTERRUPTED)
-    except ConfigError as error:
-        return _complain(error, BAD_INPUT)
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
-
-
 def _loop(module: str, screen: Screen) -> Any:  # noqa: ANN401 (a module)
     """Import a loop only now: see local_cluster, and bad input need not wait for torch and transformers."""
     with screen.stage("load torch and transformers"):
         return importlib.import_module(f"weightsync.recipes.loops.{module}")
-
-
-def _complain(message: object, code: int) -> int:
-    print(f"weightsync: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

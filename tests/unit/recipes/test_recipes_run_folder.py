@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import DeadlineError
-from weightsync.recipes import cli
+from weightsync.recipes import outcome
 from weightsync.recipes.report.run_folder import RunFolder, replace_text
 
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         finally:
             folder.write("logs", full)
 
-    monkeypatch.setattr(cli, "local_cluster", cluster)
+    monkeypatch.setattr(outcome, "local_cluster", cluster)
     return RunFolder(tmp_path)
 
 
@@ -58,7 +58,7 @@ def test_the_outcome_of_a_run_comes_first(
     code: int,
     first: str,
 ) -> None:
-    assert cli.with_cluster(folder, 1, inside) == code
+    assert outcome.with_cluster(folder, 1, inside) == code
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith(first)
     assert said[-1] == f"weightsync: could not write logs in {folder.path}: No space left on device"
@@ -68,7 +68,7 @@ def test_the_outcome_of_a_run_comes_first(
 @pytest.mark.parametrize(("name", "code"), [("report.json", 1), ("trace.json", 1), ("report.html", 0)])
 def test_what_was_asked_for_and_is_not_there_is_a_failure(folder: RunFolder, name: str, code: int) -> None:
     folder.write(name, full)
-    assert cli.with_cluster(folder, 1, lambda: 0) == code
+    assert outcome.with_cluster(folder, 1, lambda: 0) == code
 
 
 def test_what_is_written_later_is_not_missing(tmp_path: Path) -> None:

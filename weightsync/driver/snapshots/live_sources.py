@@ -29,28 +29,23 @@ class LiveSources:
     """Has holders offer their engine ranks' live memory while another engine is refilled from it.
 
     The holder must have mapped the memory, and an update or a refill must have filled the memory since.
+
+    Attributes:
+        left_out: engines that are no source until the next update, since their memory is released.
+        are_offered: whether holders may serve live memory: `withdrawn` ends that.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, engine_group: EngineGroup) -> None:
         self._config, self._fleet, self._engine_group = config, fleet, engine_group
-        self._version = 0
-        self._left_out: set[str] = set()
+        self.left_out = frozenset[str]()
+        self.are_offered = False
         self._readers: Counter[int] = Counter()
         self._withdrawing: set[asyncio.Future[None]] = set()
-
-    def begin(self, version: int) -> None:
-        """Note that engines which serve `version` took it since they were connected. 0: none did."""
-        self._version = version
-        self._left_out.clear()
-
-    def leave_out(self, names: Collection[str]) -> None:
-        """Use these engines no more until the next update: their memory is released."""
-        self._left_out.update(names)
 
     def by_host(self, version: int, connection: Connection, engine: str) -> dict[str, str]:
         """Return engines from which `engine` can be filled, one for each host of their first ranks."""
         flat = connection.flat_layouts.get(engine)
-        if not flat or version != self._version:
+        if not flat:
             return {}
         found: dict[str, str] = {}
         for name, member in self._fleet.engines.items():
@@ -59,7 +54,7 @@ class LiveSources:
                 serves
                 and member.attached
                 and connection.flat_layouts.get(name) == flat
-                and name not in (engine, *self._left_out)
+                and name not in (engine, *self.left_out)
             ):
                 found.setdefault(self._fleet.node(member.holders[0]), name)
         return found
@@ -81,6 +76,7 @@ class LiveSources:
         }
         spare = {holder for name in reserve for holder in ranks[name]}
         self._readers.update(headers.keys())
+        self.are_offered = True
         try:
             asked, more = await asyncio.gather(
                 self._ask({i: header for i, header in headers.items() if i not in spare}, _OFFER_S),
@@ -100,6 +96,7 @@ class LiveSources:
             await self._withdraw(holders)
         if self._withdrawing:
             await asyncio.wait(self._withdrawing)
+        self.are_offered = bool(self._withdrawing) or any(n > 0 for n in self._readers.values())
 
     async def _ask(self, headers: Mapping[int, SnapshotHeader], limit_s: float) -> dict[int, Offer]:
         attempt = self._engine_group.next_attempt()

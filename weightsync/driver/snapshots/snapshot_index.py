@@ -81,12 +81,13 @@ class SnapshotIndex:
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now, self._begun = _Version(), 0
+        self._taken = 0  # the version that engines took since they were connected
         self.expected: Fingerprint | None = None
         self.live = LiveDigests()
 
     def reserve(self, connection: Connection) -> None:
         """Start to have holders allocate and map their snapshots' memory. Copies of a version wait for it."""
-        self.live_sources.begin(0)  # holders do not know the version in newly mapped memory
+        self._taken = 0  # holders do not know the version in newly mapped memory
         if self._config.keep_versions < 2:
             return
         for name in connection.layouts if connection.in_place else ():
@@ -114,7 +115,7 @@ class SnapshotIndex:
     def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
         self._now, self._begun, self.expected = _Version(), version, expected
-        self.live_sources.begin(version)
+        self._taken, self.live_sources.left_out = version, frozenset()
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
@@ -161,11 +162,14 @@ class SnapshotIndex:
         update does not wait for memory of copies: without this memory, the update's version is copied instead
         of the previous version.
         """
-        self.live_sources.leave_out(released)
+        self.live_sources.left_out |= set(released)
         if self._copying and self.is_reserving and not released:  # no holder has been asked to copy
             self._copying.cancel()
             logger.info("[driver · v%d] holders keep no copy of it: %s", self._begun, _NO_MEMORY)
-        await asyncio.gather(self.copied(), self.live_sources.withdrawn())
+        if self.live_sources.are_offered:
+            await asyncio.gather(self.copied(), self.live_sources.withdrawn())
+        else:
+            await self.copied()
 
     async def kept(self) -> None:
         """Wait until the snapshots' memory is there, and they are copied."""
@@ -247,7 +251,7 @@ class SnapshotIndex:
         return Candidates(
             copies,
             self._now.hosts,
-            self.live_sources.by_host(version, connection, engine),
+            self.live_sources.by_host(version, connection, engine) if version == self._taken else {},
             [self._fleet.node(holder) for holder in holders],
             mixes=connection.in_place,
         )
