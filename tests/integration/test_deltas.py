@@ -193,6 +193,41 @@ def test_a_host_that_lost_the_committed_version_gets_the_whole() -> None:
     drive_apart(work)
 
 
+def test_only_the_first_delta_allocates_memory_and_links_are_not_judged_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, made = [0.0], list[int]()
+    create = SharedBuffer.create
+
+    def slow(nbytes: int, **options: bool) -> SharedBuffer:
+        now[0] += 100
+        made.append(nbytes)
+        return create(nbytes, **options)
+
+    async def work(loop: Apart) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        copied: list[StagedPart] = []
+        whole = loop.holders[1].stage
+
+        def stage(task: StageTask, timeout_s: float) -> Sequence[StagedPart]:
+            copied.extend(done := whole(task, timeout_s))
+            return done
+
+        loop.holders[1].stage = stage  # type: ignore[method-assign]
+        monkeypatch.setattr(SharedBuffer, "create", slow)
+        monkeypatch.setattr("time.perf_counter", lambda: now[0])
+        for version in (2, 3, 4):
+            loop.nudge()
+            await loop.controller.update(version)
+            assert len([nbytes for nbytes in made if nbytes > HEADER_NBYTES]) == 3, "of each holder"
+            assert loop.holds()
+        assert [each.seconds for each in copied] == [0, 0, 0]
+        assert [task.deltas[0].seconds for task in loop.tasks[1:]] == [0, 0, 0]
+
+    drive_apart(work)
+
+
 def test_an_engine_is_refilled_from_a_version_that_came_as_a_delta() -> None:
     async def work(loop: Apart) -> None:
         await loop.controller.connect()

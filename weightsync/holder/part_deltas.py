@@ -55,15 +55,18 @@ class _HostCoder:
         changes.apply(memory)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Content:
-    """Changes as the content of a store's memory."""
+    """Changes as the content of a store's memory, and the seconds to write them."""
 
     changes: _Written
     nbytes: int
+    seconds: float = 0.0
 
     def save(self, to: torch.Tensor) -> None:
+        began = time.perf_counter()
         self.changes.write(to.numpy())
+        self.seconds = time.perf_counter() - began
 
 
 class PartDeltas:
@@ -81,40 +84,45 @@ class PartDeltas:
         """Compare the staged part with the part's committed version, and save what changed.
 
         Returns None if no version with this layout is here. Changes that are no shorter than the tensors are
-        not saved. Raises TransportError when memory is short.
+        not saved. The first delta allocates memory, which its `seconds` leave out. Raises TransportError when
+        memory is short.
         """
-        began = time.perf_counter()
         base = self._store.committed(header.part)
         if base is None or base.layout != header.layout:
             return None
         old, new = self._store.own(base), self._store.own(header)
         if old is None or new is None:
             return None
-        changes = self._coder(header.part).between(old.bytes, new.bytes)
-        offer, nbytes = None, changes.nbytes
-        if nbytes < sum(span.nbytes for span in self._spans(header.part)):
-            offer = self._store.save_delta(replace(header, base=base.version), _Content(changes, nbytes))
-        return Delta(base.version, offer, nbytes, time.perf_counter() - began)
+        coder, began = self._coder(header.part), time.perf_counter()
+        changes = coder.between(old.bytes, new.bytes)
+        seconds, offer, content = time.perf_counter() - began, None, _Content(changes, changes.nbytes)
+        if content.nbytes < sum(span.nbytes for span in self._spans(header.part)):
+            offer = self._store.save_delta(replace(header, base=base.version), content)
+        return Delta(base.version, offer, content.nbytes, seconds + content.seconds)
+
+    def reserve(self, part: int, delta: Delta) -> None:
+        """Allocate the memory that `copy` of a part needs. Raises TransportError when memory is short."""
+        self._coder(part)
+        self._store.reserve_received(part, delta.nbytes)
 
     def copy(self, part: SnapshotPart, delta: Delta, timeout_s: float, turn: int) -> Offer | None:
         """Stage another holder's part: this holder's version `delta.base`, and the changes since.
 
-        Returns None, and stages nothing, if that version is not here. Raises as `SnapshotStore.fetch`, also
-        ReadError for a damaged delta.
+        Call `reserve` before. Returns None, and stages nothing, if that version is not here. Raises as
+        `SnapshotStore.fetch`, also ReadError for a damaged delta.
         """
         base = self._store.own(replace(part.header, version=delta.base))
         if base is None or delta.offer is None:
             return None
         wanted = replace(part.header, base=delta.base)
-        received = SharedBuffer.create(HEADER_NBYTES + delta.nbytes)
         try:
             with self._store.receiving(part, turn) as (buffer, offer):
+                received = self._store.received(part.header.part)
                 self._store.fetch(delta.offer, wanted, delta.nbytes, received, timeout_s, turn)
-                self._write(part, base, received.tensor[HEADER_NBYTES:], buffer)
+                data = received.tensor[HEADER_NBYTES : HEADER_NBYTES + delta.nbytes]
+                self._write(part, base, data, buffer)
         except WireError as error:
             raise ReadError(delta.offer.holder, str(error)) from error
-        finally:
-            received.close()
         return offer
 
     def _write(self, part: SnapshotPart, base: Held, data: torch.Tensor, buffer: SharedBuffer) -> None:

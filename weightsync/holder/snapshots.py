@@ -180,6 +180,7 @@ class SnapshotStore:
         self._shares: dict[int, _Served] = {}
         self._spares: dict[int, _Served] = {}
         self._deltas: dict[int, _Served] = {}
+        self._received: dict[int, SharedBuffer] = {}
         self._kept: dict[int, SnapshotPart] = {}
         self._staged: dict[int, SnapshotPart] = {}
         self._mapped: dict[int, list[Held]] = {}
@@ -213,6 +214,7 @@ class SnapshotStore:
                 self._staged.pop(part, None)
                 self._drop(self._spares, part)
                 self._drop(self._deltas, part)
+                self._drop_received(part)
         for part, nbytes in parts.items():
             self.reserve(part, nbytes)
             with self._changing[part]:
@@ -284,6 +286,23 @@ class SnapshotStore:
             delta.save(_body(buffer)[: delta.nbytes])
             _write_header(buffer, header)
         return server.offer
+
+    def reserve_received(self, part: int, nbytes: int) -> None:
+        """Allocate memory for other holders' deltas of a part. It stays for later deltas.
+
+        Raises TransportError when memory is short.
+        """
+        with self._changing[part]:
+            self._check(0)
+            held = self._received.get(part)
+            if held is None or held.handle.nbytes < HEADER_NBYTES + nbytes:
+                self._drop_received(part)
+                size = HEADER_NBYTES + nbytes + nbytes // 4  # most versions change as much
+                self._received[part] = SharedBuffer.create(size, in_parts=True)
+
+    def received(self, part: int) -> SharedBuffer:
+        """Return the memory of `reserve_received`. Call it while `receiving` the part."""
+        return self._received[part]
 
     def held(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
@@ -403,6 +422,7 @@ class SnapshotStore:
             with changing:
                 for taken in (self._shares, self._spares, self._deltas):
                     self._drop(taken, part)
+                self._drop_received(part)
         with self._mapping:
             while self._mapped:
                 for held in self._mapped.popitem()[1]:
@@ -436,6 +456,10 @@ class SnapshotStore:
             buffer.close()
             raise
         return buffer, server
+
+    def _drop_received(self, part: int) -> None:
+        if held := self._received.pop(part, None):
+            held.close()
 
     @staticmethod
     def _drop(taken: dict[int, _Served], part: int) -> None:

@@ -85,9 +85,11 @@ class StagedParts:
         return staged
 
     def _copied(self, task: StageTask, copy: SnapshotPart, timeout_s: float, turn: int) -> StagedPart:
+        if delta := task.deltas.get(copy.header.part):
+            self._deltas.reserve(copy.header.part, delta)  # once, so that the link is not judged by it
         began = time.perf_counter()
         way, offer = "mapped" if can_map(copy.offer) else copy.offer.protocol, None
-        if delta := task.deltas.get(copy.header.part):
+        if delta:
             offer = self._deltas.copy(copy, delta, timeout_s, turn)
         if delta and offer:
             way, nbytes = f"{way}, delta", delta.nbytes
