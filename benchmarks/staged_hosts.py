@@ -32,8 +32,9 @@ def rows(
 ) -> Iterator[dict[str, object]]:
     """Yield a row for the first version, for each of `changed`, in percent, and for whole versions.
 
-    Greater deltas come first. The first one allocates memory for all, and is left out. At the end deltas of
-    whole versions are made in vain, with ``deltas="auto"`` only once: the first version has no such delta.
+    Greater deltas come first. The first one allocates memory for all, and is left out. If ``deltas="auto"``
+    does not choose it, no others are tried. At the end deltas of whole versions are made in vain, with
+    ``auto`` only once: the first version has no such delta.
     """
     rig.sync.register_trainers(rig.trainers)
     rig.sync.register_engines({rig.kind: rig.engine})
