@@ -22,9 +22,12 @@ _PAUSE = ("pause", "move", "verify", "commit")
 
 
 def settings(bucket_mib: int, deltas: Literal["auto", "always"]) -> SyncConfig:
-    """Return the config of staged updates. Mirrors would send a copy of each version back."""
+    """Return the config of staged updates. Mirrors would send a copy of each version back.
+
+    An engine on a CPU does not answer while its elements are compared.
+    """
     two = config(bucket_mib, 2, keep_versions=2)
-    return replace(two, stage="auto", deltas=deltas, mirrors=0, timeout_s=240)
+    return replace(two, stage="auto", deltas=deltas, mirrors=0, timeout_s=240, heartbeat_s=240)
 
 
 def rows(
