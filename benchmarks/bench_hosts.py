@@ -21,8 +21,8 @@ With ``--changed``, versions are staged, and engines serve meanwhile (``stage="a
 in which so many percent of the elements changed at random places. In the first and in the last row everything
 changed; the first version finds no version before.
 
-  way      how parts came over ZeroMQ: with ``delta``, only what changed. With ``--deltas auto``, the fleet
-           chose this by the link's rate
+  way      how holders read parts, as in `SyncReport.ways`: with ``delta``, only what changed. With ``--deltas
+           auto``, the fleet chose this by the link's rate
   stage    the phase in which a delta is made, sent and used, or the whole version sent, and digests compared
   pause    from the first call to pause until the engine serves: the phases after `stage`
   sent     bytes of deltas, or of whole parts

@@ -18,6 +18,7 @@ def use_sockets() -> None:
     can_map = mapped.can_map
 
     def can_map_here(offer: Offer) -> bool:
-        return f"//{ray.util.get_node_ip_address()}:" in offer.endpoint and can_map(offer)
+        host = offer.endpoint.rpartition(":")[0].removeprefix("tcp://")
+        return host == ray.util.get_node_ip_address() and can_map(offer)
 
     mapped.can_map = can_map_here

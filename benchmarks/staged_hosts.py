@@ -22,9 +22,12 @@ _PAUSE = ("pause", "move", "verify", "commit")
 
 
 def settings(bucket_mib: int, deltas: Literal["auto", "always"]) -> SyncConfig:
-    """Return the config of staged updates. Mirrors would send a copy of each version back."""
+    """Return the config of staged updates. Mirrors would send a copy of each version back.
+
+    An engine on a CPU does not answer while its elements are compared.
+    """
     two = config(bucket_mib, 2, keep_versions=2)
-    return replace(two, stage="auto", deltas=deltas, mirrors=0, timeout_s=240)
+    return replace(two, stage="auto", deltas=deltas, mirrors=0, timeout_s=240, heartbeat_s=240)
 
 
 def rows(
@@ -32,8 +35,9 @@ def rows(
 ) -> Iterator[dict[str, object]]:
     """Yield a row for the first version, for each of `changed`, in percent, and for whole versions.
 
-    Greater deltas come first. The first one allocates memory for all, and is left out. At the end deltas of
-    whole versions are made in vain, with ``deltas="auto"`` only once: the first version has no such delta.
+    Greater deltas come first. The first one allocates memory for all, and is left out. If ``deltas="auto"``
+    does not choose it, no others are tried. At the end deltas of whole versions are made in vain, with
+    ``auto`` only once: the first version has no such delta.
     """
     rig.sync.register_trainers(rig.trainers)
     rig.sync.register_engines({rig.kind: rig.engine})
