@@ -363,6 +363,7 @@ def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
         ("sglang", {"memory_fraction_static": 0.5}, "options.memory_fraction_static"),
         ("sglang", {"load_format": "auto"}, "options.load_format"),
         ("sglang", {"enable_eplb": True}, "options.enable_eplb"),
+        ("sglang", {"ep_num_redundant_experts": 2}, "options.ep_num_redundant_experts"),
         ("sglang", {"dtype": "bfloat16", "tensor_parallel_size": 64}, "options.tensor_parallel_size"),
     ],
 )

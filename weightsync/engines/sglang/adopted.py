@@ -22,6 +22,7 @@ T = TypeVar("T")
 _DEFAULTS = {
     **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), 1),
     "enable_eplb": False,
+    "ep_num_redundant_experts": 0,
     "weight_cache_mode": "off",
     "speculative_algorithm": None,
 }

@@ -57,6 +57,11 @@ _ONE = {
     "stream_interval": _LATE,
 }
 """Sizes that are 1, with remedies."""
+_NOT_FOLLOWED = {
+    "enable_eplb": "it moves experts between ranks, and updates would go to their old places",
+    "ep_num_redundant_experts": "SGLang's digests would count each copy of an expert",
+}
+"""Options that updates do not follow, with the reason."""
 _DRAFT = "draft"
 _PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -102,9 +107,9 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known | {"tensor_parallel_size"}))
-    if given.get("enable_eplb"):
-        remedy = "leave it out: it moves experts between ranks, and updates would go to their old places"
-        raise ConfigError("options.enable_eplb", True, remedy)
+    for key, why in _NOT_FOLLOWED.items():
+        if given.get(key):
+            raise ConfigError(f"options.{key}", given[key], f"leave it out: {why}")
     folder = model_folder(model_path, bool(given.get("trust_remote_code")), given.get("revision"))
     settings = {"dtype": "auto", "log_level": "warning", "tp_size": 1, **given}
     settings.setdefault("skip_tokenizer_init", not (given.get("tokenizer_path") or folder.has_tokenizer()))
