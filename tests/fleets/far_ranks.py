@@ -43,6 +43,10 @@ def node(_: object) -> str:
     return ray.get_runtime_context().get_node_id()
 
 
+def shut_down(actor: FarRollout) -> None:
+    actor.llm.shutdown()
+
+
 def pid(_: object) -> int:
     return os.getpid()
 
@@ -79,6 +83,8 @@ def main(folder: Path) -> None:
             sync.settle(patient(120))
             check(sync, trainer, 3)
             update(sync, trainer, 4)
+            # Otherwise vLLM's core outlives its actor.
+            ray.get(sync.engines()["far"].__ray_call__.remote(shut_down))
     finally:
         ray.shutdown()
         cluster.shutdown()
