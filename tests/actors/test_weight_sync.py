@@ -482,9 +482,9 @@ def by_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     called: set[str] = set()
     call = Link.call
 
-    async def noted(link: Link, name: str, *args: object) -> Any:
+    async def noted(link: Link, name: str, *args: object, part: str) -> Any:
         called.add(name)
-        return await call(link, name, *args)
+        return await call(link, name, *args, part=part)
 
     monkeypatch.setattr(Link, "call", noted)
     return called
