@@ -43,6 +43,10 @@ def node(_: object) -> str:
     return ray.get_runtime_context().get_node_id()
 
 
+def shut_down(actor: FarRollout) -> None:
+    actor.llm.shutdown()
+
+
 def pid(_: object) -> int:
     return os.getpid()
 
@@ -55,7 +59,8 @@ def main(folder: Path) -> None:
         initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, "resources": {"head": 1}}
     )
     cluster.add_node(num_cpus=1, num_gpus=1)
-    env = ENV | {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    # vLLM's core joins a cluster by itself, and this host may have others.
+    env = ENV | {"PYTHONPATH": os.environ["PYTHONPATH"], "RAY_ADDRESS": cluster.address}
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": env})
     on_head = ray.remote(num_cpus=0, resources={"head": 0.01})
     trainer = on_head(TransformersTrainer).remote(model)
@@ -79,6 +84,8 @@ def main(folder: Path) -> None:
             sync.settle(patient(120))
             check(sync, trainer, 3)
             update(sync, trainer, 4)
+            # Otherwise vLLM's core outlives its actor.
+            ray.get(sync.engines()["far"].__ray_call__.remote(shut_down))
     finally:
         ray.shutdown()
         cluster.shutdown()

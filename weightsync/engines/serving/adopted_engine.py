@@ -39,7 +39,7 @@ class AdoptedEngine(EngineRanks):
             self._serving = serving
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
         self._wake(WEIGHTS)
-        self.on_ranks("settle")
+        self._settle()
 
     def serving(self) -> int:
         """Return the version being served, 0 while paused."""
@@ -48,6 +48,10 @@ class AdoptedEngine(EngineRanks):
     def close(self) -> None:
         """Disconnect from the holders. The engine itself continues."""
         self.on_ranks("close")
+
+    def _settle(self) -> None:
+        """Wait for a step that ranks may still run with the old weights."""
+        self.on_ranks("settle")
 
     @abstractmethod
     async def _pause(self, mode: str) -> None:

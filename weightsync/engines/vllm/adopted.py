@@ -12,6 +12,7 @@ from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
+from weightsync.engines.vllm.api import pause_waits
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
 
@@ -80,6 +81,10 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         else:
             await llm.pause_generation(mode=mode, clear_cache=True)
 
+    def _settle(self) -> None:
+        if not pause_waits():
+            super()._settle()
+
     def resume(self, version: int) -> None:
         """Serve `version`.
 
@@ -99,7 +104,15 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         await self._llm.resume_generation()
 
     async def _resume(self) -> bool:
-        """Resume vLLM, and return True if it was paused until then."""
+        """Resume vLLM, and return True if it was paused until then.
+
+        vLLM's core answers calls in the order in which they are sent. vLLM sends `is_paused` in a later task,
+        so that a `resume_generation` of the same moment would come first.
+        """
+        core = getattr(self._llm, "engine_core", None)
+        if call := getattr(core, "call_utility_async", None):
+            answers = await asyncio.gather(call("is_scheduler_paused"), call("resume_scheduler"))
+            return bool(answers[0])
         was_paused = await self._llm.is_paused()
         await self._llm.resume_generation()  # which changes nothing if it was not paused
         return was_paused

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -284,6 +285,16 @@ def _has_drawn_scales(module: torch.nn.Module) -> bool:
     if getattr(module, "kv_cache_dtype", "auto") in _FULL_CACHES:
         return False
     return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
+
+
+@functools.cache
+def pause_waits() -> bool:
+    """Return True if a pause of this vLLM waits for the last step on all ranks' devices, as from 0.31 on."""
+    if not importlib.util.find_spec("vllm"):
+        return False
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    return hasattr(WorkerBase, "synchronize_device")
 
 
 def asleep() -> set[str]:
