@@ -88,12 +88,20 @@ class LostEngines:
         link = server.link
         with suppress(WeightSyncError):
             await link.dialled()
-        while lost := [name for name, silent in self.silent.items() if silent is server]:
+        while names := [
+            name for name, each in self._registered().items() if each is server and self._waits(name)
+        ]:
             if link.has_ended:
                 return
-            for name in lost:
+            for name in names:
                 self._controller.events.publish(EngineBack(name))
-            await asyncio.sleep(_AGAIN_S)  # it may not be heard while it is being given up
+            await asyncio.sleep(_AGAIN_S)  # it may not be known to be lost yet, or is being given up
+
+    def _waits(self, name: str) -> bool:
+        """Return True if a server's engine is lost, or if its next process has joined."""
+        member = self._fleet.engines.get(name)
+        is_new = member is not None and isinstance(member.peer, Remote) and member.peer.has_new_link
+        return is_new or name in self.silent
 
     def can_respawn(self, name: str) -> bool:
         """Return True if `respawn` can replace an engine."""

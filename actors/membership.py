@@ -31,7 +31,7 @@ from weightsync.actors.ray.remote import (
 )
 from weightsync.actors.ray.watch import Watches
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
+from weightsync.actors.servers.handle import EngineHandle, JoinedServer
 from weightsync.actors.servers.rank import JoinedRank, TrainerHandle, in_update
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -460,7 +460,4 @@ def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
 
 
 def _has_new_link(peer: object) -> bool:
-    """Return True for a process that has joined again, or may, since it was connected."""
-    if not isinstance(peer, Remote) or not isinstance(peer.handle, Joined):
-        return False
-    return peer.node is not peer.handle.link
+    return isinstance(peer, Remote) and peer.has_new_link

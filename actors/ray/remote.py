@@ -26,7 +26,7 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
-from weightsync.actors.servers.handle import ProcessHandle
+from weightsync.actors.servers.handle import Joined, ProcessHandle
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, TlsFiles
@@ -110,6 +110,11 @@ class Remote:
     def key(self) -> Hashable:
         """Identity: equal for peers that call the same actor, or the same part of an actor."""
         return self.handle, self.adoption and self.adoption.key
+
+    @property
+    def has_new_link(self) -> bool:
+        """Return True for a process that has joined again, or may, since it was connected."""
+        return isinstance(self.handle, Joined) and self.node is not self.handle.link
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
