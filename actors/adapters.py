@@ -53,7 +53,7 @@ class Adapter:
         """
         Args:
             trained: PEFT's name of the adapter.
-            processes: those of the holders of all adapters.
+            processes: the processes of the holders of all adapters.
             door: where processes that Ray did not start have joined.
         """
         self.spec, self._trained, self._dtype = spec, trained, ""

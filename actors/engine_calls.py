@@ -305,9 +305,10 @@ class EngineCalls(Claimable):
         return dataclasses.replace(placement, device=device) if device else placement
 
     def _there(self, placement: Placement, at: RankHost) -> Placement:
-        """Return the placement of a rank of which `at` is the host, and `placement` that of this process.
+        """Return a rank's placement.
 
-        Raises ConfigError for a rank on another host, if Ray did not start it.
+        `at` is the rank's host. `placement` is this process's placement. Raises ConfigError for a rank on
+        another host that Ray did not start.
         """
         if not at.node and at.host != this_host():
             remedy = f"start all ranks on {this_host()}, or by vLLM's executor ray: each needs a holder there"

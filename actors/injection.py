@@ -19,7 +19,7 @@ class Injection:
         self._armed = set[int]()
 
     async def begin(self, plan: FaultPlan) -> None:
-        """Replace all faults by those of `plan` that name no version."""
+        """Drop all faults, and set the faults of `plan` that name no version."""
         self._plan, self._armed = plan, set()
         calls = {process: peer.set_faults(process, (), plan.seed) for process, peer in self._peers().items()}
         (await gather_named(calls, "set_faults", self._timeout_s)).require()

@@ -71,5 +71,5 @@ async def update_together(parts: Mapping[str, JointPart], version: int, held: Fu
     errors = {name: its for name, its in done.items() if isinstance(its, BaseException)}
     if errors:
         raise errors.get(joint.failed) or next(iter(errors.values()))
-    reports = {name: its for name, its in done.items() if not isinstance(its, BaseException)}
+    reports = {name: made for name, made in done.items() if not isinstance(made, BaseException)}
     return replace(next(iter(reports.values())), components=reports)

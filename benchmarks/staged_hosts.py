@@ -50,7 +50,7 @@ def rows(
 
 
 class _History:
-    """Updates of which each one changes a fraction of the version before."""
+    """Updates. Each update changes a fraction of the previous version."""
 
     def __init__(self, rig: Rig, received: Callable[[], int]) -> None:
         self._rig, self._received = rig, received

@@ -49,7 +49,7 @@ async def pass_on(
             return
         if adapters and asked.background:
             await _refuse(
-                send, 400, "background: leave it out, since an adapter's version may change meanwhile"
+                send, 400, "background: leave it out, since the adapter may change before the answer"
             )
             return
         await app(scope, receive_again, send)

@@ -304,28 +304,3 @@ def test_ranks_settle_unless_vllms_pause_has_waited_for_them(
     engine.pause("keep", patient(5))
     assert llm.paused
     assert ("settle" in dict(llm.asked)) is not waits
-
-
-@pytest.mark.parametrize("paused", [True, False])
-def test_one_call_to_vllms_core_asks_and_resumes(adopted: tuple[FakeVllm, AdoptedVllm], paused: bool) -> None:
-    """The core gets both messages at once, in order, and answers each when it comes."""
-    llm, engine = adopted
-    sent: list[str] = []
-
-    async def call(method: str) -> bool | None:
-        sent.append(method)
-        await asyncio.sleep(0)
-        was, llm.paused = llm.paused, llm.paused and method != "resume_scheduler"
-        return was if method == "is_scheduler_paused" else None
-
-    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
-    engine.pause("keep", patient(5))
-    engine.load(1, patient(1))
-    llm.paused, llm.engine_core = paused, SimpleNamespace(call_utility_async=call)
-    if paused:
-        engine.resume(1)
-    else:
-        with pytest.raises(StateError, match="somebody resumed vLLM"):
-            engine.resume(1)
-    assert sent == ["is_scheduler_paused", "resume_scheduler"]
-    assert engine.serving() == int(paused)

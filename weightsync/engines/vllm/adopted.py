@@ -106,13 +106,9 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
     async def _resume(self) -> bool:
         """Resume vLLM, and return True if it was paused until then.
 
-        vLLM's core answers calls in the order in which they are sent. vLLM sends `is_paused` in a later task,
-        so that a `resume_generation` of the same moment would come first.
+        One call after the other: vLLM sends `is_paused` in a later task, so that a `resume_generation` of the
+        same moment would come first.
         """
-        core = getattr(self._llm, "engine_core", None)
-        if call := getattr(core, "call_utility_async", None):
-            answers = await asyncio.gather(call("is_scheduler_paused"), call("resume_scheduler"))
-            return bool(answers[0])
         was_paused = await self._llm.is_paused()
         await self._llm.resume_generation()  # which changes nothing if it was not paused
         return was_paused
