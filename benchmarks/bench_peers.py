@@ -264,6 +264,8 @@ def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
             options |= {"weight_transfer_config": {"backend": spec["backend"]}}
             if spec["backend"] == "sharded_rdt":
                 options |= {"distributed_executor_backend": "ray"}
+                # Without the address, vLLM's engine core starts a cluster of its own.
+                env |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
             engine = spawn(OwnVllm, directory, model, options, gpu=pair[1], env=env)
             stage("vLLM and the trainer start")
             ray.get([engine.synchronize.remote(), trainer.used.remote()])

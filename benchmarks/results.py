@@ -57,8 +57,9 @@ def _cases(record: Row) -> Iterator[tuple[str, str, str]]:
         # `bench_adapters` has both in one row.
         theirs = [f"{row['theirs ms']:.1f} ({row['theirs range']})" for row in ours if "theirs ms" in row]
         case = f", {kind}" if len({*kinds}) > 1 else ""
-        if others and ours:
+        if others and (ours or "system" in others[0]):  # the file may have peers alone
             theirs.append(_quickest(others))
+            others = []
         yield case, _quickest(ours or others), "".join(theirs)
 
 
@@ -67,6 +68,8 @@ def _clock(row: Row) -> str:
 
 
 def _quickest(rows: list[Row]) -> str:
+    if not rows:
+        return ""
     clock = _clock(rows[0])
     row = min(rows, key=lambda row: row[f"{clock} ms"])
     name = row.get("system", row.get("way", "")) if "publish ms" not in row else ""

@@ -38,7 +38,10 @@ class AdapterTrainer(TrainerShard):
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
+        # torch's own attention may want a newer cuDNN than there is.
+        base = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation="eager"
+        ).cuda()
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
