@@ -199,7 +199,8 @@ class SyncReport:
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp``, ``zeromq`` or
             ``curve``.
         spans: by process, names and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
-            ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
+            ``move`` of ``holder 0``, if versions are staged also the parts' ``save``, ``delta``, ``copy`` and
+            ``digest``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
             has no spans.
         components: the reports of all components, if the update had several. The other fields are of the
             first component.

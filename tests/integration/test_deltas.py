@@ -16,6 +16,7 @@ from weightsync.errors import ReadError, TransportError, WeightSyncError
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.messages import StagedPart, StageTask
+from weightsync.protocol.timing import seconds_of
 
 DELTAS = replace(CONFIG, stage="host", deltas="always")
 NUM_ELEMENTS = 40 * 30 + 30 + 30 * 5 + 5
@@ -95,6 +96,8 @@ def test_hosts_get_what_changed_and_engines_hold_the_version() -> None:
             few = version > 1
             assert report.ways == {"holder 0": "mapped, delta" if few else "mapped"}
             assert (report.bytes_from["holder 0"] < 4 * NUM_ELEMENTS) == few
+            assert [span.name for span in report.spans["holder 0"]] == ["save", "delta"]
+            assert [span.name for span in report.spans["holder 1"]] == ["copy", "digest"]
         saved = loop.tasks[-1].deltas[0]
         assert saved.base == 5
         assert saved.nbytes < 100, "nothing changed"
@@ -222,7 +225,7 @@ def test_only_the_first_delta_allocates_memory_and_links_are_not_judged_by_it(
             await loop.controller.update(version)
             assert len([nbytes for nbytes in made if nbytes > HEADER_NBYTES]) == 3, "of each holder"
             assert loop.holds()
-        assert [each.seconds for each in copied] == [0, 0, 0]
+        assert [seconds_of(each.spans, "copy") for each in copied] == [0, 0, 0]
         assert [task.deltas[0].seconds for task in loop.tasks[1:]] == [0, 0, 0]
 
     drive_apart(work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from weightsync.protocol.messages import (
     StageTask,
     StagingMemory,
 )
+from weightsync.protocol.timing import PhaseClock
 from weightsync.readers.mapped import can_map
 
 if TYPE_CHECKING:
@@ -75,10 +75,14 @@ class StagedParts:
         if task.save:
             if content is None:
                 raise StateError(f"{self._store.name} has nothing to stage: it is being connected again")
-            offer = self._store.snapshot(task.save, task.expected, content, turn)
-            saved = self._staged(task, task.save, offer)
-            delta = self._deltas.make(task.save) if task.delta else None
-            staged.append(replace(saved, delta=delta))
+            clock, delta = PhaseClock(), None
+            with clock.phase("save"):
+                offer = self._store.snapshot(task.save, task.expected, content, turn)
+            saved = self._staged(task, task.save, offer, clock)
+            if task.delta:
+                with clock.phase("delta"):
+                    delta = self._deltas.make(task.save)
+            staged.append(replace(saved, delta=delta, spans=clock.spans))
         staged += [self._copied(task, copy, timeout_s, turn) for copy in task.copies]
         if task.to_device:
             self._to_device(task.to_device, timeout_s)
@@ -87,17 +91,17 @@ class StagedParts:
     def _copied(self, task: StageTask, copy: SnapshotPart, timeout_s: float, turn: int) -> StagedPart:
         if delta := task.deltas.get(copy.header.part):
             self._deltas.reserve(copy.header.part, delta)  # once, so that the link is not judged by it
-        began = time.perf_counter()
-        way, offer = "mapped" if can_map(copy.offer) else copy.offer.protocol, None
-        if delta:
-            offer = self._deltas.copy(copy, delta, timeout_s, turn)
-        if delta and offer:
-            way, nbytes = f"{way}, delta", delta.nbytes
-        else:
-            offer = self._store.replicate(copy, timeout_s, turn)
-            nbytes = copy.offer.memory.nbytes - HEADER_NBYTES
-        seconds = time.perf_counter() - began
-        return replace(self._staged(task, copy.header, offer), way=way, nbytes=nbytes, seconds=seconds)
+        clock, way, offer = PhaseClock(), "mapped" if can_map(copy.offer) else copy.offer.protocol, None
+        with clock.phase("copy"):
+            if delta:
+                offer = self._deltas.copy(copy, delta, timeout_s, turn)
+            if delta and offer:
+                way, nbytes = f"{way}, delta", delta.nbytes
+            else:
+                offer = self._store.replicate(copy, timeout_s, turn)
+                nbytes = copy.offer.memory.nbytes - HEADER_NBYTES
+        staged = self._staged(task, copy.header, offer, clock)
+        return replace(staged, way=way, nbytes=nbytes, spans=clock.spans)
 
     def _to_device(self, snapshot: Snapshot, timeout_s: float) -> None:
         held = self._store.parts(snapshot)
@@ -107,7 +111,7 @@ class StagedParts:
             raise StateError(f"{self._store.name} does not write its engine's weights any more")
         second.fill(snapshot, held, self._engine, timeout_s)
 
-    def _staged(self, task: StageTask, header: SnapshotHeader, offer: Offer) -> StagedPart:
+    def _staged(self, task: StageTask, header: SnapshotHeader, offer: Offer, clock: PhaseClock) -> StagedPart:
         held = self._store.held(header)
         if held is None:
             raise StateError(f"{self._store.name}: part {header.part} was replaced while it was staged")
@@ -115,7 +119,8 @@ class StagedParts:
         if not task.digests:
             return StagedPart(header.part, offer, None)
         table = self._tables[held.bytes.data_ptr()]
-        table.run_all()
+        with clock.phase("digest"):
+            table.run_all()
         return StagedPart(header.part, offer, fingerprint(table.digests()))
 
 

@@ -241,7 +241,8 @@ class StagedPart:
         fingerprint: the fingerprint of the bytes there; None if they were not digested.
         way: how the part was copied from another holder, "" if it was saved here.
         nbytes: the bytes that were copied.
-        seconds: how long copying took.
+        spans: when the holder began to ``save`` the part and make its ``delta``, or to ``copy`` it, and to
+            ``digest`` it, and the durations.
         delta: what changed in the saved part, if the task asked for it and a committed version is there.
     """
 
@@ -250,7 +251,7 @@ class StagedPart:
     fingerprint: Fingerprint | None
     way: str = ""
     nbytes: int = 0
-    seconds: float = 0.0
+    spans: Sequence[Span] = ()
     delta: Delta | None = None
 
 

@@ -7,6 +7,7 @@ import pytest
 from weightsync.driver.snapshots.delta_choice import LOOK_AGAIN, DeltaChoice
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import Delta, StagedPart
+from weightsync.protocol.timing import Span
 
 NBYTES = 10**9
 SLOW, FAST = 10**8, 10**10
@@ -21,7 +22,7 @@ def made(nbytes: int, seconds: float = 1.0) -> Delta:
 
 
 def copied(nbytes: int, seconds: float) -> StagedPart:
-    return StagedPart(0, OFFER, None, "zeromq", nbytes, seconds)
+    return StagedPart(0, OFFER, None, "zeromq", nbytes, [Span("copy", 0.0, seconds)])
 
 
 def run(choice: DeltaChoice, rate: float, delta: Delta, num: int, apply_s: float = 0.5) -> list[str]:

@@ -191,7 +191,10 @@ VALUES: Mapping[str, tuple[Any, st.SearchStrategy[Any]]] = {
         StagingMemory,
         st.builds(StagingMemory, by(numbers, several(offers)), st.booleans(), text),
     ),
-    "StagedPart": (StagedPart, st.builds(StagedPart, numbers, offers, st.none() | words(3), text, numbers)),
+    "StagedPart": (
+        StagedPart,
+        st.builds(StagedPart, numbers, offers, st.none() | words(3), text, numbers, several(spans)),
+    ),
     "Refilled": (
         Refilled,
         st.builds(Refilled, by(text, numbers), by(text, text), seconds, several(text)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightsync.protocol.messages import Delta, StagedPart
+from weightsync.protocol.timing import seconds_of
 from weightsync.text import size_text
 
 logger = logging.getLogger("weightsync.driver")
@@ -78,10 +79,11 @@ class DeltaChoice:
     def note(self, link: Link, copied: StagedPart, nbytes: int) -> None:
         """Learn from a copy of a part of `nbytes` bytes. Logs when a link changes to deltas, or back."""
         known, has_delta = self._known(link), copied.nbytes != nbytes
+        seconds = seconds_of(copied.spans, "copy")
         if has_delta:
-            known.apply_s = max(0.0, copied.seconds - known.seconds(copied.nbytes))
+            known.apply_s = max(0.0, seconds - known.seconds(copied.nbytes))
         else:
-            known.rate = copied.nbytes / max(copied.seconds, 1e-9)
+            known.rate = copied.nbytes / max(seconds, 1e-9)
             known.apply_s *= _FADING
         if known.has_delta != has_delta:
             known.has_delta, (part, home) = has_delta, link

@@ -28,6 +28,7 @@ from weightsync.protocol.messages import (
     StagingMemory,
     combine,
 )
+from weightsync.protocol.timing import Span
 
 logger = logging.getLogger("weightsync.driver")
 
@@ -53,6 +54,13 @@ class StagedVersion:
     nodes: Mapping[str, Mapping[int, StagedPart]]
     copied: Refilled
     on_device: frozenset[int] = frozenset()
+
+    @property
+    def spans(self) -> Mapping[str, Sequence[Span]]:
+        """Time spans per holder: `StagedPart.spans` of the holder's parts."""
+        return {
+            f"holder {i}": [span for each in parts for span in each.spans] for i, parts in self.parts.items()
+        }
 
     def snapshot(self, node: str, holder: int) -> Snapshot:
         """Return the version as the rank of `holder`, on host `node`, takes it."""

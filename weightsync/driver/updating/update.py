@@ -128,6 +128,7 @@ class Update:
             with self._clock.phase("stage"):
                 stage = self._parts.stager.stage(self._version, self._connection, publication, self._takers)
                 self.staged = await stage
+            self.spans |= self.staged.spans
         if self._joint:
             await self._joint.before_pause()
         with self._clock.phase("pause"):
