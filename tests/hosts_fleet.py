@@ -19,8 +19,8 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.updating.controller import Controller
 from weightsync.engines.loading.live_writer import LiveWriter
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.holder import Holder
-from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer

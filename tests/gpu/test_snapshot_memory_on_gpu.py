@@ -14,7 +14,8 @@ import torch
 
 from tests.patience import patient
 from weightsync.holder.device_staging import DeviceStaging
-from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import PART_NBYTES, SharedBuffer
 from weightsync.protocol.messages import SnapshotHeader

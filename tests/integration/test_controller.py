@@ -27,7 +27,8 @@ from weightsync.errors import (
     ReadError,
     StateError,
 )
-from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import SnapshotStore
 from weightsync.holder.staging import HostStaging
 from weightsync.protocol.messages import PublishTask
 from weightsync.report import Link

@@ -13,10 +13,10 @@ import torch
 
 from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.quantizing_copy import QuantizingCopy, sources_on
 from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
-from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory import cuda
 from weightsync.memory.device import DeviceBuffer, MappedTensors
 from weightsync.memory.host import SharedBuffer

@@ -12,7 +12,8 @@ import torch
 
 from tests.kernel_doubles import Runtime, Stream, use_runtime
 from weightsync.holder.device_staging import DeviceStaging
-from weightsync.holder.snapshots import FlatSnapshot, Held, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import Held, SnapshotStore
 from weightsync.protocol.messages import SnapshotHeader
 
 HEADER = SnapshotHeader(1, "layout", 0)
