@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
@@ -84,11 +84,57 @@ class Held:
         return _body(self.buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class MappedParts:
+    """Other holders' parts in memory that this process maps, by number."""
+
+    _held: dict[int, list[Held]] = field(default_factory=dict)
+    _mapping: threading.Lock = field(default_factory=threading.Lock)
+
+    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
+        """Map and page-lock other holders' parts, so that no refill waits for it.
+
+        `offers` has all memory of each part. Other mapped memory of these parts is unmapped. Raises
+        PeerLostError if a holder is gone.
+        """
+        with self._mapping:  # a call that the driver has given up may still run
+            for part, its in offers.items():
+                self._map(part, its)
+
+    def _map(self, part: int, offers: Sequence[Offer]) -> None:
+        before = {held.buffer.handle: held for held in self._held.pop(part, ())}
+        now = self._held[part] = []
+        try:
+            for offer in offers:
+                if (held := before.pop(offer.memory, None)) is None:
+                    held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
+                    held.buffer.pin(in_parts=True)
+                now.append(held)
+        finally:
+            for held in before.values():
+                held.buffer.close()
+
+    def find(self, header: SnapshotHeader) -> Held | None:
+        """Return the part that `header` describes, if it is mapped."""
+        return next((held for held in self._held.get(header.part, ()) if held.header == header), None)
+
+    def close(self) -> None:
+        """Unmap all parts, once nothing is mapped any more."""
+        with self._mapping:
+            while self._held:
+                for held in self._held.popitem()[1]:
+                    held.buffer.close()
+
+
 class SnapshotStore:
     """A holder's snapshots: the latest version of each part.
 
     Parts of the next version are staged in spare memory, so that the snapshots stay. A call with a `turn` of
     `begin_staging` fills the spare memory; `keep` then exchanges the two.
+
+    Attributes:
+        mapped: the mapped snapshots of other holders on this host.
+        received: the memory of `reserve_received`, by part. Use it while `receiving` the part.
     """
 
     def __init__(
@@ -103,12 +149,12 @@ class SnapshotStore:
         self._shares: dict[int, _Served] = {}
         self._spares: dict[int, _Served] = {}
         self._deltas: dict[int, _Served] = {}
-        self._received: dict[int, SharedBuffer] = {}
+        self.received: dict[int, SharedBuffer] = {}
         self._kept: dict[int, SnapshotPart] = {}
         self._staged: dict[int, SnapshotPart] = {}
-        self._mapped: dict[int, list[Held]] = {}
+        self.mapped = MappedParts()
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._reserving, self._mapping = set[int](), threading.Lock()
+        self._reserving = set[int]()
         self._turn, self._closed = 0, False
 
     def reserve(self, part: int, nbytes: int) -> Offer:
@@ -135,9 +181,9 @@ class SnapshotStore:
         for part in self._spares.keys() - parts.keys():
             with self._changing[part]:
                 self._staged.pop(part, None)
-                self._drop(self._spares, part)
-                self._drop(self._deltas, part)
-                self._drop_received(part)
+                _drop(self._spares, part)
+                _drop(self._deltas, part)
+                _drop_received(self.received, part)
         for part, nbytes in parts.items():
             self.reserve(part, nbytes)
             with self._changing[part]:
@@ -150,29 +196,6 @@ class SnapshotStore:
         with self._changing[-1]:
             self._turn += 1
             return self._turn
-
-    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
-        """Map and page-lock other holders' parts, so that no refill waits for it.
-
-        `offers` has all memory of each part. Other mapped memory of these parts is unmapped. Raises
-        PeerLostError if a holder is gone.
-        """
-        with self._mapping:  # a call that the driver has given up may still run
-            for part, its in offers.items():
-                self._map(part, its)
-
-    def _map(self, part: int, offers: Sequence[Offer]) -> None:
-        before = {held.buffer.handle: held for held in self._mapped.pop(part, ())}
-        now = self._mapped[part] = []
-        try:
-            for offer in offers:
-                if (held := before.pop(offer.memory, None)) is None:
-                    held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
-                    held.buffer.pin(in_parts=True)
-                now.append(held)
-        finally:
-            for held in before.values():
-                held.buffer.close()
 
     def snapshot(
         self,
@@ -202,7 +225,7 @@ class SnapshotStore:
         with self._changing[part]:
             self._check(0)
             if part not in self._deltas or self._deltas[part][0].handle.nbytes < nbytes:
-                self._drop(self._deltas, part)
+                _drop(self._deltas, part)
                 self._deltas[part] = self._serve(nbytes + nbytes // 4)  # most versions change as much
             buffer, server = self._deltas[part]
             _write_header(buffer, None)
@@ -217,20 +240,15 @@ class SnapshotStore:
         """
         with self._changing[part]:
             self._check(0)
-            held = self._received.get(part)
+            held = self.received.get(part)
             if held is None or held.handle.nbytes < HEADER_NBYTES + nbytes:
-                self._drop_received(part)
+                _drop_received(self.received, part)
                 size = HEADER_NBYTES + nbytes + nbytes // 4  # most versions change as much
-                self._received[part] = SharedBuffer.create(size, in_parts=True)
-
-    def received(self, part: int) -> SharedBuffer:
-        """Return the memory of `reserve_received`. Call it while `receiving` the part."""
-        return self._received[part]
+                self.received[part] = SharedBuffer.create(size, in_parts=True)
 
     def held(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
-        mapped = self._mapped.get(header.part, ())
-        return self.own(header) or next((held for held in mapped if held.header == header), None)
+        return self.own(header) or self.mapped.find(header)
 
     def own(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved or staged in this holder's memory."""
@@ -282,7 +300,7 @@ class SnapshotStore:
             kept = self._kept.get(part)
             if part in self._shares and part not in self._spares and (not kept or kept.header == header):
                 self._kept.pop(part, None)
-                self._drop(self._shares, part)
+                _drop(self._shares, part)
 
     def keep(self, version: int) -> None:
         """Make the staged parts of `version` the snapshots. Snapshots of parts without spare memory go."""
@@ -294,7 +312,7 @@ class SnapshotStore:
                     self._kept[part] = staged
                 elif part not in self._spares:
                     self._kept.pop(part, None)
-                    self._drop(self._shares, part)
+                    _drop(self._shares, part)
 
     def memory(self, part: int) -> Sequence[torch.Tensor]:
         """Return where versions of a part are saved, without headers: each uint8[nbytes]."""
@@ -344,12 +362,9 @@ class SnapshotStore:
         for part, changing in [*self._changing.items()]:
             with changing:
                 for taken in (self._shares, self._spares, self._deltas):
-                    self._drop(taken, part)
-                self._drop_received(part)
-        with self._mapping:
-            while self._mapped:
-                for held in self._mapped.popitem()[1]:
-                    held.buffer.close()
+                    _drop(taken, part)
+                _drop_received(self.received, part)
+        self.mapped.close()
 
     def _check(self, turn: int) -> None:
         if self._closed:
@@ -366,7 +381,7 @@ class SnapshotStore:
         self._known(turn).pop(part, None)
         taken = self._spares if turn else self._shares
         if not _fits(taken, part, nbytes):
-            self._drop(taken, part)
+            _drop(taken, part)
             taken[part] = self._serve(HEADER_NBYTES + nbytes)
         _write_header(taken[part][0], None)
         return taken[part]
@@ -380,16 +395,17 @@ class SnapshotStore:
             raise
         return buffer, server
 
-    def _drop_received(self, part: int) -> None:
-        if held := self._received.pop(part, None):
-            held.close()
 
-    @staticmethod
-    def _drop(taken: dict[int, _Served], part: int) -> None:
-        if part in taken:
-            buffer, server = taken.pop(part)
-            server.close()
-            buffer.close()
+def _drop(taken: dict[int, _Served], part: int) -> None:
+    if part in taken:
+        buffer, server = taken.pop(part)
+        server.close()
+        buffer.close()
+
+
+def _drop_received(received: dict[int, SharedBuffer], part: int) -> None:
+    if held := received.pop(part, None):
+        held.close()
 
 
 def _fits(taken: Mapping[int, _Served], part: int, nbytes: int) -> bool:

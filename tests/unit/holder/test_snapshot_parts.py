@@ -47,7 +47,7 @@ def test_own_and_mapped_snapshots_are_copied_both_ways(
     saving, mapping = stores
     offer = saving.snapshot(HEADER, np.zeros(1, np.uint64), flat)
     num_locks = len(runtime.locked)
-    mapping.map({0: [offer]})
+    mapping.mapped.map({0: [offer]})
     assert num_locks > 10
     assert len(runtime.locked) > num_locks + 10
     assert max(runtime.locked.values()) == 512
