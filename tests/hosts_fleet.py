@@ -183,7 +183,7 @@ class Staging(HostStaging):
     def __init__(self, plan: Plan, index: int, send_buffer: SharedBuffer | None, receives: bool) -> None:
         super().__init__(plan, index, send_buffer, receives)
         self._plan, self.writes, self._direct_copy = plan, False, None
-        self.quantizes = False
+        self.quantizing = None
         self.mapped, self.source, self.target, self.flat = self, {}, {}, None
         self._targets: list[SharedBuffer] = []
 
