@@ -283,8 +283,8 @@ class EngineGroup:
     ) -> dict[str, T]:
         named = {f"engine {name}": call for name, call in calls.items()}
         outcome = await gather_named(named, phase, (timeout_s or self._config.timeout_s) + GRACE_S)
-        failures = outcome.failures
-        self.blame(phase, {name: failures[it] for name in calls if (it := f"engine {name}") in failures})
+        if outcome.failures:
+            self.blame(phase, {name.removeprefix("engine "): e for name, e in outcome.failures.items()})
         return {
             name: outcome.answers[f"engine {name}"] for name in calls if f"engine {name}" in outcome.answers
         }
