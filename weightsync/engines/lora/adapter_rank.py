@@ -60,6 +60,8 @@ class AdapterRank:
         """Reserve the slots. Raises as `AdapterSlots.reserve`."""
         self._rank, self._spec, self._slots, self._numbers = rank, spec, slots, tuple(numbers)
         self._held = {slot.number: slot for slot in slots.reserve(spec, numbers)}
+        self._slot_layout = next(iter(self._held.values())).layout
+        self._device = next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
         self._received: ReceiveBuffer | None = None
         if self._device.type == "cuda":
             self._received = ReceiveBuffer(self._slot_layout, self._device)
@@ -138,14 +140,6 @@ class AdapterRank:
     def _on_device(self) -> AbstractContextManager[None]:
         """Return a context in which this thread uses the rank's device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
-    @property
-    def _slot_layout(self) -> RankLayout:
-        return next(iter(self._held.values())).layout
-
-    @property
-    def _device(self) -> torch.device:
-        return next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
 
     def _disconnect(self) -> None:
         self._writers = {}
