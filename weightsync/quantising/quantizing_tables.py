@@ -104,7 +104,7 @@ class QuantizingTables:
         with torch.cuda.device(device):
             self._wholes, self._stored = (
                 torch.zeros((2, num), dtype=torch.int64, device=device)
-                for num in (len(plan.tensors), len(places.names))
+                for num in (len(plan.tensors), len(places.numbers))
             )
 
     def bind(self, memory: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ class QuantizingTables:
         if memory.data_ptr() == self._base:
             return
         steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
-        if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
+        if missing := sorted(set(self.places.numbers).difference(*(step.names for step in steps))):
             raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
         self._write = _copy_table([step.copies for step in steps])
         self._take = _copy_table([self._copies(bucket, memory) for bucket in range(self._plan.num_buckets)])
@@ -230,7 +230,7 @@ class QuantizingTables:
             _require_dtype(meta.name, data, place)
             if part := piece.box.intersect(segment.box):
                 held = data[part.slices(piece.box)]
-                number = self.places.number(meta.name)
+                number = self.places.numbers[meta.name]
                 step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
 
     def _store(self, step: _Step, tensor: int, whole: torch.Tensor, scratch: _Scratch) -> None:
@@ -307,7 +307,7 @@ class QuantizingTables:
         start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
         into = place[start : start + num_rows]
         scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
-        values_number, scales_number = map(self.places.number, names)
+        values_number, scales_number = (self.places.numbers[name] for name in names)
         digests = MatrixDigests(
             tensor, meta.shape[1], values_number, scales_number, part.offset[0], part.offset[0]
         )
