@@ -140,13 +140,10 @@ class Adapter:
             for name, handle in engines.items():
                 if not self._members.knows(name, handle):
                     self._healer.forget(name)
-                    await self._take_in(name, handle)
-
-    async def _take_in(self, name: str, handle: EngineHandle) -> None:
-        try:
-            await self._members.join(name, handle)
-        except WeightSyncError as error:
-            logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
+                    try:
+                        await self._members.join(name, handle)
+                    except WeightSyncError as error:
+                        logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
 
     async def close(self, engines: Mapping[str, EngineHandle], timeout_s: float) -> None:
         """End the adapter's holders, and give the slots of `engines` back.

@@ -11,6 +11,7 @@ import ray
 from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.loop import LoopThread
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError
 from weightsync.sources.checkpoint.checkpoint_store import Reading
 
@@ -19,6 +20,7 @@ class CheckpointMethods:
     """Base of `WeightSync`, which sets the attributes."""
 
     _loop: LoopThread
+    _controller: Controller
     _members: Membership
     _stores: dict[str, FollowedStore]
 
@@ -109,6 +111,19 @@ class CheckpointMethods:
         """Return the checkpoint that is registered for a store of that name, or `name`."""
         return self._stores[name].checkpoint if name in self._stores else name
 
+    async def _choose(self, checkpoint: str) -> None:
+        """Choose the checkpoint of the next update, and wait until it is read.
+
+        Raises ConfigError if trainers are registered and a checkpoint is named, or neither.
+        """
+        if self._controller.plan is None:
+            return  # connect() has to come first
+        if self._members.trainers and checkpoint:
+            raise ConfigError("checkpoint", checkpoint, "leave it out: trainers are registered, and publish")
+        if not self._members.trainers:
+            await self._members.checkpoints.read(checkpoint)
+            self._members.checkpoints.published = checkpoint
+
     def unregister_checkpoint(self, name: str) -> None:
         """Free the memory of a checkpoint, or of a store's. Engines that serve it are not affected.
 
@@ -117,4 +132,9 @@ class CheckpointMethods:
         """
         if store := self._stores.pop(name, None):
             name = store.checkpoint
-        self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()
+
+        async def unregister() -> None:
+            await self._controller.snapshot_index.copied()  # holders copy snapshots from it
+            await self._members.checkpoints.unregister(name)
+
+        self._loop.submit(unregister).result()

@@ -22,7 +22,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
-from weightsync.driver.fleet import Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import WeightSyncError
@@ -89,19 +89,15 @@ class LostEngines:
         with suppress(WeightSyncError):
             await link.dialled()
         while names := [
-            name for name, each in self._registered().items() if each is server and self._waits(name)
+            name
+            for name, each in self._registered().items()
+            if each is server and (name in self.silent or _has_new_process(self._fleet.engines.get(name)))
         ]:
             if link.has_ended:
                 return
             for name in names:
                 self._controller.events.publish(EngineBack(name))
             await asyncio.sleep(_AGAIN_S)  # it may not be known to be lost yet, or is being given up
-
-    def _waits(self, name: str) -> bool:
-        """Return True if a server's engine is lost, or if its next process has joined."""
-        member = self._fleet.engines.get(name)
-        is_new = member is not None and isinstance(member.peer, Remote) and member.peer.has_new_link
-        return is_new or name in self.silent
 
     def can_respawn(self, name: str) -> bool:
         """Return True if `respawn` can replace an engine."""
@@ -133,7 +129,7 @@ class LostEngines:
             f"respawn() of engine {name}",
             "respawn",
             self._config.respawn_timeout_s,
-            when_late=lambda late: self._end_late(name, late),
+            when_late=lambda late: _end_late(name, late, self._registered()),
         )
         await self._place(name, handle)
         self._cut_off.discard(name)
@@ -153,12 +149,6 @@ class LostEngines:
                 return False
             await asyncio.sleep(max(0.0, began + heartbeat_s - time.monotonic()))
         return False
-
-    def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
-        known = self._registered().values()
-        if isinstance(handle, ActorHandle) and handle not in known and ray.is_initialized():
-            logger.warning("[engine %s] respawn() returned too late, its actor is killed", name)
-            ray.kill(handle)
 
     async def _check_holders(self, name: str) -> None:
         """Have the next update connect without the holders of a silent engine, if they are silent, too."""
@@ -189,3 +179,14 @@ class LostEngines:
         """Stop waiting for servers that joined again."""
         for returning in self._returning:
             returning.cancel()
+
+
+def _has_new_process(member: EngineMember | None) -> bool:
+    """Return True if the next process of an engine's server has joined."""
+    return member is not None and isinstance(member.peer, Remote) and member.peer.has_new_link
+
+
+def _end_late(name: str, handle: ActorHandle[Any], registered: Mapping[str, ActorHandle[Any]]) -> None:
+    if isinstance(handle, ActorHandle) and handle not in registered.values() and ray.is_initialized():
+        logger.warning("[engine %s] respawn() returned too late, its actor is killed", name)
+        ray.kill(handle)

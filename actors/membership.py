@@ -194,31 +194,13 @@ class Membership:
                 self._holders.standby(node, gpus.get(node, 0), len(self.engines))
         await self.checkpoints.register(name, files, nodes, exclude, stored, draft)
 
-    async def unregister_checkpoint(self, name: str) -> None:
-        """Unregister a checkpoint, after holders have copied their snapshots from it."""
-        await self._controller.snapshot_index.copied()
-        await self.checkpoints.unregister(name)
-
-    async def choose(self, checkpoint: str) -> None:
-        """Choose the checkpoint of the next update, and wait until it is read.
-
-        Raises ConfigError if trainers are registered and a checkpoint is named, or neither.
-        """
-        if self._controller.plan is None:
-            return  # connect() has to come first
-        if self.trainers and checkpoint:
-            raise ConfigError("checkpoint", checkpoint, "leave it out: trainers are registered, and publish")
-        if not self.trainers:
-            await self.checkpoints.read(checkpoint)
-            self.checkpoints.published = checkpoint
-
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
         self._expect({name: handle})
         engine, process = self._engine(name, handle), f"engine {name}"
-        asked = {process: self._placements_of(engine)}
+        asked = {process: _placements_of(self._claims, engine)}
         started = await gather_named(asked, "start", self._config.connect_timeout_s)
         placements = started.require()[process]
         others = {f"engine {live}": self._placements[live] for live in self._fleet.live() if live != name}
@@ -293,16 +275,6 @@ class Membership:
         """Return `error`, with the file at fault added if weights come from checkpoints."""
         return error if self.trainers else self.checkpoints.with_file(error)
 
-    async def _placement_of(self, trainer: RemoteTrainer, rank: int) -> Placement:
-        await self._claims.acquire(trainer)
-        placement = await trainer.placement()
-        await self._holders.begin(placement, rank)
-        return placement
-
-    async def _placements_of(self, engine: RemoteEngine) -> list[Placement]:
-        await self._claims.acquire(engine)
-        return await engine.placements()
-
     async def _place(self) -> None:
         """Ask all actors for their placements and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
@@ -313,7 +285,7 @@ class Membership:
         trainers = self._trainers()
         engines = {name: self._engine(name, h) for name, h in self.engines.items()}
         asked = {
-            f"engine {name}": self._placements_of(engine)
+            f"engine {name}": _placements_of(self._claims, engine)
             for name, engine in engines.items()
             if records[name].state is not EngineState.DEAD
         }
@@ -322,7 +294,10 @@ class Membership:
         timeout_s = self._config.timeout_s if again else self._config.connect_timeout_s
         of_trainers, of_engines = await asyncio.gather(
             gather_named(
-                {name: self._placement_of(each, rank) for rank, (name, each) in enumerate(trainers.items())},
+                {
+                    name: _placement_of(self._claims, self._holders, each, rank)
+                    for rank, (name, each) in enumerate(trainers.items())
+                },
                 "start",
                 timeout_s,
             ),
@@ -429,12 +404,6 @@ class Membership:
         if not member:
             await self.follow()
 
-    def processes(self) -> list[str]:
-        """Return the names of all processes as errors and fault plans use them."""
-        trainers = [f"trainer {i}" for i in range(len(self.trainers))]
-        holders = [*self._fleet.named_holders()]
-        return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
-
     async def close(self) -> None:
         """End the holders, hang up, and release the actors, so that another WeightSync can connect them."""
         self.lost.close()
@@ -444,6 +413,18 @@ class Membership:
         await self._links.close()
         await self._holders.ended()
         await self._claims.release()
+
+
+async def _placement_of(claims: Claims, holders: Holders, trainer: RemoteTrainer, rank: int) -> Placement:
+    await claims.acquire(trainer)
+    placement = await trainer.placement()
+    await holders.begin(placement, rank)
+    return placement
+
+
+async def _placements_of(claims: Claims, engine: RemoteEngine) -> list[Placement]:
+    await claims.acquire(engine)
+    return await engine.placements()
 
 
 def _same(trainers: Sequence[TrainerHandle], known: Sequence[TrainerHandle]) -> Sequence[TrainerHandle]:

@@ -250,7 +250,9 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         """
         if self._controller.plan is None:
             raise StateError("call connect() before inject()")
-        plan.check_processes(self._members.processes())
+        trainers = [f"trainer {i}" for i in range(len(self._members.trainers))]
+        engines = [f"engine {name}" for name in self._members.engines]
+        plan.check_processes([*trainers, *self._fleet.named_holders(), *engines])
         self._loop.submit(lambda: self._injection.begin(plan)).result()
 
     def update_weights(
@@ -418,7 +420,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
                 raise error
 
     def _as_part(self, checkpoint: str = "") -> JointPart:
-        prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
+        prepare, move = partial(self._choose, checkpoint), partial(self._move, checkpoint)
         return JointPart(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
 
     async def _move(

@@ -19,8 +19,8 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.updating.controller import Controller
 from weightsync.engines.loading.live_writer import LiveWriter
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.holder import Holder
-from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer
@@ -183,7 +183,7 @@ class Staging(HostStaging):
     def __init__(self, plan: Plan, index: int, send_buffer: SharedBuffer | None, receives: bool) -> None:
         super().__init__(plan, index, send_buffer, receives)
         self._plan, self.writes, self._direct_copy = plan, False, None
-        self.quantizes = False
+        self.quantizing = None
         self.mapped, self.source, self.target, self.flat = self, {}, {}, None
         self._targets: list[SharedBuffer] = []
 

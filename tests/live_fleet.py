@@ -9,8 +9,8 @@ import torch
 from tests.hosts_fleet import Hosts
 from tests.patience import patient
 from weightsync.config import SyncConfig
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.holder import Holder
-from weightsync.holder.snapshots import FlatSnapshot
 
 CONFIG = SyncConfig(
     bucket_bytes=4096,

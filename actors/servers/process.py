@@ -64,7 +64,7 @@ class JoinedProcess:
     def leave(self) -> None:
         """Take part no more, and end the holders."""
         self._over.set()
-        self._end_holders()
+        _end_all(self._holders)
 
     def _take_part(self) -> None:
         while not self._over.is_set():
@@ -82,7 +82,7 @@ class JoinedProcess:
                     logger.warning("[%s] waits for its driver at %s: %s", self._title, self._driver, why)
             if node and not node.welcomed.exception():
                 self._left(why)
-            self._end_holders()
+            _end_all(self._holders)
             self._over.wait(PAUSE_S)
 
     def _ask(self) -> NodeOffer:
@@ -134,8 +134,9 @@ class JoinedProcess:
             child.kill()
             await asyncio.to_thread(child.wait)
 
-    def _end_holders(self) -> None:
-        while self._holders:
-            _, child = self._holders.popitem()
-            child.kill()
-            child.wait()
+
+def _end_all(holders: dict[int, subprocess.Popen[bytes]]) -> None:
+    while holders:
+        _, child = holders.popitem()
+        child.kill()
+        child.wait()

@@ -327,7 +327,7 @@ def loop(fake: FakeServer | FakeLlm, threads: ThreadPoolExecutor) -> Iterator[Re
     loop = loop_of(fake)
     yield loop
     fake.permits.release(1000)
-    loop.close(TIMEOUT_S)
+    loop.thread.close(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module", params=_params())

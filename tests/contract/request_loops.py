@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.serving.request_loop import Made, Params, RequestLoop
+from weightsync.engines.serving.request_loop import Params, RequestLoop
+from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.vllm.stepper import Stepper
 
 TIMEOUT_S = patient(10)

@@ -71,11 +71,11 @@ def test_all_are_told_of_a_lost_rank_and_of_the_end(fake, loop, threads) -> None
     loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(5))
     make(fake, 1)
-    loop.fail(RankLostError("e0", "watch", "its process 7 ended", 1))
+    loop.thread.fail(RankLostError("e0", "watch", "its process 7 ended", 1))
     with pytest.raises(RankLostError, match="rank 1"):
         running.result(TIMEOUT_S)
     for ask in (
-        loop.require_ranks,
+        loop.thread.require_ranks,
         loop.invalidate,
         lambda: loop.resume(2),
         lambda: loop.freeze("keep", TIMEOUT_S),
@@ -84,8 +84,8 @@ def test_all_are_told_of_a_lost_rank_and_of_the_end(fake, loop, threads) -> None
         with pytest.raises(RankLostError, match="rank 1"):
             ask()
     fake.permits.release()  # for a step that has begun
-    assert loop.close(TIMEOUT_S)
-    assert loop.close(TIMEOUT_S)
+    assert loop.thread.close(TIMEOUT_S)
+    assert loop.thread.close(TIMEOUT_S)
     assert fake.stops == 1
 
 
@@ -99,8 +99,8 @@ def test_closing_tells_who_waits(is_held: bool, fake, loop, threads) -> None:
         until(lambda: loop.num_held == 1)
     else:
         make(fake, 1)
-    assert let(fake, threads.submit(loop.close, TIMEOUT_S))
-    assert loop.close(TIMEOUT_S)
+    assert let(fake, threads.submit(loop.thread.close, TIMEOUT_S))
+    assert loop.thread.close(TIMEOUT_S)
     with pytest.raises(StateError, match="closed"):
         waiting.result(TIMEOUT_S)
     with pytest.raises(StateError, match="closed"):

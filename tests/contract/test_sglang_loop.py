@@ -97,4 +97,4 @@ def test_it_serves_only_once_caches_are_forgotten(forgot: bool) -> None:
             loop.resume(1)
     assert fake.calls == ["pause retract", "forget", *(["go on"] if forgot else [])]
     assert loop.serving == (1 if forgot else 0)
-    assert loop.close(TIMEOUT_S)
+    assert loop.thread.close(TIMEOUT_S)

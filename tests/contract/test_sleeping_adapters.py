@@ -58,7 +58,7 @@ class Vllm(Settable, VllmEngine):
         return [(None, ())]
 
     def close(self) -> None:
-        self.loop.close()
+        self.loop.thread.close()
 
 
 class Saver(FakeServer):
@@ -82,7 +82,7 @@ class Sglang(Settable, SglangEngine):
         return [(None, ())]
 
     def close(self) -> None:
-        self.loop.close()
+        self.loop.thread.close()
 
 
 class AsyncLlm:

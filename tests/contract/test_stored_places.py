@@ -272,7 +272,7 @@ def test_places_are_found_for_a_gpu() -> None:
     model = Model(transposed)
     places = find_places(model, STORED, {"d.weight": BLOCKS}, lambda: reload_of(model), GPU)
     assert places is not None
-    assert places.names == {meta.name for meta in STORED}
+    assert places.numbers.keys() == {meta.name for meta in STORED}
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,12 @@ def test_whoever_waits_for_a_lost_rank_is_told_also_during_a_call(fake, loop, th
     calling = threads.submit(loop.call, hang)
     asked = [threads.submit(loop.complete, [[1]], of(1)), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
     assert hangs.wait(TIMEOUT_S)
-    loop.fail(RankLostError("e0", "watch", "killed", 1))
+    loop.thread.fail(RankLostError("e0", "watch", "killed", 1))
     for waiting in (calling, *asked):
         with pytest.raises(RankLostError, match="rank 1"):
             waiting.result(TIMEOUT_S)
-    assert not loop.close(0.01)
+    assert not loop.thread.close(0.01)
     assert fake.stops == 0
     stuck.set()
-    assert loop.close(TIMEOUT_S)
+    assert loop.thread.close(TIMEOUT_S)
     assert fake.stops == 1

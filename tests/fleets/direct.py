@@ -130,7 +130,7 @@ class Staging(HostStaging):
     engine: Engine
     written: list[int]
     begun: list[int]
-    writes, quantizes = True, False
+    writes, quantizing = True, None
     flat = None
     target: Mapping[str, torch.Tensor] = {}
     unreachable = False

@@ -29,7 +29,6 @@ from weightsync.plan import Plan, Segment
 from weightsync.plan.layout.formats import Format
 from weightsync.protocol.device_memory import DeviceMemory, LiveExport, LiveMemory
 from weightsync.protocol.handles import DeviceHandle
-from weightsync.protocol.messages import HolderDigests
 from weightsync.quantising.piece_memory import SlotPieces
 from weightsync.quantising.quantize import quantize
 from weightsync.quantising.quantizing_tables import QuantizingTables
@@ -161,8 +160,8 @@ class Staging(DirectStaging):
     tables: QuantizingTables | None = None
 
     @property
-    def quantizes(self) -> bool:  # type: ignore[override]
-        return self.tables is not None
+    def quantizing(self) -> QuantizingTables | None:  # type: ignore[override]
+        return self.tables
 
     def link(self, engine: LiveExport | None) -> None:  # type: ignore[override]
         if engine and engine.places and self.can_quantize:
@@ -180,10 +179,6 @@ class Staging(DirectStaging):
         self.buckets.append(bucket)
         assert self.tables
         self.tables.run(bucket, torch.cuda.current_stream())
-
-    def quantized(self) -> HolderDigests:
-        assert self.tables
-        return self.tables.result()
 
 
 class Mapped(Fleet):

@@ -9,8 +9,9 @@ import torch
 
 from tests.patience import patient
 from weightsync.errors import ReadError
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.live_source import LiveSource
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, encode_header
+from weightsync.holder.snapshots import HEADER_NBYTES, encode_header
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.messages import SnapshotHeader
 from weightsync.readers import Read, open_reader

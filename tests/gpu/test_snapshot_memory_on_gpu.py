@@ -14,7 +14,8 @@ import torch
 
 from tests.patience import patient
 from weightsync.holder.device_staging import DeviceStaging
-from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import PART_NBYTES, SharedBuffer
 from weightsync.protocol.messages import SnapshotHeader
@@ -44,7 +45,7 @@ def test_copies_of_snapshots_cross_the_borders_of_parts() -> None:
     plan: Any = None  # which a bucket's copies do not need
     staging = DeviceStaging(plan, 0, None, [slot])
     with contextlib.closing(saving), contextlib.closing(mapping), contextlib.closing(slot):
-        mapping.map({0: [saving.snapshot(HEADER, np.zeros(1, np.uint64), flat)]})
+        mapping.mapped.map({0: [saving.snapshot(HEADER, np.zeros(1, np.uint64), flat)]})
         for store in (saving, mapping):
             held = store.held(HEADER)
             assert held is not None

@@ -27,7 +27,8 @@ from weightsync.errors import (
     ReadError,
     StateError,
 )
-from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import SnapshotStore
 from weightsync.holder.staging import HostStaging
 from weightsync.protocol.messages import PublishTask
 from weightsync.report import Link
@@ -384,7 +385,7 @@ class Imaged(Loop):
         staging = self.holders[holder].staging
         assert isinstance(staging, HostStaging)
         flat = FlatSnapshot({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
-        staging.mapped = SimpleNamespace(flat=flat, writes=False, quantizes=False, link=lambda _: None)  # type: ignore[assignment]
+        staging.mapped = SimpleNamespace(flat=flat, writes=False, quantizing=None, link=lambda _: None)  # type: ignore[assignment]
 
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""

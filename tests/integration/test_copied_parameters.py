@@ -25,8 +25,8 @@ from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.loading.live_digest import LiveParameters
 from weightsync.engines.rank.rank import Rank
 from weightsync.errors import EngineError, ReadError, StateError, VerifyError
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.send_buffer import SendBuffer
-from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan

@@ -20,7 +20,7 @@ from tests.patience import patient
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import SyncConfig
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
-from weightsync.holder import device_staging
+from weightsync.holder import device_staging, packed_pieces
 from weightsync.holder.holder import Holder
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
@@ -217,7 +217,8 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cuda, "close_handle", lambda ipc: names.remove(ipc.decode()))
     monkeypatch.setattr(cuda, "view", lambda start, nbytes: torch.arange(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(device, "device_id", lambda _: "cuda:0")
-    monkeypatch.setattr(device_staging, "CopyTable", lambda *_: None)
+    for module in (device_staging, packed_pieces):
+        monkeypatch.setattr(module, "CopyTable", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

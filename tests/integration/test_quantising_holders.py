@@ -65,15 +65,17 @@ def test_a_byte_that_a_holder_wrote_elsewhere_keeps_the_engine_from_serving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(loop: Mapped) -> None:
-        finish = Staging.quantized
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        assert staging.tables
+        finish = staging.tables.result
 
-        def flipped(staging: Staging) -> HolderDigests:
-            made = finish(staging)
-            if staging.live is loop.hosts[0].live:
-                staging.live["0_weight_scale"].data[2] *= 2
+        def flipped() -> HolderDigests:
+            made = finish()
+            loop.hosts[0].live["0_weight_scale"].data[2] *= 2
             return made
 
-        monkeypatch.setattr(Staging, "quantized", flipped)
+        monkeypatch.setattr(staging.tables, "result", flipped)
         loop.train()
         await refuse_to_serve(loop, "0.weight_scale was written, and live memory holds other bytes")
 

@@ -238,11 +238,13 @@ class EngineFeed:
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
-        self._buckets = [self._views(plan, index, self._send_buffer) for index in buckets]
+        slots, trainer = [slot.tensor for slot in self._slots], ticket.trainer
+        args = [(plan, index, slots[index % len(slots)], trainer) for index in buckets]
+        self._buckets = [_views(*each, self._send_buffer) for each in args]
         # A refill reads only slots: the send buffer may already hold the trainer's next version.
         self._whole = self._buckets
         if self._send_buffer:
-            self._whole = [self._views(plan, index, None) for index in buckets]
+            self._whole = [_views(*each, None) for each in args]
         self._socket, self._close_socket = own_socket(self, zmq.DEALER, MAX_MESSAGE_NBYTES)
         self._socket.connect(ticket.endpoint)
 
@@ -265,23 +267,11 @@ class EngineFeed:
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(FeedHello(ticket.secret, ticket.engine, feed.plan_digest))
         try:
-            feed._await_welcome(deadline, timeout_s)
+            _await_welcome(feed._socket, ticket, deadline, timeout_s)
         except WeightSyncError:
             feed.close()
             raise
         return feed
-
-    def _await_welcome(self, deadline: float, timeout_s: float) -> None:
-        path = Path(self._ticket.endpoint.removeprefix("ipc://"))
-        while not self._socket.poll(_POLL_MS):
-            # The holder removes the file when it gives up, and after its welcome.
-            if not path.exists() and not self._socket.poll(_LATE_MS):
-                raise TransportError(f"{self._ticket.holder} gave up {self._ticket.engine}")
-            if short := shortage():
-                raise EngineError(self._ticket.engine, "attach", short)
-            if time.monotonic() > deadline:
-                raise DeadlineError("welcome", (self._ticket.holder,), timeout_s)
-        decode(self._socket.recv())
 
     @property
     def slots(self) -> tuple[torch.Tensor, ...]:
@@ -348,7 +338,7 @@ class EngineFeed:
                 sink.written(_digests(ready))
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
-            dropped = injects and self._inject("refill" if ready.whole else "move", expected, views)
+            dropped = injects and _inject(ready, self._num_buckets, views, self._whole[expected])
             sink.take(expected, views)
             if not dropped:
                 self._send(Done(attempt, expected))
@@ -368,26 +358,6 @@ class EngineFeed:
                 buffer.close()
         finally:
             self._busy.release()
-
-    def _views(self, plan: Plan, index: int, send_buffer: SharedBuffer | None) -> list[PieceView]:
-        """Return views of a bucket's pieces. Their addresses are the same in every update."""
-        views = []
-        slot = self._slots[index % len(self._slots)].tensor
-        for piece in plan.bucket(index).pieces:
-            memory, at = slot, piece.offset
-            if send_buffer is not None and piece.trainer == self._ticket.trainer:
-                memory, at = send_buffer.tensor, piece.send_buffer_offset
-            dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
-            views.append(
-                (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
-            )
-        return views
-
-    def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
-        """Inject faults. ``corrupt`` changes a piece in the slot, never a piece in the send buffer."""
-        both = zip(views, self._whole[bucket], strict=True)
-        data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
-        return inject(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
 
     def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:
         deadline = time.monotonic() + timeout_s
@@ -416,6 +386,43 @@ class EngineFeed:
                 return decode(self._socket.recv())
             if left <= 0:
                 raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
+
+
+def _await_welcome(socket: zmq.Socket[bytes], ticket: FeedTicket, deadline: float, timeout_s: float) -> None:
+    path = Path(ticket.endpoint.removeprefix("ipc://"))
+    while not socket.poll(_POLL_MS):
+        # The holder removes the file when it gives up, and after its welcome.
+        if not path.exists() and not socket.poll(_LATE_MS):
+            raise TransportError(f"{ticket.holder} gave up {ticket.engine}")
+        if short := shortage():
+            raise EngineError(ticket.engine, "attach", short)
+        if time.monotonic() > deadline:
+            raise DeadlineError("welcome", (ticket.holder,), timeout_s)
+    decode(socket.recv())
+
+
+def _views(
+    plan: Plan, index: int, slot: torch.Tensor, trainer: int, send_buffer: SharedBuffer | None
+) -> list[PieceView]:
+    """Return views of a bucket's pieces. Their addresses are the same in every update."""
+    views = []
+    for piece in plan.bucket(index).pieces:
+        memory, at = slot, piece.offset
+        if send_buffer is not None and piece.trainer == trainer:
+            memory, at = send_buffer.tensor, piece.send_buffer_offset
+        dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
+        views.append(
+            (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
+        )
+    return views
+
+
+def _inject(ready: Ready, num_buckets: int, views: list[PieceView], whole: list[PieceView]) -> bool:
+    """Inject faults. ``corrupt`` changes a piece in the slot, never a piece in the send buffer."""
+    both = zip(views, whole, strict=True)
+    data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
+    at = "refill" if ready.whole else "move"
+    return inject(at, bucket=ready.bucket, num_buckets=num_buckets, data=data)
 
 
 def _digests(written: Written) -> HolderDigests | None:

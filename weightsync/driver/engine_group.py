@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from weightsync.config import SyncConfig
@@ -80,7 +81,7 @@ class EngineGroup:
                 name,
                 member.record,
                 lambda: member.peer.pause(mode, timeout_s),
-                lambda error: self._undo(self._after_late_pause(name, member.record, error)),
+                partial(self._undo, name, member.record, None),
             )
 
         paused = list(await self._gather({n: pause(n, member) for n, member in takers.items()}, "pause"))
@@ -100,10 +101,6 @@ class EngineGroup:
         left = [name for name in paused if serving.intersection(self._fleet.together(name))]
         await self.go_on(left)
         return [name for name in paused if name not in left]
-
-    def whole(self, names: Collection[str]) -> list[str]:
-        """Return the engines of `names` in no deployment, or in one that is complete in `names`."""
-        return [name for name in names if all(each in names for each in self._fleet.together(name))]
 
     async def resume(self, names: Iterable[str], version: int) -> int:
         """Resume serving `version`. Returns how many engines resumed; lost engines are skipped.
@@ -140,24 +137,21 @@ class EngineGroup:
                 name,
                 member.record,
                 lambda: member.peer.sleep(level, mode, timeout_s),
-                lambda error: self._undo(self._after_late_sleep(name, member.record, level, error)),
+                partial(self._undo, name, member.record, level),
             )
 
         calls = {name: sleep(name, member) for name, member in members.items()}
         for name in await self._gather(calls, "sleep", 2 * timeout_s):
-            self._fall_asleep(name, members[name].record, level)
+            self.enter([name], EngineState.ASLEEP, members[name].record.version if level == 1 else 0)
         self._doubt(members)
-        self._require(members)
+        _require(self.failures, members)
 
     async def wake(self, names: Iterable[str]) -> None:
         """Let engines serve the version that they sleep with. Raises the first failed engine's error."""
         members = {name: self._fleet.engines[name] for name in names}
         self.begin(members, 0)
         await self.go_on(await self.pause(members))
-        self._require(members)
-
-    def _fall_asleep(self, name: str, record: EngineRecord, level: int) -> None:
-        self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
+        _require(self.failures, members)
 
     def _doubt(self, members: Mapping[str, EngineMember]) -> None:
         """Mark engines PAUSING that may yet stop serving, or stopped although their call failed."""
@@ -169,39 +163,34 @@ class EngineGroup:
                 self.enter([name], EngineState.PAUSING)
             elif isinstance(error, EngineError | PeerError):
                 self.enter([name], EngineState.PAUSING)  # it may have failed after it stopped
-                self._undo(self._after_late_pause(name, record, error))
+                self._undo(name, record, None, error)
             elif record.state is EngineState.PAUSING:
                 self.enter([name], EngineState.SERVING, record.version)  # the engine resumed by itself
 
-    def _undo(self, work: Coroutine[object, object, None]) -> None:
-        undoing = asyncio.ensure_future(work)
+    def _undo(
+        self, name: str, record: EngineRecord, level: int | None, error: WeightSyncError | None
+    ) -> None:
+        """Start to resume an engine that may have paused late, or to note that it slept late to `level`."""
+        undoing = asyncio.ensure_future(self._after_late(name, record, level, error))
         self._undoing.add(undoing)
         undoing.add_done_callback(self._undoing.discard)
 
-    async def _after_late_pause(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> None:
-        """Resume an engine that may have paused late, once no update runs."""
-        async with self._update_lock.shared(name):
-            if not self._is_in_doubt(name, record) or self._settles(name, record, error):
-                return
-            logger.warning("[engine %s · v%d] paused late, and resumes", name, record.version)
-            await self.resume([name], record.version)
-
-    async def _after_late_sleep(
-        self, name: str, record: EngineRecord, level: int, error: WeightSyncError | None
+    async def _after_late(
+        self, name: str, record: EngineRecord, level: int | None, error: WeightSyncError | None
     ) -> None:
-        async with self._update_lock.shared(name):
-            if not self._is_in_doubt(name, record) or self._settles(name, record, error):
+        async with self._update_lock.shared(name):  # no update runs
+            member = self._fleet.engines.get(name)
+            if member is None or member.record is not record or record.state is not EngineState.PAUSING:
                 return
-            if error:
-                self._blame(name, "sleep", error)
+            if self._halts.unanswered(name, record) or self._settles(name, record, error):
+                return
+            if level is None:
+                logger.warning("[engine %s · v%d] paused late, and resumes", name, record.version)
+                await self.resume([name], record.version)
+            elif error:
+                self.blame("sleep", {name: error})
             else:
-                self._fall_asleep(name, record, level)
-
-    def _is_in_doubt(self, name: str, record: EngineRecord) -> bool:
-        """Return True if the engine was not replaced, is PAUSING, and has answered every call."""
-        member = self._fleet.engines.get(name)
-        same = member is not None and member.record is record and record.state is EngineState.PAUSING
-        return same and not self._halts.unanswered(name, record)
+                self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
         """Return True if a late `error` settles the state.
@@ -215,11 +204,6 @@ class EngineGroup:
         else:
             return False
         return True
-
-    def _require(self, names: Iterable[str]) -> None:
-        for name in names:
-            if error := self.failures.get(name):
-                raise error
 
     async def go_on(self, names: Iterable[str]) -> None:
         """Resume paused engines with the version that they hold, since no update follows."""
@@ -235,11 +219,11 @@ class EngineGroup:
         for name, tensors in wrong.items():
             own = [tensor for tensor in tensors if not any(tensor in those for those in changed.values())]
             if own:
-                self._blame(name, "verify", VerifyError(name, version, own))
+                self.blame("verify", {name: VerifyError(name, version, own)})
             elif tensors:
                 writers = [(writer, [t for t in tensors if t in those]) for writer, those in changed.items()]
                 error = SourceChangedError(version, [(writer, those) for writer, those in writers if those])
-                self._blame(name, "verify", error)
+                self.blame("verify", {name: error})
         return [name for name, tensors in wrong.items() if not tensors]
 
     async def ask(
@@ -262,7 +246,21 @@ class EngineGroup:
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
         """Record failures by engine name, and set the engines' states."""
         for name, error in failures.items():
-            self._blame(name, phase, error)
+            hung = False
+            if isinstance(error, SlowError):
+                self._num_slow[name] += 1
+                if hung := self._num_slow[name] > 1:
+                    what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
+                    error = DeadlineError(what, error.missing, error.timeout_s)
+            version = self._version.get(name, self._fleet.engines[name].record.version)
+            error.where = Where(name, _rank(error), version, phase)
+            logger.warning("[%s] %s", error.where, error)
+            self.failures[name] = error
+            member, gone = self._fleet.engines[name], isinstance(error, _GONE)
+            if gone or not _is_unharmed(phase, member.record.state, error):
+                self.enter([name], EngineState.DEAD if gone or hung else EngineState.STALE)
+                self._events.publish(EngineFailed(name, error))
+            member.attached = member.attached and not (gone or hung)
 
     def kept_up(self, names: Iterable[str]) -> None:
         """Forget that engines were slow: they took an update in time, or were replaced."""
@@ -285,9 +283,8 @@ class EngineGroup:
     ) -> dict[str, T]:
         named = {f"engine {name}": call for name, call in calls.items()}
         outcome = await gather_named(named, phase, (timeout_s or self._config.timeout_s) + GRACE_S)
-        for name in calls:
-            if error := outcome.failures.get(f"engine {name}"):
-                self._blame(name, phase, error)
+        if outcome.failures:
+            self.blame(phase, {name.removeprefix("engine "): e for name, e in outcome.failures.items()})
         return {
             name: outcome.answers[f"engine {name}"] for name in calls if f"engine {name}" in outcome.answers
         }
@@ -304,26 +301,15 @@ class EngineGroup:
         self.enter([name], EngineState.DEAD)
         self._events.publish(EngineFailed(name, error))
 
-    def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
-        hung = False
-        if isinstance(error, SlowError):
-            self._num_slow[name] += 1
-            if hung := self._num_slow[name] > 1:
-                what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
-                error = DeadlineError(what, error.missing, error.timeout_s)
-        version = self._version.get(name, self._fleet.engines[name].record.version)
-        error.where = Where(name, _rank(error), version, phase)
-        logger.warning("[%s] %s", error.where, error)
-        self.failures[name] = error
-        member, gone = self._fleet.engines[name], isinstance(error, _GONE)
-        if gone or not _is_unharmed(phase, member.record.state, error):
-            self.enter([name], EngineState.DEAD if gone or hung else EngineState.STALE)
-            self._events.publish(EngineFailed(name, error))
-        member.attached = member.attached and not (gone or hung)
-
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
+
+
+def _require(failures: Mapping[str, WeightSyncError], names: Iterable[str]) -> None:
+    for name in names:
+        if error := failures.get(name):
+            raise error
 
 
 def _holds(record: EngineRecord, version: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.driver.drafts import Drafts
@@ -65,6 +65,10 @@ class Fleet:
         """Return all engines of the deployment of `name`, or only `name` without a deployment."""
         mates = next((names for names in self.deployments.values() if name in names), (name,))
         return [each for each in mates if each in self.engines]
+
+    def whole(self, names: Collection[str]) -> list[str]:
+        """Return the engines of `names` in no deployment, or in one that is complete in `names`."""
+        return [name for name in names if all(each in names for each in self.together(name))]
 
     def serving(self, any_version: bool) -> list[str]:
         """Return the engines that can take requests, by default only of the newest version.

@@ -116,8 +116,8 @@ class Holder(ConnectingHolder):
         return None if isinstance(what, MappedSendBuffer) else self._store().reserve(part, what.nbytes)
 
     def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
-        """Map snapshots of other holders on this host, as `SnapshotStore.map`. Raises PeerLostError."""
-        self._store().map(offers)
+        """Map snapshots of other holders on this host, as `MappedParts.map`. Raises PeerLostError."""
+        self._store().mapped.map(offers)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
         mapped = self.staging.mapped if self.staging else None

@@ -10,7 +10,8 @@ import torch
 
 from weightsync.config import Ports
 from weightsync.errors import StateError
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, encode_header
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import HEADER_NBYTES, encode_header
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import SnapshotHeader
 from weightsync.readers import Server, serve_unmapped

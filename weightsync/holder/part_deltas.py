@@ -117,7 +117,7 @@ class PartDeltas:
         wanted = replace(part.header, base=delta.base)
         try:
             with self._store.receiving(part, turn) as (buffer, offer):
-                received = self._store.received(part.header.part)
+                received = self._store.received[part.header.part]
                 self._store.fetch(delta.offer, wanted, delta.nbytes, received, timeout_s, turn)
                 data = received.tensor[HEADER_NBYTES : HEADER_NBYTES + delta.nbytes]
                 self._write(part, base, data, buffer)

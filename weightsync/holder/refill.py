@@ -11,8 +11,9 @@ from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
 from weightsync.faults import has_faults, inject
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.restore import BucketRestore, Restore, SecondCopyRestore
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, SnapshotStore, read_headers
+from weightsync.holder.snapshots import HEADER_NBYTES, SnapshotStore, read_headers
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer

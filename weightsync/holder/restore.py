@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import ReadError, TransportError
 from weightsync.faults import inject
-from weightsync.holder.snapshots import FlatSnapshot, Held
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import Held
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer, pump
 from weightsync.plan import Plan

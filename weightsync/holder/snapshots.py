@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import logging
 import threading
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
@@ -20,15 +16,10 @@ import torch
 
 from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError, WireError
-from weightsync.memory import cuda
-from weightsync.memory.device import MappedTensors
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.kernels.digests import BoxPart, box_digests
-from weightsync.plan import Box
 from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import (
-    Digests,
     Fingerprint,
     LiveDigest,
     Snapshot,
@@ -36,74 +27,6 @@ from weightsync.protocol.messages import (
     SnapshotPart,
 )
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
-
-
-class FlatSnapshot:
-    """An engine rank's live buffers as one run of bytes, ordered by name.
-
-    Attributes:
-        is_on_device: whether the memory is a GPU's.
-    """
-
-    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        """`live`: uint8, one dimension, on one device."""
-        self._live, self._names = live, sorted(live)  # `live` is kept, as addresses are used
-        self._address: Callable[[str], int]
-        if isinstance(live, MappedTensors):  # parts that are not copied yet are not mapped
-            self.is_on_device, nbytes, self._address = True, live.nbytes, live.address
-        else:
-            self.is_on_device = any(each.is_cuda for each in live.values())
-            nbytes = {name: len(each) for name, each in live.items()}
-            self._address = {name: each.data_ptr() for name, each in live.items()}.__getitem__
-        self._starts = [0, *itertools.accumulate(nbytes[name] for name in self._names)]
-
-    @property
-    def nbytes(self) -> int:
-        return self._starts[-1]
-
-    def digests(self) -> Digests:
-        """Return the digest of the whole run of bytes: uint64[1]."""
-        starts = zip(self._names, self._starts, strict=False)
-        parts = [
-            BoxPart(0, (live := self._live[name]), (self.nbytes,), Box((start,), (len(live),)))
-            for name, start in starts
-        ]
-        return box_digests(parts, 1)
-
-    def save(self, to: torch.Tensor) -> None:
-        """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
-        self.copy_to(to, 0)
-        if self.is_on_device:
-            torch.cuda.current_stream().synchronize()
-
-    def copy_to(self, to: torch.Tensor, first: int) -> None:
-        """Start copying from byte `first` on to `to`, uint8 on the host; uses the current stream."""
-        copy = self._copy()
-        for live, held, nbytes in self._parts(to, first):
-            copy(held, live, nbytes)
-
-    def load(self, held: torch.Tensor, first: int) -> None:
-        """Start writing `held` from byte `first` on. It is uint8 on the host; uses the current stream."""
-        copy = self._copy()
-        for live, part, nbytes in self._parts(held, first):
-            copy(live, part, nbytes)
-
-    def _copy(self) -> Callable[[int, int, int], object]:
-        if not self.is_on_device:
-            return ctypes.memmove
-        return partial(cuda.copy, stream=torch.cuda.current_stream())
-
-    def _parts(self, held: torch.Tensor, first: int) -> Iterator[tuple[int, int, int]]:
-        """Yield for each part of a buffer its address, the address in `held`, and the bytes."""
-        # A model has tens of thousands of buffers, and a refill hundreds of steps. So a step only visits the
-        # buffers that it fills.
-        at, end = bisect_right(self._starts, first) - 1, first + len(held)
-        for number in range(at, bisect_left(self._starts, end)):
-            start, name = self._starts[number], self._names[number]
-            low, high = max(first, start), min(end, self._starts[number + 1])
-            if low < high:
-                yield self._address(name) + low - start, held.data_ptr() + low - first, high - low
-
 
 logger = logging.getLogger("weightsync.holder")
 
@@ -161,11 +84,57 @@ class Held:
         return _body(self.buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class MappedParts:
+    """Other holders' parts in memory that this process maps, by number."""
+
+    _held: dict[int, list[Held]] = field(default_factory=dict)
+    _mapping: threading.Lock = field(default_factory=threading.Lock)
+
+    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
+        """Map and page-lock other holders' parts, so that no refill waits for it.
+
+        `offers` has all memory of each part. Other mapped memory of these parts is unmapped. Raises
+        PeerLostError if a holder is gone.
+        """
+        with self._mapping:  # a call that the driver has given up may still run
+            for part, its in offers.items():
+                self._map(part, its)
+
+    def _map(self, part: int, offers: Sequence[Offer]) -> None:
+        before = {held.buffer.handle: held for held in self._held.pop(part, ())}
+        now = self._held[part] = []
+        try:
+            for offer in offers:
+                if (held := before.pop(offer.memory, None)) is None:
+                    held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
+                    held.buffer.pin(in_parts=True)
+                now.append(held)
+        finally:
+            for held in before.values():
+                held.buffer.close()
+
+    def find(self, header: SnapshotHeader) -> Held | None:
+        """Return the part that `header` describes, if it is mapped."""
+        return next((held for held in self._held.get(header.part, ()) if held.header == header), None)
+
+    def close(self) -> None:
+        """Unmap all parts, once nothing is mapped any more."""
+        with self._mapping:
+            while self._held:
+                for held in self._held.popitem()[1]:
+                    held.buffer.close()
+
+
 class SnapshotStore:
     """A holder's snapshots: the latest version of each part.
 
     Parts of the next version are staged in spare memory, so that the snapshots stay. A call with a `turn` of
     `begin_staging` fills the spare memory; `keep` then exchanges the two.
+
+    Attributes:
+        mapped: the mapped snapshots of other holders on this host.
+        received: the memory of `reserve_received`, by part. Use it while `receiving` the part.
     """
 
     def __init__(
@@ -180,12 +149,12 @@ class SnapshotStore:
         self._shares: dict[int, _Served] = {}
         self._spares: dict[int, _Served] = {}
         self._deltas: dict[int, _Served] = {}
-        self._received: dict[int, SharedBuffer] = {}
+        self.received: dict[int, SharedBuffer] = {}
         self._kept: dict[int, SnapshotPart] = {}
         self._staged: dict[int, SnapshotPart] = {}
-        self._mapped: dict[int, list[Held]] = {}
+        self.mapped = MappedParts()
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._reserving, self._mapping = set[int](), threading.Lock()
+        self._reserving = set[int]()
         self._turn, self._closed = 0, False
 
     def reserve(self, part: int, nbytes: int) -> Offer:
@@ -212,9 +181,9 @@ class SnapshotStore:
         for part in self._spares.keys() - parts.keys():
             with self._changing[part]:
                 self._staged.pop(part, None)
-                self._drop(self._spares, part)
-                self._drop(self._deltas, part)
-                self._drop_received(part)
+                _drop(self._spares, part)
+                _drop(self._deltas, part)
+                _drop_received(self.received, part)
         for part, nbytes in parts.items():
             self.reserve(part, nbytes)
             with self._changing[part]:
@@ -227,29 +196,6 @@ class SnapshotStore:
         with self._changing[-1]:
             self._turn += 1
             return self._turn
-
-    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
-        """Map and page-lock other holders' parts, so that no refill waits for it.
-
-        `offers` has all memory of each part. Other mapped memory of these parts is unmapped. Raises
-        PeerLostError if a holder is gone.
-        """
-        with self._mapping:  # a call that the driver has given up may still run
-            for part, its in offers.items():
-                self._map(part, its)
-
-    def _map(self, part: int, offers: Sequence[Offer]) -> None:
-        before = {held.buffer.handle: held for held in self._mapped.pop(part, ())}
-        now = self._mapped[part] = []
-        try:
-            for offer in offers:
-                if (held := before.pop(offer.memory, None)) is None:
-                    held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
-                    held.buffer.pin(in_parts=True)
-                now.append(held)
-        finally:
-            for held in before.values():
-                held.buffer.close()
 
     def snapshot(
         self,
@@ -279,7 +225,7 @@ class SnapshotStore:
         with self._changing[part]:
             self._check(0)
             if part not in self._deltas or self._deltas[part][0].handle.nbytes < nbytes:
-                self._drop(self._deltas, part)
+                _drop(self._deltas, part)
                 self._deltas[part] = self._serve(nbytes + nbytes // 4)  # most versions change as much
             buffer, server = self._deltas[part]
             _write_header(buffer, None)
@@ -294,20 +240,15 @@ class SnapshotStore:
         """
         with self._changing[part]:
             self._check(0)
-            held = self._received.get(part)
+            held = self.received.get(part)
             if held is None or held.handle.nbytes < HEADER_NBYTES + nbytes:
-                self._drop_received(part)
+                _drop_received(self.received, part)
                 size = HEADER_NBYTES + nbytes + nbytes // 4  # most versions change as much
-                self._received[part] = SharedBuffer.create(size, in_parts=True)
-
-    def received(self, part: int) -> SharedBuffer:
-        """Return the memory of `reserve_received`. Call it while `receiving` the part."""
-        return self._received[part]
+                self.received[part] = SharedBuffer.create(size, in_parts=True)
 
     def held(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
-        mapped = self._mapped.get(header.part, ())
-        return self.own(header) or next((held for held in mapped if held.header == header), None)
+        return self.own(header) or self.mapped.find(header)
 
     def own(self, header: SnapshotHeader) -> Held | None:
         """Return the part that `header` describes, if it is saved or staged in this holder's memory."""
@@ -359,7 +300,7 @@ class SnapshotStore:
             kept = self._kept.get(part)
             if part in self._shares and part not in self._spares and (not kept or kept.header == header):
                 self._kept.pop(part, None)
-                self._drop(self._shares, part)
+                _drop(self._shares, part)
 
     def keep(self, version: int) -> None:
         """Make the staged parts of `version` the snapshots. Snapshots of parts without spare memory go."""
@@ -371,7 +312,7 @@ class SnapshotStore:
                     self._kept[part] = staged
                 elif part not in self._spares:
                     self._kept.pop(part, None)
-                    self._drop(self._shares, part)
+                    _drop(self._shares, part)
 
     def memory(self, part: int) -> Sequence[torch.Tensor]:
         """Return where versions of a part are saved, without headers: each uint8[nbytes]."""
@@ -421,12 +362,9 @@ class SnapshotStore:
         for part, changing in [*self._changing.items()]:
             with changing:
                 for taken in (self._shares, self._spares, self._deltas):
-                    self._drop(taken, part)
-                self._drop_received(part)
-        with self._mapping:
-            while self._mapped:
-                for held in self._mapped.popitem()[1]:
-                    held.buffer.close()
+                    _drop(taken, part)
+                _drop_received(self.received, part)
+        self.mapped.close()
 
     def _check(self, turn: int) -> None:
         if self._closed:
@@ -443,7 +381,7 @@ class SnapshotStore:
         self._known(turn).pop(part, None)
         taken = self._spares if turn else self._shares
         if not _fits(taken, part, nbytes):
-            self._drop(taken, part)
+            _drop(taken, part)
             taken[part] = self._serve(HEADER_NBYTES + nbytes)
         _write_header(taken[part][0], None)
         return taken[part]
@@ -457,16 +395,17 @@ class SnapshotStore:
             raise
         return buffer, server
 
-    def _drop_received(self, part: int) -> None:
-        if held := self._received.pop(part, None):
-            held.close()
 
-    @staticmethod
-    def _drop(taken: dict[int, _Served], part: int) -> None:
-        if part in taken:
-            buffer, server = taken.pop(part)
-            server.close()
-            buffer.close()
+def _drop(taken: dict[int, _Served], part: int) -> None:
+    if part in taken:
+        buffer, server = taken.pop(part)
+        server.close()
+        buffer.close()
+
+
+def _drop_received(received: dict[int, SharedBuffer], part: int) -> None:
+    if held := received.pop(part, None):
+        held.close()
 
 
 def _fits(taken: Mapping[int, _Served], part: int, nbytes: int) -> bool:

@@ -94,7 +94,7 @@ def open_consumer(
             raise StateError(f"{feed.ticket.engine} has not said that what is quantised may be written to it")
         if memory.writes or only is not None or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, feed, attempt, limit_s, only)
-        if memory.quantizes and feed.is_writable():
+        if memory.quantizing and feed.is_writable():
             return QuantizingConsumer(memory, feed, attempt, limit_s)
     return FeedConsumer(feed, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
@@ -215,8 +215,8 @@ class QuantizingConsumer(WriteConsumer):
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank the digests."""
         self._memory.wait_written(self._timeout_s)
-        if self._feed and self.taking:
-            self._feed.written(self._attempt, self._memory.quantized())
+        if self._feed and self.taking and self._memory.quantizing:
+            self._feed.written(self._attempt, self._memory.quantizing.result())
 
 
 def run_update(

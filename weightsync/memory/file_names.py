@@ -10,11 +10,13 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from weightsync.plan import RankLayout
 from weightsync.plan.layout.experts import stack_name
 
 _STACKS: Mapping[tuple[tuple[str, int | None], ...], int] = {
@@ -61,6 +63,21 @@ class FileNames:
     def name(self, name: str) -> str:
         """Return the name in files of one of the model's tensors."""
         return self.names.get(name, name)
+
+
+class FileRenaming:
+    """Renames layouts of a model as `FileNames`, which it finds once for each class of models."""
+
+    def __init__(self) -> None:
+        self._found: tuple[object, Mapping[str, str]] = None, {}
+
+    def renamed(self, model: object, layout: RankLayout) -> RankLayout:
+        """Return `layout` with names in files. Names stay if `model` is not a module."""
+        given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
+        key = type(model), given
+        if isinstance(model, nn.Module) and self._found[0] != key:
+            self._found = key, FileNames.of(model, given).names
+        return layout.renamed(self._found[1]) if self._found[1] else layout
 
 
 def _in_files(name: str, converters: Sequence[Any], renamings: Sequence[Any]) -> tuple[str, str]:

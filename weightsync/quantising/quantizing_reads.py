@@ -90,7 +90,7 @@ class QuantizingReads:
         with torch.cuda.device(memory.device):
             self._wholes, self._stored = (
                 torch.zeros((2, num), dtype=torch.int64, device=memory.device)
-                for num in (len(self._plan.tensors), len(self._places.names))
+                for num in (len(self._plan.tensors), len(self._places.numbers))
             )
         self._graphs = [LaunchGraph(self._digest()), *map(LaunchGraph, self._quantize(held))]
         found = {gathered(number): each.data_ptr() for number, each in held.items()}
@@ -140,7 +140,7 @@ class QuantizingReads:
             place, meta = self._places.view(read.name, read.place), self._plan.tensors[read.tensor]
             outer = (None,) * (read.box.ndim - place.ndim)
             wholes.append(BoxPart(read.tensor, place[outer], meta.shape, read.box))
-            shape, number = self._places.shape(read.name), self._places.number(read.name)
+            shape, number = self._places.shape(read.name), self._places.numbers[read.name]
             stored.append(BoxPart(number, place, shape, read.stored))
         tables = [
             box_table(parts, totals.shape[1], totals)
@@ -191,8 +191,8 @@ class QuantizingReads:
         digests = MatrixDigests(
             read.tensor,
             meta.shape[-1],
-            self._places.number(read.name),
-            self._places.number(scales.tensor),
+            self._places.numbers[read.name],
+            self._places.numbers[scales.tensor],
             row=_row(meta.shape, read.box.offset),
             stored_row=read.stored.offset[0],
             column=read.stored.offset[1],

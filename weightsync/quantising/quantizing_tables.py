@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class _Parts(NamedTuple):
 
     names: tuple[str, ...]
     form: Format | None
+    in_rows: bool  # a kernel can write the matrix in place
 
 
 class QuantizingTables:
@@ -83,20 +84,20 @@ class QuantizingTables:
             NoKernelError: no kernel here writes a tensor as it is stored. `bind` finds further cases.
         """
         self.places = places
-        self._plan, self._memory, self._formats = plan, pieces, formats
-        self._shapes = {meta.name: meta.shape for meta in plan.tensors}
-        self._parts = [self._parts_of(meta) for meta in plan.tensors]
+        self._plan, self._memory = plan, pieces
+        metas, self._shapes = plan.tensors, {meta.name: meta.shape for meta in plan.tensors}
+        self._parts = parts = [_parts_of(meta, self._shapes, formats, places) for meta in metas]
         self._pieces = [plan.bucket(index).pieces for index in range(plan.num_buckets)]
-        self._in_rows = [self._fits_in_rows(tensor) for tensor in range(len(plan.tensors))]
         every = [piece for its in self._pieces for piece in its]
-        parted = {each.tensor for each in every if not self._can_pass(each)}
+        parted = {it.tensor for it in every if not _can_pass(it, metas[it.tensor], parts[it.tensor], places)}
         self._passing = {each.tensor for each in every} - parted
-        self._together = [self._whole_tensors(its) for its in self._pieces]
+        self._together = [_whole_tensors(its, pieces, self._passing) for its in self._pieces]
         parted -= {tensor for wholes in self._together for tensor in wholes}
         self._assembly = assemble(plan, parted)
         self._taken = parted
         made = zip(self._together, self._assembly.complete, strict=True)
-        most = max((self._scratch_nbytes([*wholes, *complete]) for wholes, complete in made), default=0)
+        scratch = [*map(_scratch_nbytes, metas, parts)]
+        most = max((sum(scratch[each] for each in (*wholes, *done)) for wholes, done in made), default=0)
         self.nbytes = self._assembly.nbytes + most
         self._base = -1
         self._graphs: Sequence[LaunchGraph] = ()
@@ -104,7 +105,7 @@ class QuantizingTables:
         with torch.cuda.device(device):
             self._wholes, self._stored = (
                 torch.zeros((2, num), dtype=torch.int64, device=device)
-                for num in (len(plan.tensors), len(places.names))
+                for num in (len(plan.tensors), len(places.numbers))
             )
 
     def bind(self, memory: torch.Tensor) -> None:
@@ -115,7 +116,7 @@ class QuantizingTables:
         if memory.data_ptr() == self._base:
             return
         steps = [self._step(bucket, memory) for bucket in range(self._plan.num_buckets)]
-        if missing := sorted(self.places.names.difference(*(step.names for step in steps))):
+        if missing := sorted(set(self.places.numbers).difference(*(step.names for step in steps))):
             raise NoKernelError(f"{missing[0]} is made of no tensor of the plan")
         self._write = _copy_table([step.copies for step in steps])
         self._take = _copy_table([self._copies(bucket, memory) for bucket in range(self._plan.num_buckets)])
@@ -152,36 +153,6 @@ class QuantizingTables:
 
         return launch
 
-    def _parts_of(self, meta: TensorMeta) -> _Parts:
-        """Return the stored names of a tensor. Raises NoKernelError if no kernel writes the tensor."""
-        whole = torch.empty(meta.shape, device="meta")
-        names = tuple(name for name, _ in as_loaded(meta.name, whole, self._shapes))
-        formats = {self._formats.get(name) for name in names}
-        if len(formats) > 1:
-            raise NoKernelError(f"experts of {meta.name} are stored in different formats")
-        form = formats.pop()
-        if form and form.rule in TOGETHER:  # before memory is allocated for the tensor
-            raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
-        return _Parts(names, form)
-
-    def _can_pass(self, piece: Piece) -> bool:
-        """Return True if a piece can be stored or quantised without the tensor's other pieces."""
-        meta, (names, form) = self._plan.tensors[piece.tensor], self._parts[piece.tensor]
-        if form is None or names != (meta.name,):
-            return form is None and names == (meta.name,)
-        is_elsewhere = not any(self.places.held(name) for name in _names(meta, form))
-        return is_elsewhere or (self._in_rows[piece.tensor] and _is_rows_of_blocks(piece.box, meta, form))
-
-    def _whole_tensors(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
-        """Return the tensors that are whole in a bucket, row after row."""
-        held = defaultdict[int, list[Piece]](list)
-        for piece in pieces:
-            held[piece.tensor].append(piece)
-        found = {
-            tensor: self._memory.whole(its) for tensor, its in held.items() if tensor not in self._passing
-        }
-        return {tensor: whole for tensor, whole in found.items() if whole is not None}
-
     def _step(self, bucket: int, memory: torch.Tensor) -> _Step:
         step, scratch = _Step(), _Scratch(memory[self._assembly.nbytes :])
         for piece in self._pieces[bucket]:
@@ -206,17 +177,6 @@ class QuantizingTables:
             if piece.tensor in self._taken
         ]
 
-    def _scratch_nbytes(self, tensors: Sequence[int]) -> int:
-        """Return the bytes of scratch memory for the quantised tensors among `tensors`."""
-        nbytes = 0
-        for tensor in tensors:
-            meta, form = self._plan.tensors[tensor], self._parts[tensor].form
-            if form and not self._in_rows[tensor]:
-                rows, columns = meta.numel // meta.shape[-1], meta.shape[-1]
-                down, across = form.grid((rows, columns))
-                nbytes += _aligned(rows * columns) + _aligned(4 * down * across)
-        return nbytes
-
     def _pass_on(self, step: _Step, piece: Piece) -> None:
         """Store or quantise a piece."""
         meta, form = self._plan.tensors[piece.tensor], self._parts[piece.tensor].form
@@ -230,7 +190,7 @@ class QuantizingTables:
             _require_dtype(meta.name, data, place)
             if part := piece.box.intersect(segment.box):
                 held = data[part.slices(piece.box)]
-                number = self.places.number(meta.name)
+                number = self.places.numbers[meta.name]
                 step.write(BoxPart(number, held, meta.shape, part), place[part.slices(segment.box)])
 
     def _store(self, step: _Step, tensor: int, whole: torch.Tensor, scratch: _Scratch) -> None:
@@ -243,7 +203,7 @@ class QuantizingTables:
                 self._put(step, name, part)
             return
         matrix = whole.view(-1, whole.shape[-1])
-        if self._in_rows[tensor]:
+        if self._parts[tensor].in_rows:
             self._quantize_in_place(step, tensor, matrix, 0)
             return
         require_kernel(meta, matrix, form)
@@ -267,26 +227,6 @@ class QuantizingTables:
         for place, part in self.places.parts(name, data):
             step.write(part, place)
 
-    def _fits_in_rows(self, tensor: int) -> bool:
-        """Return True if a kernel can write a matrix in place: it has one place of whole rows."""
-        meta, (names, form) = self._plan.tensors[tensor], self._parts[tensor]
-        if form is None or names != (meta.name,):
-            return False
-        held = [self.places.held(name) for name in _names(meta, form)]
-        if any(len(each) != 1 for each in held):
-            return False
-        ((values, place),), ((scales, scales_place),) = held
-        if not _is_rows_of_blocks(values.box, meta, form):
-            return False
-        scales_box = Box((values.box.offset[0] // form.block[0], 0), form.grid(values.box.extent))
-        dtypes = getattr(torch, form.values), torch.float32
-        return (
-            scales.box == scales_box
-            and (place.dtype, scales_place.dtype) == dtypes
-            and place.is_contiguous()
-            and scales_place.is_contiguous()
-        )
-
     def _quantize_in_place(self, step: _Step, tensor: int, data: torch.Tensor, first: int) -> None:
         """Quantise a matrix's rows from `first` on into this rank's place, if the rank holds any of them."""
         meta, form = self._plan.tensors[tensor], self._parts[tensor].form
@@ -307,12 +247,79 @@ class QuantizingTables:
         start, num_rows = part.offset[0] - values.box.offset[0], part.extent[0]
         into = place[start : start + num_rows]
         scales_into = scales_place[start // block :][: form.grid(part.extent)[0]]
-        values_number, scales_number = map(self.places.number, names)
+        values_number, scales_number = (self.places.numbers[name] for name in names)
         digests = MatrixDigests(
             tensor, meta.shape[1], values_number, scales_number, part.offset[0], part.offset[0]
         )
         matrix = data[part.slices(box)]
         step.matrices.append(QuantizedMatrix.of(matrix, form, into, scales_into, digests))
+
+
+def _parts_of(
+    meta: TensorMeta,
+    shapes: Mapping[str, tuple[int, ...]],
+    formats: Mapping[str, Format],
+    places: StoredPlaces,
+) -> _Parts:
+    """Return the stored names of a tensor. Raises NoKernelError if no kernel writes the tensor."""
+    whole = torch.empty(meta.shape, device="meta")
+    names = tuple(name for name, _ in as_loaded(meta.name, whole, shapes))
+    found = {formats.get(name) for name in names}
+    if len(found) > 1:
+        raise NoKernelError(f"experts of {meta.name} are stored in different formats")
+    form = found.pop()
+    if form and form.rule in TOGETHER:  # before memory is allocated for the tensor
+        raise NoKernelError(f"{meta.name}: no kernel quantises it to {form}")
+    return _Parts(names, form, _fits_in_rows(meta, names, form, places))
+
+
+def _fits_in_rows(meta: TensorMeta, names: Sequence[str], form: Format | None, places: StoredPlaces) -> bool:
+    """Return True if a kernel can write a matrix in place: it has one place of whole rows."""
+    if form is None or names != (meta.name,):
+        return False
+    held = [places.held(name) for name in _names(meta, form)]
+    if any(len(each) != 1 for each in held):
+        return False
+    ((values, place),), ((scales, scales_place),) = held
+    if not _is_rows_of_blocks(values.box, meta, form):
+        return False
+    scales_box = Box((values.box.offset[0] // form.block[0], 0), form.grid(values.box.extent))
+    dtypes = getattr(torch, form.values), torch.float32
+    return (
+        scales.box == scales_box
+        and (place.dtype, scales_place.dtype) == dtypes
+        and place.is_contiguous()
+        and scales_place.is_contiguous()
+    )
+
+
+def _can_pass(piece: Piece, meta: TensorMeta, parts: _Parts, places: StoredPlaces) -> bool:
+    """Return True if a piece can be stored or quantised without the tensor's other pieces."""
+    names, form, in_rows = parts
+    if form is None or names != (meta.name,):
+        return form is None and names == (meta.name,)
+    is_elsewhere = not any(places.held(name) for name in _names(meta, form))
+    return is_elsewhere or (in_rows and _is_rows_of_blocks(piece.box, meta, form))
+
+
+def _whole_tensors(
+    pieces: Sequence[Piece], memory: SlotPieces, passing: Collection[int]
+) -> dict[int, torch.Tensor]:
+    """Return the tensors that are whole in a bucket, row after row."""
+    held = defaultdict[int, list[Piece]](list)
+    for piece in pieces:
+        held[piece.tensor].append(piece)
+    found = {tensor: memory.whole(its) for tensor, its in held.items() if tensor not in passing}
+    return {tensor: whole for tensor, whole in found.items() if whole is not None}
+
+
+def _scratch_nbytes(meta: TensorMeta, parts: _Parts) -> int:
+    """Return the bytes of scratch memory for a tensor, if it is quantised there."""
+    if parts.form is None or parts.in_rows:
+        return 0
+    rows, columns = meta.numel // meta.shape[-1], meta.shape[-1]
+    down, across = parts.form.grid((rows, columns))
+    return _aligned(rows * columns) + _aligned(4 * down * across)
 
 
 class _Scratch:

@@ -24,6 +24,7 @@ class StoredPlaces:
 
     Attributes:
         formats: formats of quantised tensors, by the weight's name.
+        numbers: the index of each stored tensor's digest, by name.
         are_right: True if the engine's own loader has put an update's bytes in these places. None before the
             first update.
         num_elements: by live parameter, the number of elements in these places.
@@ -46,7 +47,7 @@ class StoredPlaces:
         self.formats = formats
         self.are_right: bool | None = None
         self._stored = {meta.name: meta for meta in stored}
-        self._numbers = {name: number for number, name in enumerate(self._stored)}
+        self.numbers = {name: number for number, name in enumerate(self._stored)}
         self._held: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
         self.num_elements: Counter[str] = Counter()
         for segment in segments:
@@ -82,15 +83,6 @@ class StoredPlaces:
         segments = tuple(segment for segment, _ in held)
         return StoredExport(RankLayout(tuple(self._stored.values()), segments), dtypes, formats)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all stored tensors."""
-        return frozenset(self._stored)
-
-    def number(self, name: str) -> int:
-        """Return the index of a stored tensor's digest."""
-        return self._numbers[name]
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole shape of a stored tensor."""
         return self._stored[name].shape
@@ -112,39 +104,41 @@ class StoredPlaces:
 
         Parts are in the dtype of the place. Empty if the rank holds nothing of the tensor.
         """
-        number, shape = self._numbers[name], self.shape(name)
+        number, shape = self.numbers[name], self.shape(name)
         return [
             (place, BoxPart(number, tensor[segment.box.slices()].to(place.dtype), shape, segment.box))
             for segment, place in self.held(name)
         ]
 
     def digests(self) -> Digests:
-        """Digest each stored tensor in live parameters: uint64[len(names)]."""
+        """Digest each stored tensor in live parameters: uint64[len(numbers)]."""
         if not self._device or self._device.type == "cpu":
-            return box_digests(self._places(), len(self._numbers))
+            return box_digests(_parts(self), len(self.numbers))
         with torch.cuda.device(self._device):
-            self._table = self._table or box_table(self._places(), len(self._numbers))
+            self._table = self._table or box_table(_parts(self), len(self.numbers))
             self._table.launch(torch.cuda.current_stream())
             return self._table.result()
-
-    def _places(self) -> list[BoxPart]:
-        return [
-            BoxPart(self._numbers[name], place, self.shape(name), segment.box)
-            for name, held in self._held.items()
-            for segment, place in held
-        ]
 
     def require(self, digests: Digests) -> Digests:
         """Raise TransportError if live memory differs from `digests`. Returns the live digests."""
         found = self.digests()
-        if differ := self._differing(found, digests):
+        if differ := _differing(self.numbers, found, digests):
             raise TransportError(f"{differ[0]} was written, and live memory holds other bytes")
         return found
 
     def differing(self, digests: Digests) -> list[str]:
         """Return the names of tensors whose live bytes differ from `digests`."""
-        return self._differing(self.digests(), digests)
+        return _differing(self.numbers, self.digests(), digests)
 
-    def _differing(self, found: Digests, digests: Digests) -> list[str]:
-        wrong = set(np.flatnonzero(found != digests).tolist())
-        return [name for name, number in self._numbers.items() if number in wrong] if wrong else []
+
+def _parts(places: StoredPlaces) -> list[BoxPart]:
+    return [
+        BoxPart(number, place, places.shape(name), segment.box)
+        for name, number in places.numbers.items()
+        for segment, place in places.held(name)
+    ]
+
+
+def _differing(numbers: Mapping[str, int], found: Digests, digests: Digests) -> list[str]:
+    wrong = set(np.flatnonzero(found != digests).tolist())
+    return [name for name, number in numbers.items() if number in wrong] if wrong else []

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
-from weightsync.memory.file_names import FileNames
+from weightsync.memory.file_names import FileRenaming
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.kernels.digests import warm_up
@@ -102,7 +101,7 @@ class TensorSource(ABC):
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
-        self._names: tuple[object, Mapping[str, str]] = None, {}
+        self._names = FileRenaming()
         self._layout: RankLayout | None = None
         self._exported: DeviceMemory | None = None
         self._send_buffer: SharedBuffer | None = None
@@ -154,7 +153,7 @@ class TensorSource(ABC):
         layout, buffers, device = weights.layout, weights.buffers, ""
         self._computed = weights.computed
         if self._offloaded:
-            self._require_as_offloaded(weights.tensors)
+            _require_as_offloaded(self._rank, self._guard, weights.tensors)
         else:
             require_values(layout, buffers)
         self._complete()
@@ -174,8 +173,8 @@ class TensorSource(ABC):
 
         Raises ConfigError if a setting fits none of the names.
         """
-        weights = self._transformed(self._weights(), self._before)
-        unmatched = self._selection.check(self._as_in_files(weights.layout), weights.excluded)
+        weights = _transformed(self._module, self._weights(), self._before)
+        unmatched = self._selection.check(self._names.renamed(self.model, weights.layout), weights.excluded)
         weights = self._selected(weights)
         if not (stage := weights.layout.stage):
             return weights
@@ -188,22 +187,9 @@ class TensorSource(ABC):
 
     def _selected(self, weights: LocalWeights) -> LocalWeights:
         """Rename and select weights, and apply the transforms of `after`."""
-        layout = self._selection.of(self._as_in_files(weights.layout))
+        layout = self._selection.of(self._names.renamed(self.model, weights.layout))
         layout = stack_experts(layout, weights.num_experts) if weights.num_experts else layout
-        return self._transformed(dataclasses.replace(weights, layout=layout), self._after)
-
-    def _transformed(self, weights: LocalWeights, transforms: Sequence[Transform]) -> LocalWeights:
-        for each in transforms:
-            weights = each.apply(self._module, weights)
-        return weights
-
-    def _as_in_files(self, layout: RankLayout) -> RankLayout:
-        """Return a layout with the names that transformers writes to files."""
-        given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
-        key = type(self.model), given
-        if isinstance(self.model, torch.nn.Module) and self._names[0] != key:
-            self._names = key, FileNames.of(self.model, given).names
-        return layout.renamed(self._names[1]) if self._names[1] else layout
+        return _transformed(self._module, dataclasses.replace(weights, layout=layout), self._after)
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Use the weights of `model` from now on. Raises StateError while weights are offloaded."""
@@ -280,7 +266,13 @@ class TensorSource(ABC):
         if self._in_place is None:
             self._follow()
             self._complete()
-            return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
+            if self._in_send_buffer is not None:
+                return self._in_send_buffer
+            if self._copies is None:  # an `offload` that failed gave them up
+                self._make_copies()
+            assert self._copies
+            published = self._copies.run(self._live, count)
+            return self._confirmed(published, partial(self._copies.digest_again, self._live))
         if not self._is_ready:
             self.ready()
         self._is_ready = False
@@ -300,14 +292,8 @@ class TensorSource(ABC):
     def changed(self) -> Mapping[str, Sample]:
         """Sample what changed since the version before, see `MeasuresDensity`."""
         if self._density is None and self._plan and (self._in_place or self._copies):
-            self._density = DensitySample(self._plan, self._published_parts())
+            self._density = DensitySample(self._plan, _published_parts(self._in_place, self._copies))
         return self._density.changed() if self._density else {}
-
-    def _published_parts(self) -> Iterable[tuple[int, torch.Tensor]]:
-        if self._in_place:
-            return [(tensor, held) for tensor, _, held in self._in_place.parts]
-        assert self._copies is not None
-        return [(copy.tensor, self._copies.place(copy)) for copy in self._copies.copies]
 
     def _claims(self) -> ClaimedBoxes:
         if self._claimed is None:
@@ -328,10 +314,7 @@ class TensorSource(ABC):
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
             stored: dict[str, list[OffloadedPart]] = {}
-            if self._send_buffer:
-                self._follow()
-                self._complete()
-            published = self._to_send_buffer(count=True) if self._send_buffer else None
+            published = self.publish(count=True) if self._send_buffer else None
             if published and self._plan and self._plan.replicas:
                 rounds = range(self._plan.replicas.num_rounds)
                 self._before_offload = [self.compare_replicas([number]) for number in rounds]
@@ -364,8 +347,8 @@ class TensorSource(ABC):
         if self._guard and self._guard.as_before(self.model):
             return True  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
-            self._require_as_offloaded(weights.tensors)
-        weights = self._selected(self._transformed(weights, self._before))
+            _require_as_offloaded(self._rank, self._guard, weights.tensors)
+        weights = self._selected(_transformed(self._module, weights, self._before))
         now = weights.layout
         if not self._offloaded:
             require_values(now, weights.buffers)
@@ -384,20 +367,6 @@ class TensorSource(ABC):
                 logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
             self._make_copies()
         return True
-
-    def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._guard is not None
-        if moved := self._guard.moved(tensors):
-            raise StateError(
-                f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
-            )
-
-    def _to_send_buffer(self, count: bool) -> Published:
-        if self._copies is None:  # an `offload` that failed gave them up
-            self._make_copies()
-        assert self._copies
-        published = self._copies.run(self._live, count)
-        return self._confirmed(published, partial(self._copies.digest_again, self._live))
 
     def _confirmed(self, published: Published, digest_again: Callable[[], Digests]) -> Published:
         """Digest the weights once more, and name the tensors that were written meanwhile.
@@ -427,6 +396,27 @@ class TensorSource(ABC):
             return self._offloaded.on_host()
         live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
         return {**live, **self._computed}
+
+
+def _transformed(model: Any, weights: LocalWeights, transforms: Sequence[Transform]) -> LocalWeights:  # noqa: ANN401
+    for each in transforms:
+        weights = each.apply(model, weights)
+    return weights
+
+
+def _require_as_offloaded(rank: int, guard: Guard | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    assert guard is not None
+    if moved := guard.moved(tensors):
+        raise StateError(f"trainer {rank}: {_listed(moved)}, while the weights are offloaded: onload() first")
+
+
+def _published_parts(
+    in_place: InPlace | None, copies: PieceCopies | None
+) -> Iterable[tuple[int, torch.Tensor]]:
+    if in_place:
+        return [(tensor, held) for tensor, _, held in in_place.parts]
+    assert copies is not None
+    return [(copy.tensor, copies.place(copy)) for copy in copies.copies]
 
 
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:

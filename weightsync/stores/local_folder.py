@@ -38,7 +38,7 @@ class LocalFolder:
         self.path = path
         self.current = path / "current"
         self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
-        with self._told():
+        with _told(path):
             path.mkdir(parents=True, exist_ok=True)
             if not self._lock.exists() and any(path.iterdir()):
                 raise ConfigError("FOLDER", str(path), "it has other files: give a new folder")
@@ -49,17 +49,9 @@ class LocalFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes that would change the folder waiting. Raises ConfigError if a disk is full."""
-        with self._told(), self._lock.open("w") as lock:
+        with _told(self.path), self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            remedy = f"{error}: give a folder to write to, with enough space"
-            raise ConfigError("FOLDER", str(self.path), remedy) from error
 
     @property
     def version(self) -> int:
@@ -135,3 +127,12 @@ class LocalFolder:
 def _folder_name(manifest: Manifest) -> str:
     digest = hashlib.sha256(repr(sorted(manifest.contents.items())).encode())
     return f"{manifest.version:08d}-{digest.hexdigest()[:8]}"
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = f"{error}: give a folder to write to, with enough space"
+        raise ConfigError("FOLDER", str(path), remedy) from error

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weightsync.engines.rank.rank import Host, Rank
+from weightsync.engines.rank.host import Host
+from weightsync.engines.rank.rank import Rank
 from weightsync.engines.serving.engine_ranks import EngineRanks
 from weightsync.errors import ConfigError
 from weightsync.plan import Plan, RankLayout

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from weightsync.engines.base import Completion, Rollout
-from weightsync.engines.serving.request_loop import Made
 from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import token_ids
 from weightsync.engines.sglang.api import SglangServer, sampling_params, server_args
 from weightsync.engines.vllm.api import engine_args

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.holder.snapshots import FlatSnapshot
+from weightsync.holder.flat_snapshot import FlatSnapshot
 
 
 @given(sizes=st.lists(st.integers(0, 5), max_size=8), data=st.data())

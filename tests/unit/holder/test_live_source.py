@@ -14,8 +14,9 @@ import torch
 
 from tests.patience import patient
 from weightsync.errors import ReadError, StateError
+from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.live_source import LiveSnapshot, LiveSource
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, encode_header
+from weightsync.holder.snapshots import HEADER_NBYTES, encode_header
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import SnapshotHeader

@@ -12,7 +12,8 @@ import torch
 
 from tests.kernel_doubles import Runtime, Stream, use_runtime
 from weightsync.holder.device_staging import DeviceStaging
-from weightsync.holder.snapshots import FlatSnapshot, Held, SnapshotStore
+from weightsync.holder.flat_snapshot import FlatSnapshot
+from weightsync.holder.snapshots import Held, SnapshotStore
 from weightsync.protocol.messages import SnapshotHeader
 
 HEADER = SnapshotHeader(1, "layout", 0)
@@ -46,7 +47,7 @@ def test_own_and_mapped_snapshots_are_copied_both_ways(
     saving, mapping = stores
     offer = saving.snapshot(HEADER, np.zeros(1, np.uint64), flat)
     num_locks = len(runtime.locked)
-    mapping.map({0: [offer]})
+    mapping.mapped.map({0: [offer]})
     assert num_locks > 10
     assert len(runtime.locked) > num_locks + 10
     assert max(runtime.locked.values()) == 512

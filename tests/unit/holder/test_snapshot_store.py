@@ -121,7 +121,7 @@ def test_both_versions_of_another_holders_part_are_mapped_once(stores: list[Snap
     first, second = stores
     offers = first.reserve_spares({0: NBYTES})
     second.reserve_spares({})
-    second.map(offers)
+    second.mapped.map(offers)
     first.snapshot(header(1), EXPECTED, Filled(1))
     for version in (2, 3):
         first.snapshot(header(version), EXPECTED, Filled(version), first.begin_staging())
@@ -130,7 +130,7 @@ def test_both_versions_of_another_holders_part_are_mapped_once(stores: list[Snap
         assert (found.holder, found.way) == ("holder 0", "mapped")
         assert value(second, version) == version
         first.keep(version)
-    second.map({0: offers[0][:1]})
+    second.mapped.map({0: offers[0][:1]})
     mapped = [second.held(header(version)) for version in (2, 3)]
     assert sum(held is not None for held in mapped) == 1
 

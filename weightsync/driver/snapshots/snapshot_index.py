@@ -58,6 +58,21 @@ class _Version:
         self.hosts[offer.holder] = host
         self.damaged.discard((offer.holder, part))
 
+    def lose(self, holder: str, part: int | None = None) -> None:
+        """Forget all offers of a holder, or only of one part."""
+        for parts in self.offers.values():
+            for number, offers in parts.items():
+                if part in (number, None):
+                    parts[number] = [offer for offer in offers if offer.holder != holder]
+
+    def drop(self, damaged: Sequence[Copy]) -> None:
+        """Offer damaged copies no more."""
+        for holder, part in damaged:
+            where = f"[{holder} · v{self.number}]"
+            logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
+            self.lose(holder, part)
+        self.damaged.update(damaged)
+
 
 class SnapshotIndex:
     """Snapshots of one committed version, in parts.
@@ -153,7 +168,7 @@ class SnapshotIndex:
         """
         deadline = time.monotonic() + self._config.timeout_s + GRACE_S
         await self.copied()
-        await self._end_reserving(deadline - time.monotonic())
+        await _give_up(self._reserving, deadline - time.monotonic())
 
     async def writable(self, released: Collection[str] = ()) -> None:
         """Wait until no memory of an engine is read, and send buffers may be written again.
@@ -173,21 +188,20 @@ class SnapshotIndex:
 
     async def kept(self) -> None:
         """Wait until the snapshots' memory is there, and they are copied."""
-        await self._reserved()
+        await _ended(self._reserving)
         await self.copied()
 
     async def settled(self) -> None:
         """Wait until the snapshots are copied and replicated."""
         await self.kept()
-        if self._replicating and not self._replicating.done():
-            await asyncio.wait([self._replicating])
+        await _ended(self._replicating)
 
     async def stop(self) -> None:
         """Cancel allocating, copying and replicating. Nobody reads engines afterwards."""
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        others = self._end_reserving(0), self.host_copies.stop(), self.live_sources.withdrawn()
+        others = _give_up(self._reserving, 0), self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
@@ -206,13 +220,13 @@ class SnapshotIndex:
         """
         if (expected := self.expected) is None:
             return
-        layout = self._layout(connection, engine)
+        layout = _layout(connection, engine)
         hosts: defaultdict[str, list[int]] = defaultdict(list)
         for holder in self._fleet.engines[engine].holders:
             hosts[self._fleet.node(holder)].append(holder)
 
         def wanted(host: str) -> Wanted:
-            others = self._waiting(connection, engine).count(host)
+            others = _waiting(self._fleet, connection, engine).count(host)
             shared = self._candidates(version, connection, engine).shared(host, others)
             headers = {part: SnapshotHeader(version, layout, part) for part in shared}
             return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
@@ -242,11 +256,11 @@ class SnapshotIndex:
             ) as offers:
                 yield choice.snapshot(first, num_ranks, is_flat=True, live=offers)
         else:
-            first = SnapshotHeader(version, self._layout(connection, engine), 0)
+            first = SnapshotHeader(version, _layout(connection, engine), 0)
             yield choice.snapshot(first, len(choice.first.copies), is_flat=False, live={})
 
     def _candidates(self, version: int, connection: Connection, engine: str) -> Candidates:
-        layout, holders = self._layout(connection, engine), self._fleet.engines[engine].holders
+        layout, holders = _layout(connection, engine), self._fleet.engines[engine].holders
         copies = self._now.offers.get(layout, {}) if version == self._now.number else {}
         return Candidates(
             copies,
@@ -255,22 +269,6 @@ class SnapshotIndex:
             [self._fleet.node(holder) for holder in holders],
             mixes=connection.in_place,
         )
-
-    def _waiting(self, connection: Connection, engine: str) -> list[str]:
-        """Return the host of each rank of other engines that have yet to be filled with copies."""
-        return [
-            self._fleet.node(holder)
-            for name, member in self._fleet.engines.items()
-            if name not in (engine, *connection.flat_layouts) and member.record.state in _UNFILLED
-            for holder in member.holders
-        ]
-
-    def _layout(self, connection: Connection, engine: str) -> str:
-        """Return the layout of the copies that fill `engine`, "" if none do."""
-        if not connection.in_place:
-            return connection.content
-        flat = connection.flat_layouts.get(engine)
-        return flat.layout if flat else ""
 
     async def restore(self, connection: Connection) -> int:
         """Find a previous driver's snapshots. Returns the newest version that is complete, or 0."""
@@ -281,7 +279,10 @@ class SnapshotIndex:
             number: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
             for number, name in enumerate(calls)
         }
-        versions, ranks = {header.version for shares in found.values() for header in shares}, self._ranks()
+        versions, ranks = (
+            {header.version for shares in found.values() for header in shares},
+            _ranks(self._fleet),
+        )
         for version in sorted(versions, reverse=True):
             now = _Version(version)
             for header, homes in self._parts(version, connection, everyone=True):
@@ -302,12 +303,9 @@ class SnapshotIndex:
                 return version
         return 0
 
-    def lost(self, holder: str, part: int | None = None) -> None:
-        """Forget all snapshots of a lost holder, or only one part."""
-        for parts in self._now.offers.values():
-            for number, offers in parts.items():
-                if part in (number, None):
-                    parts[number] = [offer for offer in offers if offer.holder != holder]
+    def lost(self, holder: str) -> None:
+        """Forget all snapshots of a lost holder."""
+        self._now.lose(holder)
 
     async def drop_headless(self, holders: Collection[str]) -> bool:
         """Forget copies of `holders` that have no valid header any more. Returns whether there were any."""
@@ -319,7 +317,7 @@ class SnapshotIndex:
             if offer.holder in holders
         }
         headless = await self._checks.without_header(headers)
-        self._drop(headless)
+        self._now.drop(headless)
         return bool(headless)
 
     async def drop_damaged(self, connection: Connection, engine: str, read: Collection[str]) -> str:
@@ -327,23 +325,17 @@ class SnapshotIndex:
 
         Returns a holder of these whose copy was damaged, "" if none was.
         """
-        layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
-        version, copies = self._now.number, self._now.offers.get(layout, {})
+        layout, flat = _layout(connection, engine), connection.flat_layouts.get(engine)
+        version, copies, damaged = self._now.number, self._now.offers.get(layout, {}), list[Copy]()
         if not connection.in_place:
             assert self.expected is not None
-            self._drop(await self._checks.unlike_version(version, layout, copies, self.expected))
+            damaged = await self._checks.unlike_version(version, layout, copies, self.expected)
         elif flat:
             ranks = dict(enumerate(self._fleet.engines[engine].holders, start=flat.first))
-            self._drop(await self._checks.like_memory(version, layout, copies, ranks))
+            damaged = await self._checks.like_memory(version, layout, copies, ranks)
+        self._now.drop(damaged)
         # Another engine may have read the same copy, and found it damaged, meanwhile.
         return next((holder for holder, part in self._now.damaged if holder in read and part in copies), "")
-
-    def _drop(self, damaged: Sequence[Copy]) -> None:
-        for holder, part in damaged:
-            where = f"[{holder} · v{self._now.number}]"
-            logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
-            self.lost(holder, part)
-        self._now.damaged.update(damaged)
 
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False
@@ -366,29 +358,13 @@ class SnapshotIndex:
             for rank, homes in enumerate(zip(*copies, strict=True)):
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
-    def _ranks(self) -> Mapping[int, tuple[str, int]]:
-        """Return the engine and the rank's number that each holder serves."""
-        engines = self._fleet.engines.items()
-        return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
-
-    async def _reserved(self) -> None:
-        if self._reserving and not self._reserving.done():
-            await asyncio.wait([self._reserving])
-
-    async def _end_reserving(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for the memory, then give up late holders."""
-        if self._reserving:
-            await asyncio.wait([self._reserving], timeout=max(0.0, timeout_s))
-            self._reserving.cancel()
-            await asyncio.gather(self._reserving, return_exceptions=True)
-
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         await asyncio.sleep(_LATER_S)
-        await self._reserved()  # else holders would allocate it here, in the deadline of a copy
+        await _ended(self._reserving)  # else holders would allocate it here, in the deadline of a copy
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
-        is_flat, ranks = connection.in_place, self._ranks()
+        is_flat, ranks = connection.in_place, _ranks(self._fleet)
         are_live = is_flat and self.live.right
         live = {header: self.live.of(*ranks[home]) if are_live else None for header, home in parts}
         calls = {
@@ -413,7 +389,7 @@ class SnapshotIndex:
             await self.host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
-            self._tell(error)
+            _tell(self._events, error)
         return outcome.answers
 
     async def _keep_staged(self, staged: StagedVersion) -> None:
@@ -456,10 +432,49 @@ class SnapshotIndex:
                         header.part,
                         error,
                     )
-                    self._tell(error)
+                    _tell(self._events, error)
                 for offer in outcome.answers.values():
                     now.add(header.layout, header.part, offer, nodes[place])
 
-    def _tell(self, error: WeightSyncError) -> None:
-        if isinstance(error, (DeadlineError, PeerLostError)):
-            self._events.publish(HolderSilent())
+
+def _ranks(fleet: Fleet) -> Mapping[int, tuple[str, int]]:
+    """Return the engine and the rank's number that each holder serves."""
+    engines = fleet.engines.items()
+    return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
+
+
+def _waiting(fleet: Fleet, connection: Connection, engine: str) -> list[str]:
+    """Return the host of each rank of other engines that have yet to be filled with copies."""
+    return [
+        fleet.node(holder)
+        for name, member in fleet.engines.items()
+        if name not in (engine, *connection.flat_layouts) and member.record.state in _UNFILLED
+        for holder in member.holders
+    ]
+
+
+def _layout(connection: Connection, engine: str) -> str:
+    """Return the layout of the copies that fill `engine`, "" if none do."""
+    if not connection.in_place:
+        return connection.content
+    flat = connection.flat_layouts.get(engine)
+    return flat.layout if flat else ""
+
+
+async def _give_up(task: asyncio.Task[None] | None, timeout_s: float) -> None:
+    """Wait at most `timeout_s` seconds until `task` has ended, then cancel it."""
+    if task:
+        await asyncio.wait([task], timeout=max(0.0, timeout_s))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    """Wait until `task` has ended, if there is one."""
+    if task and not task.done():
+        await asyncio.wait([task])
+
+
+def _tell(events: Events, error: WeightSyncError) -> None:
+    if isinstance(error, (DeadlineError, PeerLostError)):
+        events.publish(HolderSilent())

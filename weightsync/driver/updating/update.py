@@ -198,7 +198,7 @@ class Update:
             if isinstance(error, VerifyError):
                 router.demote(name, error)
         self.breaks_connection |= not router.suffices
-        if len(self._engines.whole(verified)) < least:
+        if len(self._fleet.whole(verified)) < least:
             self._engines.enter(verified, EngineState.STALE)
             raise self._engines.first_failure()
         with self._clock.phase("commit"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -60,6 +60,8 @@ class AdapterRank:
         """Reserve the slots. Raises as `AdapterSlots.reserve`."""
         self._rank, self._spec, self._slots, self._numbers = rank, spec, slots, tuple(numbers)
         self._held = {slot.number: slot for slot in slots.reserve(spec, numbers)}
+        self._slot_layout = next(iter(self._held.values())).layout
+        self._device = next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
         self._received: ReceiveBuffer | None = None
         if self._device.type == "cuda":
             self._received = ReceiveBuffer(self._slot_layout, self._device)
@@ -139,16 +141,35 @@ class AdapterRank:
         """Return a context in which this thread uses the rank's device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    @property
-    def _slot_layout(self) -> RankLayout:
-        return next(iter(self._held.values())).layout
-
-    @property
-    def _device(self) -> torch.device:
-        return next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
-
     def _disconnect(self) -> None:
         self._writers = {}
         if self._feed is not None:
             self._feed.close()
             self._feed = None
+
+
+class AdapterRanks:
+    """The `AdapterRank` of each adapter, by the adapter's slots."""
+
+    def __init__(self, rank: int, slots: AdapterSlots | None) -> None:
+        self._rank, self._slots = rank, slots
+        self._adapters: dict[tuple[int, ...], AdapterRank] = {}
+
+    def call(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
+        """Call a method of the `AdapterRank` with these slots. ``layout`` makes it, and ``close`` ends it."""
+        key = tuple(numbers)
+        if key not in self._adapters:
+            if method == "close":
+                return None
+            if method != "layout" or self._slots is None:
+                raise StateError(f"adapter {spec.name} has no slots here: register it again")
+            self._adapters[key] = AdapterRank(self._rank, spec, key, self._slots)
+        answer = getattr(self._adapters[key], method)(*args)
+        if method == "close":
+            del self._adapters[key]
+        return answer
+
+    def call_slots(self, method: str, args: Sequence[Any]) -> None:
+        """Call a method of the slots, for engines that fill and find them by calls of their own."""
+        assert self._slots, "an engine of this kind gives its ranks slots"
+        getattr(self._slots, method)(*args)

@@ -75,7 +75,7 @@ class StoredLoader:
         """`make_loader` returns the engine's own. It is called for the first update."""
         self._places = places
         self._loader = None if places.are_right else make_loader()
-        self._digests = DigestSums(len(places.names))
+        self._digests = DigestSums(len(places.numbers))
         self._came: set[str] = set()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,7 +98,7 @@ class StoredLoader:
 
         Raises RuntimeError if a tensor did not arrive, or differs.
         """
-        if missing := sorted(self._places.names - self._came):
+        if missing := sorted(self._places.numbers.keys() - self._came):
             raise RuntimeError(f"{missing[0]} did not come: {len(missing)} tensors are not whole")
         if self._loader:
             self._loader.finish()

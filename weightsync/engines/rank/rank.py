@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import Treatment
-from weightsync.engines.drafts.draft_model import DraftModel, HasDraft
 from weightsync.engines.drafts.frozen_draft import FrozenDraft
-from weightsync.engines.drafts.trained_draft import TrainableDraft, TrainedDraft
-from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.loading.live_writer import LiveWriter, exported
 from weightsync.engines.loading.load_errors import naming_load
-from weightsync.engines.loading.loader_trace import UnprovableError, trace
-from weightsync.engines.loading.whole_loads import Converts, WholeLoads
-from weightsync.engines.loading.whole_sink import Loader, synchronize
-from weightsync.engines.lora.adapter_rank import AdapterRank, AdapterSlots
+from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.whole_loads import WholeLoads
+from weightsync.engines.loading.whole_sink import synchronize
+from weightsync.engines.lora.adapter_rank import AdapterRanks, AdapterSlots
+from weightsync.engines.rank.host import ArrangesExperts, Host, KnowsSleep
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import RankProcess
+from weightsync.engines.rank.written_model import WrittenModel
 from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels.device_kernels import load_digests
-from weightsync.memory.tensors import device_id
-from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout.arrangement import Experts, arrangement_key
-from weightsync.plan.layout.draft import Draft
 from weightsync.plan.layout.layout_table import LayoutTable
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
 from weightsync.protocol.log_level import use_log_level
@@ -41,69 +36,17 @@ from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 from weightsync.text import count_text
 
 
-class Host(Converts, Protocol):
-    """Calls from a rank to the engine that it is part of."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run the model's own loader on tensors of `checkpoint`, which it iterates over lazily."""
-
-    def checkpoint(self) -> Checkpoint:
-        """Return the full-precision checkpoint of the engine's model. Raises ConfigError if it has none."""
-
-    def stored_otherwise(self) -> str:
-        """Return why live parameters may differ from the loader's bytes; "" if they do not."""
-
-    def loader(self, stored: bool) -> Loader:
-        """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none.
-
-        `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
-        """
-
-
-@runtime_checkable
-class Rehearses(Protocol):
-    """A host that can run the loader without tensors."""
-
-    def rehearse(self) -> Sequence[TensorMeta]:
-        """Return the tensors of `Host.checkpoint` that are known in the dtypes that the loader keeps.
-
-        Nothing changes. Raises ConfigError if the loader leaves out a tensor.
-        """
-
-
-@runtime_checkable
-class ArrangesExperts(Protocol):
-    """A host whose engine may move experts between slots."""
-
-    def experts(self) -> Experts:
-        """Return the expert in each slot of all ranks now, by layer. Empty if experts stay."""
-
-    def move_experts(self, experts: Experts) -> None:
-        """Copy experts between slots, all ranks at the same time."""
-
-    def arranged(self, layout: RankLayout, live: Mapping[str, torch.Tensor]) -> RankLayout:
-        """Return the layout of the loader for the experts that are in the slots now.
-
-        `live` has the layout's buffers. Raises UnprovableError.
-        """
-
-
-@runtime_checkable
-class KnowsSleep(Protocol):
-    """A host that knows which of its memory sleeps, whoever put it to sleep."""
-
-    def asleep(self) -> Collection[str]:
-        """Return the parts that have no memory now, such as ``weights``."""
-
-
 class Rank:
     """One rank. `answer` calls its methods by name, one at a time."""
+
+    host = staticmethod(RankHost.here)
+    use_log_level = staticmethod(use_log_level)
 
     def __init__(
         self, kind: str, rank: int, device: torch.device, host: Host, slots: AdapterSlots | None = None
     ) -> None:
         """`slots`: the adapter slots of an engine that serves adapters."""
-        self._rank, self._device, self._host, self._slots = rank, device, host, slots
+        self._rank, self._device, self._host = rank, device, host
         self._logger = logging.getLogger(f"weightsync.engines.{kind}")
         self._layout: RankLayout | None = None
         self._as_loaded: RankLayout | None = None
@@ -113,13 +56,11 @@ class Rank:
         self._feed: EngineFeed | None = None
         self._writer: LiveWriter | None = None
         self._whole: WholeLoads | None = None
-        self._is_treated = False
-        self._draft: DraftModel | None = None
-        self._frozen: FrozenDraft | None = None
-        self._trained: TrainedDraft | None = None
+        self._model, self._is_treated = WrittenModel(host, device), False
         self._takes_stored = False
         self._engine = ""
-        self._adapters: dict[tuple[int, ...], AdapterRank] = {}
+        adapters = AdapterRanks(rank, slots)
+        self.adapter, self.call_slots = adapters.call, adapters.call_slots
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
         """Call a method. Returns the result or the error; never raises, since that may end the engine."""
@@ -133,21 +74,13 @@ class Rank:
 
     def join(self, engine_pid: int) -> RankProcess | None:
         """Return this process as a rank of the engine, which has just started, see `RankProcess.join`."""
-        self._begin_loading([2])  # weights mostly have 16 bits
+        _begin_loading(self._device, [2])  # weights mostly have 16 bits
         return RankProcess.join(self._rank, engine_pid)
-
-    def host(self) -> RankHost:
-        """Return this process's host."""
-        return RankHost.here()
 
     def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
         """Set this rank's part of `faults`, which has a list per rank."""
         if faults[self._rank] or not any(faults):
             set_faults(process, faults[self._rank], seed)
-
-    def use_log_level(self, level: str) -> None:
-        """Log from `level` on, see `weightsync.protocol.log_level.use_log_level`."""
-        use_log_level(level)
 
     def treat(self, treatment: Treatment | None) -> None:
         """Apply `treatment` to the draft from the next `layout` on.
@@ -155,19 +88,12 @@ class Rank:
         Each load compares a frozen draft with the draft's bytes at this call. Raises ConfigError if the draft
         does not allow the treatment.
         """
-        draft = self._host.draft(treatment) if isinstance(self._host, HasDraft) else None
+        before, self._model = self._model, self._model.treated(treatment)
         self._is_treated = True
-        if draft and treatment == "frozen":
-            self._frozen = self._frozen or FrozenDraft(draft, self._host.model(), self._device)
-        before, self._trained = self._trained, None
-        if draft and treatment == "trained":
-            assert isinstance(draft, TrainableDraft)
-            self._frozen, self._trained = None, TrainedDraft(draft, self._host.model())
-        self._draft = draft
-        if before or self._trained:
+        if before.trained or self._model.trained:
             self._layout = None
         elif self._layout:
-            self._layout = self._with_draft(self._layout)
+            self._layout = self._model.with_draft(self._layout)
 
     def layout(self) -> LayoutTable:
         """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
@@ -181,12 +107,12 @@ class Rank:
         if not self._is_treated:
             self.treat(None)
         if self._layout is None:
-            self._require_awake()
-            self._layout = self._with_draft(self._find_layout())
+            _require_awake(self._rank, self.asleep())
+            self._layout = self._model.with_draft(self._find_layout())
             if self._layout.buffers:
-                self._begin_loading({meta.itemsize for meta in self._layout.tensors})
+                _begin_loading(self._device, {meta.itemsize for meta in self._layout.tensors})
         elif self._as_loaded and self._moved(self._layout):
-            self._layout = self._with_draft(self._arranged(self._as_loaded))
+            self._layout = self._model.with_draft(self._arranged(self._as_loaded))
         return self._layout
 
     def experts(self) -> Experts:
@@ -226,7 +152,7 @@ class Rank:
 
     def reload(self) -> LayoutTable:
         """Take whole tensors from now on, even if the layout was proven."""
-        self._layout = self._with_draft(self._whole_layout(self._found_checkpoint()))
+        self._layout = self._model.with_draft(self._model.whole_layout(self._model.checkpoint()))
         return LayoutTable.of(self._layout)
 
     def addresses(self) -> dict[str, int]:
@@ -247,7 +173,7 @@ class Rank:
         Raises StateError if the weights sleep and the caller does not know it.
         """
         if not asleep:
-            self._require_awake()
+            _require_awake(self._rank, self.asleep())
         self.close()
         layout, ticket = self._own_layout(), tickets[self._rank]
         self._attached = layout
@@ -261,7 +187,7 @@ class Rank:
                 self._feed,
                 plan,
                 self._device,
-                self._make_loader,
+                partial(self._model.loader, self._takes_stored),
                 self._takes_stored,
                 self._logger,
             )
@@ -309,7 +235,8 @@ class Rank:
             else:
                 assert self._whole
                 loaded = self._whole.load(attempt, timeout_s)
-        self._require_same_draft()
+        if self._model.frozen:
+            _require_same(self._model.frozen, self._engine, self._rank)
         return loaded
 
     def close(self) -> None:
@@ -319,116 +246,49 @@ class Rank:
             self._feed.close()
             self._feed = None
 
-    def adapter(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
-        """Call a method of the `AdapterRank` with these slots. ``layout`` makes it, and ``close`` ends it."""
-        key = tuple(numbers)
-        if key not in self._adapters:
-            if method == "close":
-                return None
-            if method != "layout" or self._slots is None:
-                raise StateError(f"adapter {spec.name} has no slots here: register it again")
-            self._adapters[key] = AdapterRank(self._rank, spec, key, self._slots)
-        answer = getattr(self._adapters[key], method)(*args)
-        if method == "close":
-            del self._adapters[key]
-        return answer
-
-    def call_slots(self, method: str, args: Sequence[Any]) -> None:
-        """Call a method of the slots, for engines that fill and find them by calls of their own."""
-        assert self._slots, "an engine of this kind gives its ranks slots"
-        getattr(self._slots, method)(*args)
-
-    def _require_awake(self) -> None:
-        if "weights" in self.asleep():
-            raise StateError(f"the weights of rank {self._rank} are asleep: wake them before an update")
-
-    def _with_draft(self, layout: RankLayout) -> RankLayout:
-        if self._draft is None:
-            return layout
-        held = self._trained or self._frozen
-        return replace(layout, draft=held.describe() if held else Draft(self._draft.method, self._draft.path))
-
-    def _require_same_draft(self) -> None:
-        if self._frozen and (changed := self._frozen.changed()):
-            names = ", ".join(f"draft {name}" for name in changed[:3])
-            cause = (
-                f"{names}: bytes are not those that it started with, of {count_text(len(changed), 'tensor')}"
-            )
-            raise EngineError(self._engine, "verify", cause, self._rank)
-
     def _begin(self, feed: EngineFeed, attempt: int) -> None:
         try:
-            self._require_awake()
+            _require_awake(self._rank, self.asleep())
             self._require_same_experts()
             if self._writer:
-                self._writer.begin(self._current())
+                self._writer.begin(self._model.live())
         except StateError as error:
             feed.refuse(attempt, error)
             raise
 
-    def _current(self) -> dict[str, torch.Tensor]:
-        """Return the current parameters and buffers by name."""
-        model = self._served()
-        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
-
-    def _begin_loading(self, itemsizes: Collection[int]) -> None:
-        """Load kernels before they are needed, so that `attach` need not wait for CuPy."""
-        if self._device.type == "cuda":
-            on_daemon(partial(self._load_kernels, itemsizes), "weightsync-kernels")
-
-    def _load_kernels(self, itemsizes: Collection[int]) -> None:
-        with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
-            load_digests(itemsizes)
-
-    def _served(self) -> torch.nn.Module:
-        """Return all that updates write."""
-        return self._trained.modules if self._trained else self._host.model()
-
-    def _found_checkpoint(self) -> Checkpoint:
-        found = self._host.checkpoint()
-        return self._trained.join(found) if self._trained else found
-
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._trained:
-            self._trained.load_weights(self._host.load_weights, weights)
-        else:
-            self._host.load_weights(weights)
-
-    def _make_loader(self) -> Loader:
-        loader = self._host.loader(self._takes_stored)
-        return self._trained.loader(loader) if self._trained else loader
-
-    def _stored_otherwise(self) -> str:
-        return self._host.stored_otherwise() or (
-            self._trained.draft.stored_otherwise() if self._trained else ""
-        )
-
     def _find_layout(self) -> RankLayout:
-        checkpoint = self._found_checkpoint()
-        device = device_id(self._device)
-        if reason := self._stored_otherwise():
+        checkpoint = self._model.checkpoint()
+        if reason := self._model.stored_otherwise():
             level = logging.INFO if self._device.type == "cpu" else logging.WARNING
             self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
         else:
             try:
-                traced = trace(
-                    self._served(), checkpoint.tensors, checkpoint.tied, device, self._load_weights
-                )
+                traced = self._model.traced(checkpoint)
                 self._live = traced.live
                 return self._arranged(traced.layout)
             except UnprovableError as error:
                 self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
-        return self._whole_layout(checkpoint)
+        return self._model.whole_layout(checkpoint)
 
-    def _whole_layout(self, checkpoint: Checkpoint) -> RankLayout:
-        kept = self._host.rehearse() if isinstance(self._host, Rehearses) else ()
-        by_name = {meta.name: meta for meta in kept}
-        tensors = tuple(by_name.get(meta.name, meta) for meta in checkpoint.tensors)
-        return RankLayout(
-            tensors,
-            tuple(map(Segment.whole, tensors)),
-            checkpoint.tied,
-            device=device_id(self._device),
-            converts=checkpoint.converts,
-            stored=checkpoint.stored,
-        )
+
+def _require_awake(rank: int, asleep: Collection[str]) -> None:
+    if "weights" in asleep:
+        raise StateError(f"the weights of rank {rank} are asleep: wake them before an update")
+
+
+def _require_same(draft: FrozenDraft, engine: str, rank: int) -> None:
+    if changed := draft.changed():
+        names = ", ".join(f"draft {name}" for name in changed[:3])
+        cause = f"{names}: bytes are not those that it started with, of {count_text(len(changed), 'tensor')}"
+        raise EngineError(engine, "verify", cause, rank)
+
+
+def _begin_loading(device: torch.device, itemsizes: Collection[int]) -> None:
+    """Load kernels before they are needed, so that `attach` need not wait for CuPy."""
+    if device.type == "cuda":
+        on_daemon(partial(_load_kernels, device, itemsizes), "weightsync-kernels")
+
+
+def _load_kernels(device: torch.device, itemsizes: Collection[int]) -> None:
+    with suppress(TransportError), torch.cuda.device(device):  # `attach` reports the error
+        load_digests(itemsizes)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from weightsync.engines.base import Completion, Segments
-from weightsync.engines.serving.texts import Tokenizer
-from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
-
-T = TypeVar("T")
-S = TypeVar("S", bound="AsyncServer")
+from weightsync.engines.serving.server_thread import Made, S, ServerThread, T
+from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
 
 CacheStep = Literal["keep", "drop", "salt"]
 """The treatment of cached prefixes and of frozen requests' caches at a resume.
@@ -28,57 +24,6 @@ CacheStep = Literal["keep", "drop", "salt"]
 
 _ANSWER_S = 0.2
 """Time for the thread to say itself that a pause came too late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """All that an engine has made of a request so far.
-
-    Attributes:
-        logprobs: returns the log-probabilities of `tokens`.
-        finish_reason: why it ended, see `Rollout`; empty while it runs.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Callable[[], list[float]]
-    finish_reason: str = ""
-
-
-class AsyncServer(Protocol):
-    """An inference engine behind coroutines, all of which are awaited on `loop`.
-
-    Attributes:
-        forgets: whether `forget` works while requests are frozen.
-        broken: whether the engine will never make tokens again.
-        tokenizer: the engine's own, if it has one. Any thread may use it.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    forgets: bool
-    broken: bool
-    tokenizer: Tokenizer | None
-
-    async def run(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        params: Any,  # noqa: ANN401 - the engine's
-        on_made: Callable[[Made], object],
-        salt: str,
-    ) -> None:
-        """Run a request until it ends. Calls `on_made` whenever there are more tokens, and at the end.
-
-        The request only hits prefixes that requests of the same `salt` cached; "" is without a salt. A server
-        that is never resumed with ``salt`` may ignore it.
-        """
-
-    def abort(self, name: str) -> None: ...
-
-    async def pause(self, mode: str) -> None:
-        """Make no tokens: ``retract`` before weights change, ``in_place`` for a call."""
-
-    async def go_on(self) -> None: ...
-    async def forget(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +79,8 @@ class RequestLoop:
         frozen: whether no request runs.
         has_cached: whether requests may have filled caches since the last drop. Set it if requests come by
             another way.
-        server: the result of `start`. Use it only on the loop's thread, see `call`.
+        thread: the engine's thread.
+        server: the result of `start`. Use it only on that thread, see `call`.
     """
 
     def __init__(self, name: str, start: Callable[[], S], stop: Callable[[S], None]) -> None:
@@ -148,18 +94,11 @@ class RequestLoop:
         self._running: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
-        self._lost: Future[RankLostError] = Future()
-        self._ended: WeightSyncError | None = None
-        self._lock = threading.Lock()
         self._quiet, self._turn = asyncio.Event(), asyncio.Lock()
         self._quiet.set()
-        started: Future[AsyncServer] = Future()
-        # The thread runs until the engine's processes have ended, since they would end with it.
-        self._thread = threading.Thread(
-            target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
-        )
-        self._thread.start()
-        self.server = started.result()
+        self.thread = thread = ServerThread(name, start, stop, self._fail)
+        self._result, self._submit = thread.result, thread.submit
+        self.server = thread.server
         self._result(self._submit(self.server.pause("retract")))
 
     @property
@@ -176,20 +115,6 @@ class RequestLoop:
     def serving(self) -> int:
         """The version that requests are admitted to; 0 while they are not."""
         return 0 if self._shut or self._version is None else self._version
-
-    @property
-    def is_lost(self) -> bool:
-        """Return True if the engine has lost a rank."""
-        return self._lost.done()
-
-    def fail(self, lost: RankLostError) -> None:
-        """Fail all calls, waiting and new ones, since a rank is lost. May be called once."""
-        self._lost.set_result(lost)
-
-    def require_ranks(self) -> None:
-        """Raise RankLostError once the engine has failed."""
-        if self.is_lost:
-            raise RankLostError(*self._lost.result().args)
 
     def call(self, work: Callable[[Any], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
         """Await `work` on the loop, with the server, while no request is stepped.
@@ -223,7 +148,7 @@ class RequestLoop:
             self._result(asked, timeout_s + _ANSWER_S)
         except FutureTimeoutError as error:  # the thread is in a step
             if begun.cancel():
-                raise self._too_late(mode, timeout_s) from error
+                raise _too_late(mode, self._name, timeout_s) from error
             self._result(asked)
 
     def undo_freeze(self) -> None:
@@ -238,54 +163,9 @@ class RequestLoop:
         """Refuse requests until `resume`: frozen ones, waiting ones and new ones."""
         self._result(self._submit(self._invalidate()))
 
-    def close(self, patience_s: float | None = None) -> bool:
-        """End the engine and its thread; waiting calls get a StateError. Returns True if both ended."""
-        self._end(StateError(f"engine {self._name} is closed"))
-        self._thread.join(patience_s)
-        return not self._thread.is_alive()
-
-    def _end(self, why: WeightSyncError) -> None:
-        with self._lock:
-            if not self._ended:
-                self._ended = why
-                self.server.loop.call_soon_threadsafe(self.server.loop.stop)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if not self._ended and not self.is_lost:
-                return asyncio.run_coroutine_threadsafe(work, self.server.loop)
-        work.close()
-        self.require_ranks()
-        assert self._ended
-        raise self._ended
-
-    def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """Wait for `future`. Raises RankLostError if a rank is lost first: the engine may never answer."""
-        either: tuple[Future[Any], ...] = (future, self._lost)
-        wait(either, timeout_s, return_when=FIRST_COMPLETED)
-        if not future.done():
-            self.require_ranks()
-        return future.result(0)
-
-    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[AsyncServer]) -> None:
-        asyncio.set_event_loop(given := asyncio.new_event_loop())  # only the main thread has one
-        try:
-            server = start()
-        except BaseException as error:  # noqa: BLE001 - the constructor's thread raises it
-            given.close()
-            started.set_exception(error)
-            return
-        if server.loop is not given:  # before 0.5.21, SGLang makes one more
-            given.close()
-        started.set_result(server)
-        try:
-            server.loop.run_forever()
-        finally:
-            assert self._ended
-            for request in (*self._running.values(), *self._held):
-                request.fail(self._ended)
-            stop(server)
-            _cancel_all(server.loop)
+    def _fail(self, error: WeightSyncError) -> None:
+        for request in (*self._running.values(), *self._held):
+            request.fail(error)
 
     async def _alone(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
         async with self._turn:
@@ -327,7 +207,7 @@ class RequestLoop:
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
             if self.server.broken:
-                self._end(failed)
+                self.thread.end(failed)
             elif not request.aborted:
                 others = (item for item in self._running.items() if item[1] is not request)
                 self._abort(*[other for other, each in others if each.call is request.call])
@@ -352,16 +232,13 @@ class RequestLoop:
                 await asyncio.wait_for(self._quiet.wait(), timeout_s)
             except TimeoutError as error:
                 await self._open()
-                raise self._too_late(mode, timeout_s) from error
+                raise _too_late(mode, self._name, timeout_s) from error
         if not begun.set_running_or_notify_cancel():
             await self._open()
             return
         async with self._turn:
             await self.server.pause("retract")
             self.frozen = True
-
-    def _too_late(self, mode: str, timeout_s: float) -> DeadlineError:
-        return DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
 
     async def _resume(self, version: int, caches: CacheStep) -> None:
         if caches == "drop":
@@ -393,8 +270,7 @@ class RequestLoop:
     async def _invalidate(self) -> None:
         self._version = None
         lost = StateError(f"engine {self._name} lost its version in a failed update: heal it first")
-        for request in (*self._running.values(), *self._held):
-            request.fail(lost)
+        self._fail(lost)
         self._held.clear()
         self._abort(*self._running)
 
@@ -405,12 +281,5 @@ class RequestLoop:
                 self.server.abort(name)
 
 
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    async def end(tasks: set[asyncio.Task[Any]]) -> None:
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(end(tasks))
-    loop.close()
+def _too_late(mode: str, engine: str, timeout_s: float) -> DeadlineError:
+    return DeadlineError(f"pause ({mode})", (f"engine {engine}",), timeout_s)

@@ -34,7 +34,7 @@ class ServingRanks(EngineRanks):
 
     def check(self) -> None:
         """Raise RankLostError once a rank is lost."""
-        self.loop.require_ranks()
+        self.loop.thread.require_ranks()
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. After a failure, requests are refused until `resume`."""

@@ -75,7 +75,7 @@ class SglangEngine(SlotServing, SglangRanks):
         except WeightSyncError:
             self.close()
             raise
-        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
 
     def use_prefix_cache(self, treatment: PrefixCache) -> None:
         """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
@@ -133,7 +133,7 @@ class SglangEngine(SlotServing, SglangRanks):
         """End SGLang's processes and the connections. Safe to call twice."""
         if self._watch:
             self._watch.close()
-        if not self.loop.close(_END_S):
+        if not self.loop.thread.close(_END_S):
             logger.warning("[engine %s] does not end", self._name)
         self._replies.close()
 

@@ -26,8 +26,8 @@ from weightsync.engines.loading.loader_fill import FillCount, ToFill
 from weightsync.engines.loading.model_folder import ModelFolder
 from weightsync.engines.loading.wrapped import is_lora, unwrapped
 from weightsync.engines.serving.checks import refuse_sizes
-from weightsync.engines.serving.request_loop import Made
 from weightsync.engines.serving.sampling import Sampling
+from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import Tokenizer
 from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted

@@ -72,7 +72,7 @@ class VllmEngine(SlotServing, VllmRanks):
         self.loop = RequestLoop(name, lambda: Stepper(start(arguments)), _stop)
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
-        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
 
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it.
@@ -118,9 +118,9 @@ class VllmEngine(SlotServing, VllmRanks):
     def close(self) -> None:
         """End vLLM and all its processes. Safe to call twice."""
         self._watch.close()
-        if self.loop.is_lost or not self.loop.close(_END_S):
+        if self.loop.thread.is_lost or not self.loop.thread.close(_END_S):
             self._watch.end()  # else vLLM would wait for the answer of a stopped rank
-            if not self.loop.close(_END_S):
+            if not self.loop.thread.close(_END_S):
                 logger.warning("[engine %s] does not end", self._name)
 
     def _params(self, settings: Sampling, index: int) -> Params:

@@ -246,7 +246,7 @@ class LoadAccount:
         if self._rehearses:
             return
         writes_directly = self._count is not None and self._count.writes_directly
-        self._left = self._partly()
+        self._left = _partly(self._homes)
         _WHOLE[self._model] = _Whole(frozenset(self._came), writes_directly, self._left)
 
     def missing(self) -> list[str]:
@@ -258,14 +258,9 @@ class LoadAccount:
         missing = [f"{name} {tuple(shape)}" for name, shape, _ in sorted(expected - self._came, key=str)]
         if self._came - expected:
             missing.append("what was given other names, shapes or dtypes than before")
-        before, now = self._expected.partly, self._partly()
+        before, now = self._expected.partly, _partly(self._homes)
         parts = (path for path in sorted(before | now) if before.get(path) != now.get(path))
         return missing or [f"a part of {path}" for path in parts]
-
-    def _partly(self) -> dict[str, int]:
-        """Return how many elements vLLM has counted of each module that it has not made live yet."""
-        found = ((path, layerwise().get_layerwise_info(each)) for path, each in self._homes.items())
-        return {path: info.load_numel for path, info in found if info.load_numel_total}
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the loader stores `tensor`, while writes are counted."""
@@ -291,14 +286,14 @@ class LoadAccount:
 
     def _is_kept(self, name: str) -> bool:
         """Return True if vLLM keeps the write that is made to a meta tensor, to make it in memory later."""
-        module, leaf = self._home(name)
+        module, leaf = _home(self._homes, name)
         kept = layerwise().get_layerwise_info(module).loaded_weights
         # It keeps a call of a parameter's loader, and makes the call on the meta tensor to count elements.
         return bool(kept) and kept[-1][0] == leaf and _is_running(layerwise().get_numel_loaded)
 
     def _memory_of(self, name: str) -> torch.Tensor | None:
         """Return memory that becomes live with the other tensors of the module. None if it is too late."""
-        (module, leaf), tensor = self._home(name), self._to_fill[name].tensor
+        (module, leaf), tensor = _home(self._homes, name), self._to_fill[name].tensor
         info = layerwise().get_layerwise_info(module)
         if not info.can_load():
             return None
@@ -312,20 +307,27 @@ class LoadAccount:
             setattr(module, leaf, self._made[name])
         return self._made.get(name)
 
-    def _home(self, name: str) -> tuple[torch.nn.Module, str]:
-        """Return the module that has a tensor, and the tensor's name in it."""
-        path, leaf = _split(name)
-        return self._homes[path], leaf
-
     def _process(self, direct: Mapping[str, int]) -> None:
         """Have vLLM count direct writes, and make modules live that are now complete."""
-        modules = {name: self._home(name)[0] for name in direct if name in self._made}
+        modules = {name: _home(self._homes, name)[0] for name in direct if name in self._made}
         for name, module in modules.items():
             layerwise().get_layerwise_info(module).load_numel += direct[name]
         for module in modules.values():
             info = layerwise().get_layerwise_info(module)
             if info.can_load() and info.load_numel >= info.load_numel_total:
                 layerwise()._layerwise_process(module, info)
+
+
+def _partly(homes: Mapping[str, torch.nn.Module]) -> dict[str, int]:
+    """Return how many elements vLLM has counted of each module that it has not made live yet."""
+    found = ((path, layerwise().get_layerwise_info(each)) for path, each in homes.items())
+    return {path: info.load_numel for path, info in found if info.load_numel_total}
+
+
+def _home(homes: Mapping[str, torch.nn.Module], name: str) -> tuple[torch.nn.Module, str]:
+    """Return the module that has a tensor, and the tensor's name in it."""
+    path, leaf = _split(name)
+    return homes[path], leaf
 
 
 def _split(name: str) -> tuple[str, str]:

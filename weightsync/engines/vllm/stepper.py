@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from weightsync.engines.serving.request_loop import Made
+from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import Tokenizer
 from weightsync.engines.vllm.lora import Adapted
 

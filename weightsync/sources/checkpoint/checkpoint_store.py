@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ class CheckpointStore:
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
         with ThreadPoolExecutor(num_threads(_MOST_THREADS), initializer=_give_way) as threads:
-            self._memory = dict(zip(numbers, threads.map(self._open, numbers), strict=True))
+            opened = threads.map(partial(_opened, self._mine, mapped), numbers)
+            self._memory = dict(zip(numbers, opened, strict=True))
             packed = _packed(self._mine, mapped)
             chunks = [
                 (from_file, chunk, chunk.start - held.start)
@@ -165,17 +167,11 @@ class CheckpointStore:
             buffer.close()
         self._memory, self._held = {}, []
 
-    def _open(self, number: int) -> SharedBuffer:
-        if file := self._mapped.get(number):
-            with file.opened() as fd:
-                return SharedBuffer.of_file(fd)
-        return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == number))
-
     def _read(self, stored: Stretch, chunk: Stretch, offset: int) -> tuple[int, int]:
         """Read `chunk`, unless it is mapped, from byte `offset` of `stored` on; return its `_digest`."""
         mapped = self._mapped.get(stored.buffer)
         if mapped is None:
-            self._files[stored.buffer].read_into(self._bytes(chunk), stored.start + offset)
+            self._files[stored.buffer].read_into(_bytes(self._memory, chunk), stored.start + offset)
         share = self._digest(chunk, self._shapes[chunk.tensor].dtype)
         if mapped:
             mapped.require_unchanged(self._memory[stored.buffer].fileno())
@@ -196,15 +192,12 @@ class CheckpointStore:
     def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
         """Return the digest of a chunk in `dtype`, and its number of NaN and Inf."""
         meta = self._shapes[chunk.tensor]
-        data = self._bytes(chunk)
+        data = _bytes(self._memory, chunk)
         if data.data_ptr() % meta.itemsize:  # tensors in files need not be aligned
             data = data.clone()
         elements = data.view(getattr(torch, meta.dtype)).view(chunk.box.extent)
         sent = elements.to(getattr(torch, dtype))
         return tensor_digest(sent, meta.shape, chunk.box), count_nonfinite(sent)
-
-    def _bytes(self, held: Stretch) -> torch.Tensor:
-        return self._memory[held.buffer].tensor[held.start : held.start + held.nbytes]
 
     def _add_up(
         self,
@@ -216,6 +209,18 @@ class CheckpointStore:
             key = chunk.tensor, dtypes[chunk.tensor] if dtypes else self._shapes[chunk.tensor].dtype
             self._digests[key] = (self._digests.get(key, 0) + share) % 2**64
             self._nonfinite[key] += nonfinite
+
+
+def _opened(stretches: Sequence[Stretch], mapped: Mapping[int, StoredFile], number: int) -> SharedBuffer:
+    """Return memory of a file, or for the stretches of it."""
+    if file := mapped.get(number):
+        with file.opened() as fd:
+            return SharedBuffer.of_file(fd)
+    return SharedBuffer.create(sum(_aligned(each.nbytes) for each in stretches if each.buffer == number))
+
+
+def _bytes(memory: Mapping[int, SharedBuffer], held: Stretch) -> torch.Tensor:
+    return memory[held.buffer].tensor[held.start : held.start + held.nbytes]
 
 
 def _packed(stretches: Sequence[Stretch], mapped: Collection[int]) -> list[Stretch]:
