@@ -71,7 +71,9 @@ class SlotOptions:
     def require(self, spec: AdapterSpec, num_adapters: int) -> None:
         """Raise ConfigError if there are no slots for an adapter beside `num_adapters` others."""
         if not self.enabled:
-            raise ConfigError("options.enable_lora", False, "start the engine with true to give it adapters")
+            raise ConfigError(
+                "options.enable_lora", False, "start the engine with true, a server with --enable-lora"
+            )
         if self.sleeps:
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_memory_saver", True, remedy)
