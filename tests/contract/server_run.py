@@ -1,4 +1,4 @@
-"""Real servers that join; run by test_server.py, and with vLLM on a GPU by test_servers_on_gpu.py.
+"""Real servers that join; run by test_server.py, and on a GPU by test_servers_on_gpu.py.
 
     python -m tests.contract.server_run FOLDER [vllm | sglang]
 
@@ -42,11 +42,17 @@ SMALL = {
         *(() if ON_GPU else ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")),
     ],
     "sglang": [
-        *("--skip-tokenizer-init", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--device", "cpu", "--dtype", "float32", "--disable-cuda-graph"),
+        *("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
         *("--max-total-tokens", "8192", "--max-running-requests", "8"),
-        *("--enable-lora", "--max-loras-per-batch", "3", "--max-lora-rank", "8"),
-        *("--lora-backend", "torch_native", "--lora-target-modules", *TARGETS),
+        *(
+            ("--attention-backend", "triton", "--mem-fraction-static", "0.3")
+            if ON_GPU
+            else (
+                *("--attention-backend", "torch_native", "--device", "cpu", "--dtype", "float32"),
+                *("--enable-lora", "--max-loras-per-batch", "3", "--max-lora-rank", "8"),
+                *("--lora-backend", "torch_native", "--lora-target-modules", *TARGETS),
+            )
+        ),
     ],
 }
 
