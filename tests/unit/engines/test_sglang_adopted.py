@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tests.patience import patient
+from weightsync.engines.sglang import adopted
 from weightsync.engines.sglang.adopted import AdoptedSglang
 from weightsync.engines.sglang.api import LOADER
-from weightsync.engines.sglang.lora import SlotOptions
+from weightsync.engines.sglang.lora import Adapted, SlotOptions
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.plan import TensorMeta
 from weightsync.plugins import register_sglang
@@ -160,6 +161,18 @@ def test_an_adapters_call_does_not_end_the_pause_of_an_update(
         call.result()
     assert manager.log == ["in_place", "continue", "retract"]
     assert manager.is_pause
+
+
+def test_an_adapters_request_does_not_wait_for_ever(
+    engine: AdoptedSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._manager, "run", run)
+    monkeypatch.setattr(adopted, "_RUN_S", 0.05)
+    with pytest.raises(DeadlineError, match=r"register_adapter.*engine e0, which an update may pause"):
+        engine._run([0], Adapted({}, "math@7", "math@7"))
 
 
 def test_adapters_that_the_server_cannot_take_are_refused(

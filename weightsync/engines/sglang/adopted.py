@@ -18,12 +18,14 @@ from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.served import serve
 from weightsync.engines.sglang.slots import SglangSlots
 from weightsync.engines.sglang.worker import RankSettings
-from weightsync.errors import ConfigError, EngineError, StateError
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
 
 T = TypeVar("T")
 
+_RUN_S = 60.0
+"""Time for a request of one token, which waits while an update pauses SGLang."""
 _DEFAULTS = {
     **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), 1),
     "enable_eplb": False,
@@ -145,8 +147,12 @@ class AdoptedSglang(AdoptedEngine, SglangSlots):
         return super().open_adapter(spec)
 
     def _run(self, prompt: Sequence[int], settings: Adapted) -> None:
-        with self._naming("adapter"):
-            self._wait(self._manager.run(settings.lora, prompt, settings, lambda _: None, ""))
+        try:
+            with self._naming("adapter", FutureTimeoutError):
+                self._wait(self._manager.run(settings.lora, prompt, settings, lambda _: None, ""), _RUN_S)
+        except FutureTimeoutError as error:
+            late = f"engine {self._name}, which an update may pause"
+            raise DeadlineError("register_adapter", (late,), _RUN_S) from error
 
     def _drop(self, name: str) -> None:
         """Have SGLang unload an adapter, without a pause, in which aborted requests would not end."""
