@@ -222,7 +222,7 @@ class EngineCalls(Claimable):
         """
         if not isinstance(self._engine, ServesAdapters):
             remedy = (
-                "serve adapters with vLLM or SGLang in an EngineActor, or with vllm serve: other engines "
+                "serve adapters with vLLM or SGLang in an EngineActor or a server: other engines "
                 "have no slots that updates write"
             )
             raise ConfigError("adapter", type(self._engine).__name__, remedy)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightsync.actors.servers.door import check_address
+from weightsync.actors.servers.door import check_address, check_token
 from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.engines import Engine
 
@@ -19,8 +19,9 @@ class JoinsDriver(ABC):
     """An ASGI middleware that takes part in updates while the application runs. Passes all requests on."""
 
     def __init__(self, app: App) -> None:
-        """Raises ConfigError if the environment does not say where the driver is."""
+        """Raises ConfigError if the environment lacks the driver's address, or the token."""
         check_address()
+        check_token()
         self._app = app
 
     @abstractmethod

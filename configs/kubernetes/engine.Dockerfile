@@ -1,10 +1,10 @@
 # Engines, holders, and the trainers of recipes: docker build -f configs/kubernetes/engine.Dockerfile -t weightsync-engine:0.1.0 .
 # requirements/vllm.txt is resolved for Python 3.12 and glibc 2.39 or newer, which Debian 13 has.
 FROM python:3.12-slim-trixie
-# Triton compiles with gcc, and KubeRay's probes call wget.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev wget && rm -rf /var/lib/apt/lists/*
+# Triton compiles with gcc, torch.compile with g++, and KubeRay's probes call wget.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ wget && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/weightsync
-COPY setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY requirements requirements
 COPY configs configs
 COPY actors actors

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 import weightsync
 from tests.contract.trl_run import PROMPTS
@@ -44,6 +43,8 @@ class PeftRank:
 
 @torch.no_grad()
 def main(path: str, seed: int) -> None:
+    from peft import LoraConfig, get_peft_model  # GPUs' environments have no PEFT, and import this module
+
     trainer = TransformersTrainer(path)
     trainer.says(seed)
     config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules=TARGETS)

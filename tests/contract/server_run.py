@@ -1,4 +1,4 @@
-"""Real servers that join; run by test_server.py, and with vLLM on a GPU by test_servers_on_gpu.py.
+"""Real servers that join; run by test_server.py, and on a GPU by test_servers_on_gpu.py.
 
     python -m tests.contract.server_run FOLDER [vllm | sglang]
 
@@ -23,6 +23,7 @@ import ray
 import requests
 import torch
 
+from tests.contract.peft_rank import TARGETS, PeftRank
 from tests.contract.trl_run import PROMPTS, free_port, said, said_by, write_vllm_info
 from tests.fleets.foreign_actors import SureTrainer, TransformersTrainer
 from tests.fleets.served import APART, can_be_apart
@@ -41,9 +42,17 @@ SMALL = {
         *(() if ON_GPU else ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")),
     ],
     "sglang": [
-        *("--skip-tokenizer-init", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--device", "cpu", "--dtype", "float32", "--disable-cuda-graph"),
+        *("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
         *("--max-total-tokens", "8192", "--max-running-requests", "8"),
+        *(
+            ("--attention-backend", "triton", "--mem-fraction-static", "0.3")
+            if ON_GPU
+            else (
+                *("--attention-backend", "torch_native", "--device", "cpu", "--dtype", "float32"),
+                *("--enable-lora", "--max-loras-per-batch", "3", "--max-lora-rank", "8"),
+                *("--lora-backend", "torch_native", "--lora-target-modules", *TARGETS),
+            )
+        ),
     ],
 }
 
@@ -77,9 +86,28 @@ class Server:
     def _said(self) -> list[list[int]]:
         if self._kind == "vllm":
             return said(self.url)
-        body = {"input_ids": PROMPTS, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
-        answers = requests.post(f"{self.url}/generate", json=body, timeout=patient(30)).json()
-        return [each["output_ids"] for each in answers]
+        return [each["output_ids"] for each in self._generate().json()]
+
+    def _generate(self, **more: str) -> requests.Response:
+        body = {"input_ids": PROMPTS, "sampling_params": {"max_new_tokens": 16, "temperature": 0}, **more}
+        return requests.post(f"{self.url}/generate", json=body, timeout=patient(30))
+
+    def adapted(self) -> tuple[int, list[list[int]]]:
+        """Return the version of adapter math that answers, and its greedy tokens."""
+        if self._kind == "sglang":
+            answers = self._generate(lora_path="math").json()
+            ((version,),) = {tuple(each["meta_info"]["adapter_versions"].values()) for each in answers}
+            return version, [each["output_ids"] for each in answers]
+        name, tokens = said_by(self.url, model="math")
+        assert name.startswith("math@")
+        return int(name.removeprefix("math@").partition(" in ")[0]), tokens
+
+    def is_adapted(self) -> bool:
+        """Return True if the server has a version of adapter math."""
+        if self._kind == "sglang":
+            return self._generate(lora_path="math").ok
+        body = {"model": "math", "prompt": [1], "max_tokens": 1}
+        return requests.post(f"{self.url}/v1/completions", json=body, timeout=patient(30)).ok
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, start_new_session=True)
@@ -123,47 +151,44 @@ class AskingForAdapter(Asking):
     """Asks for an adapter. Each answer has the tokens of the version that it names."""
 
     def __init__(self, servers: list[Server]) -> None:
-        self.answers: list[tuple[str, list[list[int]]]] = []
+        self.answers: list[tuple[int, list[list[int]]]] = []
         super().__init__(servers)
 
     def _ask(self, server: Server) -> None:
         while not self.over.is_set():
-            self.answers.append(said_by(server.url, model="math"))
+            self.answers.append(server.adapted())
             self.counts[server] += 1
 
 
 def adapt(sync: WeightSync, rank: Any, servers: list[Server]) -> list[list[int]]:
     """Servers get a rank's adapter five times, while requests for it run. Returns its tokens."""
-    plain, wanted = servers[0].said(), dict[str, list[list[int]]]()
+    plain, wanted = servers[0].said(), dict[int, list[list[int]]]()
     sync.register_adapter("math", 1)
     for version in range(1, 6):
-        wanted[str(version)] = rank.said()
+        wanted[version] = rank.said()
         report = sync.update_adapter("math")
         assert report.verified
         assert set(report.engines.values()) == {version}, report
         for server in servers:
-            name, tokens = said_by(server.url, model="math")
-            assert name.startswith(f"math@{version} in ")
-            assert tokens == wanted[str(version)] != plain, (server.url, version)
+            assert server.adapted() == (version, wanted[version]), server.url
+        assert wanted[version] != plain
         if version == 1:
             asking = AskingForAdapter(servers)
     asking.end()
     assert min(asking.counts.values()) > 0
-    for name, tokens in asking.answers:
-        assert tokens == wanted[name.partition("@")[2].partition(" ")[0]], name
+    for version, tokens in asking.answers:
+        assert tokens == wanted[version], version
     assert [server.said() for server in servers] == [plain] * len(servers)
-    return tokens
+    return wanted[5]
 
 
 def gets_it_back(server: Server, tokens: list[list[int]]) -> None:
     """A server that was started again gets the adapter's version back, after the base."""
-    body, deadline = {"model": "math", "prompt": [1], "max_tokens": 1}, time.monotonic() + patient(60)
-    while requests.post(f"{server.url}/v1/completions", json=body, timeout=patient(30)).status_code != 200:
+    deadline = time.monotonic() + patient(60)
+    while not server.is_adapted():
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    name, found = said_by(server.url, model="math")
-    assert name.startswith("math@5 in ")
-    assert found == tokens
+    assert server.adapted() == (5, tokens)
 
 
 def write_entry_points(folder: Path) -> None:
@@ -223,9 +248,7 @@ def main(folder: Path, kind: str) -> None:
             assert min(asking.counts.values()) > 0
             update(sync, trainer, servers, NUM_UPDATES)
 
-            if kind == "vllm" and not ON_GPU:
-                from tests.contract.peft_rank import PeftRank
-
+            if not ON_GPU:
                 ranks.append(
                     PeftRank(folder / "model", NUM_UPDATES, os.environ | {"WEIGHTSYNC_JOIN": driver})
                 )

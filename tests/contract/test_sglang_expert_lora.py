@@ -266,8 +266,8 @@ def test_an_engine_without_slots_of_experts_is_told_the_option() -> None:
 )
 def test_options_with_which_experts_are_not_served_are_refused(more: Mapping[str, str], told: str) -> None:
     arguments = {"enable_lora": True, "max_loras_per_batch": 3}
-    SlotOptions.of({**arguments, "device": "cuda"}).require(spec_with(ALL, {}), 0)
-    options = SlotOptions.of({**arguments, **more})
+    SlotOptions.of({**arguments, "device": "cuda"}.get).require(spec_with(ALL, {}), 0)
+    options = SlotOptions.of({**arguments, **more}.get)
     options.require(spec_of({"down_proj": 4}), 0)
     with pytest.raises(ConfigError, match=told):
         options.require(spec_with(ALL, {}), 0)

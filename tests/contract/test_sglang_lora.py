@@ -174,4 +174,4 @@ def test_an_engine_without_room_is_told_what_to_give(
     arguments: Mapping[str, object], num_adapters: int, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        SlotOptions.of(arguments).require(spec_of({"down_proj": 4}), num_adapters)
+        SlotOptions.of(arguments.get).require(spec_of({"down_proj": 4}), num_adapters)

@@ -1,4 +1,4 @@
-"""A `vllm serve` that Ray did not start, on a GPU that it shares with the trainer."""
+"""A server that Ray did not start, on a GPU that it shares with the trainer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 from tests.gpu.own_process import ROOT, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
-    pytest.mark.timeout(420),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 
 
-def test_a_server_joins_is_updated_under_requests_and_comes_back(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_joins_is_updated_under_requests_and_comes_back(tmp_path: Path, kind: str) -> None:
+    if not importlib.util.find_spec(kind):
+        pytest.skip(f"{kind} is not installed")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    run("tests.contract.server_run", str(tmp_path), env=own)
+    run("tests.contract.server_run", str(tmp_path), kind, env=own)

@@ -10,6 +10,7 @@ from importlib import import_module
 __all__ = ["register_sglang", "register_vllm"]
 
 _SGLANG = "sglang.srt.entrypoints.http_server"
+_SGLANG_REQUESTS = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register_sglang() -> None:
@@ -26,7 +27,11 @@ def register_sglang() -> None:
 
         import_module(_SGLANG).app.add_middleware(JoinSglang)
 
+    def answer(*asked: object, **options: object) -> object:
+        return import_module("weightsync.engines.sglang.served").answer(*asked, **options)
+
     HookRegistry.register(f"{_SGLANG}.set_global_state", join, HookType.AFTER)
+    HookRegistry.register(f"{_SGLANG_REQUESTS}.generate_request", answer, HookType.AROUND)
 
 
 def register_vllm() -> None:

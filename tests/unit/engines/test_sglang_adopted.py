@@ -6,16 +6,21 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.patience import patient
+from weightsync.engines.sglang import adopted
 from weightsync.engines.sglang.adopted import AdoptedSglang
 from weightsync.engines.sglang.api import LOADER
+from weightsync.engines.sglang.lora import Adapted, SlotOptions
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
+from weightsync.plan import TensorMeta
 from weightsync.plugins import register_sglang
+from weightsync.protocol.adapters import AdapterSpec
 
 OPTIONS = {
     "tp_size": 2,
@@ -138,6 +143,56 @@ def test_calls_between_updates_hold_requests_for_a_moment(
     assert manager.is_pause
 
 
+def test_an_adapters_call_does_not_end_the_pause_of_an_update(
+    manager: FakeManager, engine: AdoptedSglang
+) -> None:
+    begun, ends = threading.Event(), asyncio.Event()
+
+    async def work(_: object) -> None:
+        begun.set()
+        await ends.wait()
+
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(engine._asked, "adapter", work)
+        begun.wait()
+        pause = threads.submit(engine.pause, "keep", patient(5))
+        engine._loop.call_soon_threadsafe(ends.set)
+        pause.result()
+        call.result()
+    assert manager.log == ["in_place", "continue", "retract"]
+    assert manager.is_pause
+
+
+def test_an_adapters_request_does_not_wait_for_ever(
+    engine: AdoptedSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._manager, "run", run)
+    monkeypatch.setattr(adopted, "_RUN_S", 0.05)
+    with pytest.raises(DeadlineError, match=r"register_adapter.*engine e0, which an update may pause"):
+        engine._run([0], Adapted({}, "math@7", "math@7"))
+
+
+def test_adapters_that_the_server_cannot_take_are_refused(
+    manager: FakeManager, engine: AdoptedSglang
+) -> None:
+    spec = AdapterSpec.of("math", [TensorMeta("up_proj.lora_A.weight", "float32", (2, 4))])
+    with pytest.raises(ConfigError, match=r"enable_lora.*start the engine with true"):
+        engine.open_adapter(spec)
+    engine._slots = SlotOptions.of({"enable_lora": True, "max_loras_per_batch": 2}.get)
+    manager.lora_registry = SimpleNamespace(get_all_adapters=lambda: ["math"])
+    with pytest.raises(ConfigError, match="the server has loaded an adapter so called"):
+        engine.open_adapter(spec)
+    manager.lora_registry = SimpleNamespace(get_all_adapters=list)
+    with pytest.raises(ConfigError, match=r"max_loras_per_batch.*give at least 3"):
+        engine.open_adapter(spec)
+    manager.is_pause = True
+    with pytest.raises(StateError, match=r"no version yet: update_weights\(\) comes first"):
+        engine.open_adapter(spec)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("dp_size", 2), ("speculative_algorithm", "EAGLE"), ("custom_weight_loader", None)],
@@ -167,11 +222,15 @@ def test_the_plug_in_joins_in_the_servers_own_process_where_there_is_a_driver(
     hooks: list[str] = []
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = SimpleNamespace(register=lambda target, *_: hooks.append(target))
-    registry.HookType = SimpleNamespace(AFTER="after")
+    registry.HookType = SimpleNamespace(AFTER="after", AROUND="around")
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setitem(sys.modules, "__main__", ModuleType(main))
     monkeypatch.setenv("WEIGHTSYNC_JOIN", driver)
     register_sglang()
-    assert hooks == (["sglang.srt.entrypoints.http_server.set_global_state"] if joins else [])
+    hooked = [
+        "sglang.srt.entrypoints.http_server.set_global_state",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    ]
+    assert hooks == (hooked if joins else [])

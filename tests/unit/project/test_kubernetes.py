@@ -111,7 +111,14 @@ def test_dockerfiles_copy_and_install_what_the_checkout_has(path: Path) -> None:
     copied = {source for name, rest in steps if name == "COPY" for source in rest.split()[:-1]}
     assert [source for source in copied if not (ROOT / source).exists()] == []
     setup = (ROOT / "setup.py").read_text()
-    needed = {"setup.py", *re.findall(r'"(README\.md|weightsync)\b', setup), "LICENSE", "actors", "recipes"}
+    needed = {
+        "pyproject.toml",
+        "setup.py",
+        *re.findall(r'"(README\.md|weightsync)\b', setup),
+        "LICENSE",
+        "actors",
+        "recipes",
+    }
     assert needed <= copied
     (install,) = (rest for name, rest in steps if name == "RUN" and rest.startswith("pip install"))
     match = re.fullmatch(r'pip install --no-cache-dir "\.\[([\w,]+)\]" -c (requirements/\w+\.txt)', install)

@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-import torch
-
 from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_engine import ServedAdapter
-from weightsync.engines.lora.adapter_places import passes
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
 from weightsync.engines.serving.checks import check_version, refuse_salt, require_gpus
@@ -24,12 +21,11 @@ from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.sglang.api import SglangServer, has_sessions, sampling_params, server_args
 from weightsync.engines.sglang.draft import Speculation
-from weightsync.engines.sglang.lora import Adapted, SlotOptions, coordinates, ones, peft_config, slot_name
+from weightsync.engines.sglang.lora import Adapted, SlotOptions, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
-from weightsync.engines.sglang.ranks import SglangRanks
+from weightsync.engines.sglang.slots import SglangSlots
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
-from weightsync.protocol.adapters import AdapterSpec
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
@@ -38,7 +34,7 @@ _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(SlotServing, SglangRanks):
+class SglangEngine(SlotServing, SglangSlots):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except arguments that `sglang.api` fixes;
@@ -57,7 +53,7 @@ class SglangEngine(SlotServing, SglangRanks):
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
         super().__init__(name)
-        self._slots = SlotOptions.of(arguments)
+        self._slots = SlotOptions.of(arguments.get)
         self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         speculation = Speculation.of(arguments)
@@ -150,44 +146,8 @@ class SglangEngine(SlotServing, SglangRanks):
         stops = settings.stop_token_ids if settings.ignore_eos else ()  # else SGLang stops there itself
         return Params(sampling_params(settings, index, self._seeds), frozenset(stops))
 
-    def _take_slots(self, spec: AdapterSpec, numbers: Sequence[int]) -> None:
-        """Find where SGLang's loader puts the adapter's elements, and have it keep a slot for each number."""
-        self._slots.require(spec, len(self._adapters))
-        self.on_ranks("call_slots", "require", (spec,))
-        config = peft_config(spec)
-        for axis, base in passes(spec):
-            probe = slot_name(spec.name, axis)
-            try:
-                self._fill_slot(probe, config, coordinates(spec, axis, base), pinned=False)
-                self.on_ranks("call_slots", "see", (spec, axis, base))
-            finally:
-                self._drop(probe)
-        with contextlib.ExitStack() as if_it_fails:
-            for number in numbers:
-                name = slot_name(spec.name, number)
-                if_it_fails.callback(self._drop, name)
-                self._fill_slot(name, config, ones(spec), pinned=True)
-                self.on_ranks("call_slots", "take", (spec.name, number))
-            if_it_fails.pop_all()
-
-    def _fill_slot(
-        self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pinned: bool
-    ) -> None:
-        """Have SGLang load an adapter into a slot. Raises ConfigError if it refuses."""
-        self.on_ranks("call_slots", "look", ())
-        refused = self._asked("adapter", lambda server: server.load_lora(name, config, tensors, pinned))
-        if refused:
-            raise ConfigError("adapter", name, f"SGLang says: {refused}")
-        one_token = sampling_params(Sampling(max_tokens=1), 0, self._seeds)
-        self.loop.complete([[0]], [Params(Adapted(one_token, name, name))])
-
-    def _give_slots(self, name: str, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._drop(slot_name(name, number))
-
-    def _drop(self, name: str) -> None:
-        """Have SGLang unload an adapter, if it has loaded it."""
-        self._asked("adapter", lambda server: server.unload_lora(name))
+    def _run(self, prompt: Sequence[int], settings: Adapted) -> None:
+        self.loop.complete([prompt], [Params(settings)])
 
     def _adapted(self, name: str, served: ServedAdapter, settings: Mapping[str, Any]) -> Adapted:
         slot = slot_name(name, served.number)

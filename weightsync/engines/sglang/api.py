@@ -322,6 +322,34 @@ class Manager:
                 )
             )
 
+    async def run(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Mapping[str, Any] | Adapted,
+        on_made: Callable[[Made], object],
+        salt: str,
+    ) -> None:
+        """Run a request until it ends or is aborted, see `AsyncServer.run`.
+
+        Raises ValueError or RuntimeError if SGLang refuses the request.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        lora = {}
+        if isinstance(params, Adapted):
+            lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
+        sampling = dict(params)
+        more = {_LOGPROBS: sampling.pop(_LOGPROBS, False), **lora}
+        request = GenerateReqInput(
+            input_ids=list(prompt), sampling_params=sampling, rid=name, stream=True, **more
+        )
+        async for out in self.manager.generate_request(request, None):
+            reason = out["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # not set if we aborted it
+                raise RuntimeError(reason.get("message", "SGLang refused it"))
+            on_made(_made(out, reason.get("type", "")))
+
 
 class SglangServer(Manager):
     """SGLang's engine behind coroutines, which must be awaited on `loop`.
@@ -350,34 +378,6 @@ class SglangServer(Manager):
         self.tokenizer: Tokenizer | None = self.manager.tokenizer
         if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
             watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
-
-    async def run(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        params: Mapping[str, Any] | Adapted,
-        on_made: Callable[[Made], object],
-        salt: str,
-    ) -> None:
-        """Run a request until it ends or is aborted, see `SglangServer.run`.
-
-        Raises ValueError or RuntimeError if SGLang refuses the request.
-        """
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        lora = {}
-        if isinstance(params, Adapted):
-            lora, params = {"lora_path": params.lora, "extra_key": params.key}, params.sampling
-        sampling = dict(params)
-        more = {_LOGPROBS: sampling.pop(_LOGPROBS, False), **lora}
-        request = GenerateReqInput(
-            input_ids=list(prompt), sampling_params=sampling, rid=name, stream=True, **more
-        )
-        async for out in self.manager.generate_request(request, None):
-            reason = out["meta_info"].get("finish_reason") or {}
-            if reason.get("status_code"):  # not set if we aborted it
-                raise RuntimeError(reason.get("message", "SGLang refused it"))
-            on_made(_made(out, reason.get("type", "")))
 
     def abort(self, name: str) -> None:
         """End a request early. The request's stream ends soon."""

@@ -8,7 +8,7 @@ SGLang's ``lora/`` of 0.5.17.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,17 +61,19 @@ class SlotOptions:
     device: str
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> SlotOptions:
-        """Read the arguments of ``ServerArgs``."""
-        slots = arguments.get("max_loras_per_batch", _SLOTS_BY_DEFAULT)
-        located = arguments.get("init_expert_location", _IN_ORDER)
-        is_on, sleeps = (bool(arguments.get(option)) for option in ("enable_lora", "enable_memory_saver"))
-        return cls(is_on, sleeps, slots, located, arguments.get("device") or "")
+    def of(cls, read: Callable[[str, Any], Any]) -> SlotOptions:
+        """Read SGLang's arguments. `read`: returns an argument by name, or a default."""
+        slots = read("max_loras_per_batch", _SLOTS_BY_DEFAULT)
+        located, device = read("init_expert_location", _IN_ORDER), read("device", None) or ""
+        is_on, sleeps = (bool(read(option, False)) for option in ("enable_lora", "enable_memory_saver"))
+        return cls(is_on, sleeps, slots, located, device)
 
     def require(self, spec: AdapterSpec, num_adapters: int) -> None:
         """Raise ConfigError if there are no slots for an adapter beside `num_adapters` others."""
         if not self.enabled:
-            raise ConfigError("options.enable_lora", False, "start the engine with true to give it adapters")
+            raise ConfigError(
+                "options.enable_lora", False, "start the engine with true, a server with --enable-lora"
+            )
         if self.sleeps:
             remedy = "leave it out: adapters would lose their slots in a sleep"
             raise ConfigError("options.enable_memory_saver", True, remedy)

@@ -77,7 +77,9 @@ class LoraSlots:
     def _manager(self) -> Any:  # noqa: ANN401 - vLLM's
         worker = getattr(self._runner, "lora_manager", None)
         if worker is None:
-            raise ConfigError("options.enable_lora", False, "start the engine with true to give it adapters")
+            raise ConfigError(
+                "options.enable_lora", False, "start the engine with true, a server with --enable-lora"
+            )
         return worker._adapter_manager
 
     def _require_room(self, spec: AdapterSpec, manager: Any, wanted: int) -> None:  # noqa: ANN401 - vLLM's
