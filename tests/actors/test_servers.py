@@ -99,6 +99,11 @@ def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
     assert fleet.server.holds() == (3, digest(ray.get(fleet.trainer.weights.remote())))
     fleet.update(4)
 
+    fleet.sync.register_engines({"e0": fleet.actor, "served": f"{url}/"})
+    fleet.sync.connect()
+    assert fleet.sync.engine_versions() == {"e0": 4, "served": 4}
+    fleet.update(5)
+
 
 @pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)
 def test_servers_and_actors_follow_a_store(fleet: Fleet, tmp_path: Path) -> None:
