@@ -416,6 +416,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             # An engine that failed is healed, or takes the next version.
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
+        self._adapters.follow()
 
     def _as_part(self, checkpoint: str = "") -> JointPart:
         prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
