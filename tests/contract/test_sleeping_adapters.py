@@ -102,6 +102,9 @@ class AsyncLlm:
     async def resume_generation(self) -> None:
         self.calls.append("go on")
 
+    async def is_paused(self) -> bool:
+        return True
+
     async def sleep(self, level: int, mode: str) -> None:
         self.calls.append(f"sleep {level} {mode}")
 

@@ -108,6 +108,20 @@ def test_one_that_others_resumed_while_it_was_written_does_not_serve(adopted) ->
     assert engine.serving() == 1
 
 
+def test_one_that_can_sleep_and_that_others_resumed_while_it_was_written_fails_its_load(adopted) -> None:
+    llm, engine = adopted
+    llm.vllm_config.model_config.enable_sleep_mode = True
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.pause("keep", patient(1))
+    llm.paused = False
+    with pytest.raises(StateError, match=r"engine e0: somebody resumed vLLM.*mix"):
+        engine.load(1, patient(1))
+    engine.pause("keep", patient(1))
+    engine.load(2, patient(1))
+    engine.resume(1)
+    assert engine.serving() == 1
+
+
 def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(adopted) -> None:
     llm, engine = adopted
     engine.can_export()

@@ -15,6 +15,7 @@ from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.engines.vllm.api import pause_waits
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
+from weightsync.protocol.messages import Loaded
 
 T = TypeVar("T")
 
@@ -92,6 +93,13 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         if not pause_waits():
             super()._settle()
 
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Take one attempt's buckets. Raises StateError if somebody has resumed a vLLM that can sleep."""
+        loaded = super().load(attempt, timeout_s)
+        if self._sleeps and not self._wait(self._llm.is_paused()):  # later, caches that wake resume it
+            raise self._was_resumed()
+        return loaded
+
     def resume(self, version: int) -> None:
         """Serve `version`.
 
@@ -102,11 +110,14 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         self._wake(WEIGHTS, CACHES)
         self._is_halted = False
         if not self._sleeps and not self._wait(self._resume()):
-            why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
-            raise StateError(f"engine {self._name}: {why}")
+            raise self._was_resumed()
         if self._sleeps and CACHES not in self.on_ranks("asleep")[0]:  # else others wake them, and resume it
             self._wait(self._llm.resume_generation())
         self._serving = version
+
+    def _was_resumed(self) -> StateError:
+        why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
+        return StateError(f"engine {self._name}: {why}")
 
     async def _go_on(self) -> None:
         await self._llm.resume_generation()
