@@ -97,13 +97,16 @@ class CheckpointMethods:
     def _follow(self, store: FollowedStore) -> Future[Reading]:
         """Register the newest version of a store, in place of the version before."""
         checkpoint, files = store.follow()
-        if checkpoint == store.checkpoint:
+        if files == store.files:
             return self._loop.run_concurrently(self._members.checkpoints.read(checkpoint))
+        before = store.checkpoint
+        if before == checkpoint:  # the store began anew, and has other files under this number
+            self.unregister_checkpoint(before)
         reading = self.register_checkpoint(
             checkpoint, [str(files)], exclude=store.exclude, stored=store.stored
         )
-        before, store.checkpoint = store.checkpoint, checkpoint
-        if before:
+        store.checkpoint, store.files = checkpoint, files
+        if before not in ("", checkpoint):
             self.unregister_checkpoint(before)
         return reading
 

@@ -68,7 +68,7 @@ class FleetMethods:
         `any_version`: also those that serve an earlier one, as after they did not pause in time.
         """
         registered = self._members.engines
-        names = [name for name in self._fleet.serving(any_version) if name in registered]
+        names = [name for name in self._fleet.serving(any_version) if self._members.is_connected(name)]
         return {name: as_registered(registered[name]) for name in names}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:

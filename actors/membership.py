@@ -145,6 +145,12 @@ class Membership:
         is_new = member is not None and _has_new_link(member.peer)
         return self.engines.get(name) == handle and not is_new
 
+    def is_connected(self, name: str) -> bool:
+        """Return True if the actor or server that is registered as engine `name` now is the connected one."""
+        member = self._fleet.engines.get(name)
+        peer = member.peer if member else None
+        return isinstance(peer, Remote) and peer.handle == self.engines.get(name)
+
     @property
     def has_new_ranks(self) -> bool:
         """Return True if a rank has joined again, or may, since it was connected."""
@@ -280,7 +286,7 @@ class Membership:
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
         self._expect(self.engines)
-        known = {name: member.record for name, member in self._fleet.engines.items()}
+        known = {n: each.record for n, each in self._fleet.engines.items() if self.is_connected(n)}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = self._trainers()
         engines = {name: self._engine(name, h) for name, h in self.engines.items()}

@@ -187,7 +187,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             ConfigError: the mapping is empty, an entry is something else or is given twice, `respawn`
                 cannot be called, or a deployment names an engine that is not registered, or is in another.
         """
-        known = with_servers(handles, self.config)
+        known = with_servers(handles, self.config, self._members.door)
         check_engines(known, "" if llm is None else "llm")
         check_deployments(deployments or {}, known)
         if respawn is not None and not callable(respawn):
@@ -351,7 +351,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
-        known = with_servers({name: handle}, self.config)
+        known = with_servers({name: handle}, self.config, self._members.door)
         check_engines({**others, **known}, "llm" if self._members.llms else "")
         check_own_actor((), known)
         return self._loop.submit(lambda: self._join(name, known[name])).result()
@@ -418,6 +418,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             # An engine that failed is healed, or takes the next version.
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
+        self._adapters.follow()
 
     def _as_part(self, checkpoint: str = "") -> JointPart:
         prepare, move = partial(self._choose, checkpoint), partial(self._move, checkpoint)

@@ -17,6 +17,7 @@ class FollowedStore:
     Attributes:
         exclude, stored: as of `register_checkpoint`.
         checkpoint: the checkpoint that is registered for it, such as ``store@7``; "" before the first.
+        files: the folder of the files of `checkpoint`.
     """
 
     def __init__(
@@ -27,9 +28,14 @@ class FollowedStore:
         self._folder = LocalFolder(Path(folder) if folder else default_folder(url, "followed"))
         self.exclude, self.stored = exclude, stored
         self.checkpoint = ""
+        self.files: Path | None = None
 
     def follow(self) -> tuple[str, Path]:
-        """Download the newest version. Returns the checkpoint's name and the files' folder."""
+        """Download the newest version. Returns the checkpoint's name and the files' folder.
+
+        Files that are here already are hashed, unless they are registered.
+        """
+        is_registered = self.files == self._folder.current.resolve()
         with byte_bar(f"follow {self._name}") as tell:
-            found = follow(self._store, self._folder, tell=tell)
+            found = follow(self._store, self._folder, tell=tell, checks=not is_registered)
         return f"{self._name}@{found.version}", self._folder.current.resolve()

@@ -39,9 +39,14 @@ class Door:
         """`when_joined` is called once a server has got its place, the first time and after a restart."""
         self._config, self._when_joined = config, when_joined
         self._servers: dict[JoinedServer, frozenset[str]] = {}
+        self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
+
+    def server(self, url: str) -> JoinedServer:
+        """Return the server at `url`, the same one until `forget`. For any thread."""
+        return self._by_url.setdefault(url.rstrip("/"), JoinedServer(url))
 
     def expect(self, name: str, server: JoinedServer, address: str) -> None:
         """Let `server` join as engine `name`. `address`: this driver's, as other hosts reach it."""
@@ -60,7 +65,7 @@ class Door:
     def forget(self, server: object) -> None:
         """Let `server` join no more, and hang up."""
         if isinstance(server, JoinedServer) and server in self._servers:
-            del self._servers[server]
+            del self._servers[server], self._by_url[server.url.rstrip("/")]
             server.kill()
 
     def link(self, join: Join | JoinRank) -> Link | str:
@@ -96,9 +101,9 @@ class Door:
 
 
 def with_servers(
-    handles: Mapping[str, ActorHandle[Any] | str], config: SyncConfig
+    handles: Mapping[str, ActorHandle[Any] | str], config: SyncConfig, door: Door
 ) -> Mapping[str, EngineHandle]:
-    """Return `handles` of engines with the servers at URLs.
+    """Return `handles` of engines with the servers at URLs, which join through `door`.
 
     Raises ConfigError if a URL is none, or if no server could join.
     """
@@ -106,12 +111,12 @@ def with_servers(
         return handles  # `check_engines` checks them
     _check_door(config)
     return {
-        name: _server(f"engines[{name!r}]", each) if isinstance(each, str) else each
+        name: _server(f"engines[{name!r}]", each, door) if isinstance(each, str) else each
         for name, each in handles.items()
     }
 
 
-def _server(field: str, url: str) -> JoinedServer:
+def _server(field: str, url: str, door: Door) -> JoinedServer:
     where = urlsplit(url)
     try:
         is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
@@ -119,7 +124,7 @@ def _server(field: str, url: str) -> JoinedServer:
         is_whole = False
     if not is_whole or where.path.strip("/"):
         raise ConfigError(field, url, "give the server's address, such as http://10.0.0.7:8000")
-    return JoinedServer(url)
+    return door.server(url)
 
 
 def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) -> Sequence[TrainerHandle]:

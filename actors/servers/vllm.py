@@ -22,9 +22,9 @@ class JoinDriver(JoinsDriver):
 
     async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
         llm = app.state.engine_client
-        if llm.vllm_config.load_config.load_format == "dummy":
-            await llm.pause_generation(mode="keep", clear_cache=True)  # requests wait for the first version
         self._engine = ServedVllm(llm, loop, app.state.openai_serving_models.lora_requests)
+        if llm.vllm_config.load_config.load_format == "dummy":
+            await self._engine.hold()
         return self._engine, app.state.args.port
 
     async def _answer(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:

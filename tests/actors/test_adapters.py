@@ -344,6 +344,21 @@ def test_an_engine_that_joins_gets_the_version_that_the_others_serve(rig: Rig) -
     assert until(lambda: {row.engine for row in rig.sync.coverage()} == {"e1"}, patient(60))
     assert rig.sync.update_adapter("math").engines == {"e1": 5}
 
+    before, answer = rig.engines["e1"], rig.expected("default")
+    rig.sync.register_engines({"e1": rig.respawn("e1")})
+    rig.sync.connect()
+    rig.sync.update_weights(2, checkpoint="base")
+
+    def answers() -> bool:
+        try:
+            return ray.get(rig.engines["e1"].generate.remote([PROMPT], asked)).tokens == [answer]
+        except (WeightSyncError, ray.exceptions.RayError):
+            return False
+
+    assert until(answers, patient(60))
+    ray.get(before.close.remote())
+    ray.kill(before)
+
 
 @needs_vllm
 @pytest.mark.faults

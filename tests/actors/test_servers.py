@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,11 @@ def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
     assert fleet.server.holds() == (3, digest(ray.get(fleet.trainer.weights.remote())))
     fleet.update(4)
 
+    fleet.sync.register_engines({"e0": fleet.actor, "served": f"{url}/"})
+    fleet.sync.connect()
+    assert fleet.sync.engine_versions() == {"e0": 4, "served": 4}
+    fleet.update(5)
+
 
 @pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)
 def test_servers_and_actors_follow_a_store(fleet: Fleet, tmp_path: Path) -> None:
@@ -124,6 +130,20 @@ def test_servers_and_actors_follow_a_store(fleet: Fleet, tmp_path: Path) -> None
         assert fleet.server.holds() == (version, found)
         assert digest(ray.get(fleet.actor.weights.remote())) == found
         found = publish_one(version + 2)
+
+    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(copy.path)
+    store, copy = ObjectStore(store.url, make=True), LocalFolder(copy.path)
+    found = [publish_one(seed) for seed in (11, 12, 13)][-1]
+    report = fleet.sync.update_weights(checkpoint="store")
+    assert (report.checkpoint, fleet.server.holds()) == ("store@3", (3, found))
+
+    fleet.sync.unregister_checkpoint("store")
+    damaged = (tmp_path / "followed" / "current" / "model.safetensors").resolve()
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    fleet.sync.register_store(store.url, folder=str(tmp_path / "followed"))
+    assert fleet.sync.update_weights(checkpoint="store").verified
+    assert fleet.server.holds() == (4, found)
 
 
 @pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)

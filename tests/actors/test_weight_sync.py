@@ -367,6 +367,22 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
         sync.heal("lat")
 
 
+def test_another_actor_under_an_engines_name_has_no_version_of_that_engine(make: Make, pool: Pool) -> None:
+    sync = make(engines=2)
+    sync.connect()
+    assert sync.update_weights(1).engines == {"e0": 1, "e1": 1}
+    other = pool.get(Engine, "e0", "other")
+    forget([other])
+    sync.register_engines({**sync.engines(), "e0": other})
+    assert [*sync.serving()] == ["e1"]
+    sync.connect()
+    assert not holds(sync, "e0")
+    assert (sync.engine_versions(), [*sync.serving()]) == ({"e0": 0, "e1": 1}, ["e1"])
+    assert next((each.engine, each.version, each.proof) for each in sync.coverage()) == ("e0", 0, "")
+    assert sync.update_weights(2).engines == {"e0": 2, "e1": 2}
+    assert holds(sync, "e0")
+
+
 @pytest.mark.faults
 def test_an_engine_may_join_beside_a_trainer_that_had_none(make: Make) -> None:
     sync = make(trainers=2, engines=1, colocated=True)

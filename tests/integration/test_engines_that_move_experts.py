@@ -20,6 +20,8 @@ from tests.live_fleet import commit
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
+from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
+from weightsync.driver.updating.controller import Controller
 from weightsync.errors import EngineError, StateError, VerifyError
 from weightsync.plan import Layout, RankLayout
 from weightsync.plan.layout.arrangement import Arrangement, Experts, arrangement_key
@@ -116,6 +118,42 @@ def test_a_move_is_one_commit_of_the_version_that_serves() -> None:
         assert (report.version, report.engines) == (1, {"e0": 1, "e1": 1})
         assert [engine.slots for engine in loop.slots.values()] == [MOVED, MOVED[::-1]]
         assert all(engine.holds(loop.model) and engine.serving() == 1 for engine in loop.slots.values())
+
+    start(work)
+
+
+def test_a_move_right_after_a_staged_update_is_compared_with_that_version() -> None:
+    """Holders have not kept the version yet."""
+
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        for version, experts in ((1, MOVED), (2, MOVED[::-1])):
+            await loop.update(version)
+            report = await loop.controller.move_experts({"e0": [experts]})
+            assert report.engines == {"e0": version, "e1": version}
+        assert all(engine.holds(loop.model) for engine in loop.slots.values())
+
+    start(work, config=replace(CONFIG, stage="host"))
+
+
+def test_a_version_of_which_no_digest_is_kept_is_not_moved() -> None:
+    """The driver ended before holders kept the version that engines serve. They have the one before."""
+
+    async def work(loop: SlotLoop) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        await loop.controller.snapshot_index.settled()
+        with mock.patch.object(SnapshotIndex, "begin"):
+            await loop.update(2)
+        for name, engine in loop.slots.items():
+            loop.fleet.engines[name] = EngineMember(LocalEngine(engine), loop.fleet.engines[name].holders)
+        controller = Controller(CONFIG, loop.fleet)
+        await controller.connect()
+        assert await controller.restore() == []
+        assert controller.version == 2
+        with pytest.raises(StateError, match="digests of version 2 are not kept"):
+            await controller.move_experts({"e0": [MOVED]})
+        assert all(engine.holds(loop.model) and engine.serving() == 2 for engine in loop.slots.values())
 
     start(work)
 

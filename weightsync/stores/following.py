@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from weightsync.errors import StoreError
 from weightsync.stores import tensor_file
 from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder
-from weightsync.stores.manifest import Manifest, Stored, manifest_name
+from weightsync.stores.manifest import Manifest, Stored, VersionFile, manifest_name
 from weightsync.stores.meter import Meter, Tell, silent
 from weightsync.stores.object_store import ObjectStore
 from weightsync.stores.routes import Route, route
 from weightsync.stores.threads import on_threads
+
+logger = logging.getLogger("weightsync.stores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +29,20 @@ class Followed:
 
 
 def follow(
-    store: ObjectStore, folder: LocalFolder, version: int | None = None, tell: Tell = silent
+    store: ObjectStore,
+    folder: LocalFolder,
+    version: int | None = None,
+    tell: Tell = silent,
+    *,
+    checks: bool = False,
 ) -> Followed:
     """Bring `folder` to the newest version, or to `version`.
 
     If the call is interrupted or raises, readers of the folder see the version that they saw before, and the
     next call goes on with the objects that are here.
+
+    Args:
+        checks: hash the files also if readers see that version already.
 
     Raises:
         StoreError: the store does not have the version, or an object is missing, torn or damaged.
@@ -39,13 +50,21 @@ def follow(
     with folder.locked():
         history = History(store)
         target = history.require(history.newest if version is None else version)
-        return Followed(target.version, bring(store, folder, target, history, tell))
+        return Followed(target.version, bring(store, folder, target, history, tell, checks))
 
 
-def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: History, tell: Tell) -> int:
+def bring(
+    store: ObjectStore,
+    folder: LocalFolder,
+    target: Manifest,
+    history: History,
+    tell: Tell,
+    checks: bool = False,
+) -> int:
     """Bring a locked folder to `target`. Returns the bytes that were downloaded."""
-    if folder.shows(target):
+    if folder.shows(target) and not checks:
         return 0
+    on_threads(lambda file: _drop_if_damaged(folder, *file), target.files.items())
     routes = {name: _route(store, folder, name, target, history) for name in target.files}
     sources = {stored for way in routes.values() for stored in (way.start, *way.changes)}
     folder.tidy(sources | {file.content for file in target.files.values()})
@@ -56,6 +75,14 @@ def bring(store: ObjectStore, folder: LocalFolder, target: Manifest, history: Hi
     on_threads(lambda made: _make(store, folder, target.version, *made), changed.items())
     folder.show(target)
     return meter.nbytes
+
+
+def _drop_if_damaged(folder: LocalFolder, name: str, file: VersionFile) -> None:
+    """Remove a file that is here and damaged, so that it is made again."""
+    path = folder.object(file.content)
+    if folder.has(file.content) and (found := Stored.of(path)) != file.content:
+        logger.warning("%s: %s is damaged, and is removed: it has %s", path, name, found)
+        path.unlink()
 
 
 def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest, history: History) -> Route:

@@ -103,6 +103,16 @@ def test_one_that_is_too_old_is_refused_when_it_starts(
         make_engine(kind, "a/model", "e0", {})
 
 
+def test_a_core_of_vllm_in_another_process_is_refused(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that it made before a pause arrive after the pause, when another version serves."""
+    install(vllm="0.32.0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ConfigError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING.*give 0"):
+        make_engine("vllm", "a/model", "e0", {})
+
+
 def test_one_of_the_users_own_is_refused_when_it_is_registered(install: Callable[..., None]) -> None:
     install(vllm="0.23.0")
     with pytest.raises(ConfigError, match=r"install vllm 0\.24 or newer"):

@@ -35,13 +35,21 @@ class FakeVllm:
         self.drained = asyncio.Event()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert clear_cache
+        assert clear_cache or mode == "keep"
         self.paused = True
         if mode == "wait":
             await self.drained.wait()
 
     async def resume_generation(self) -> None:
         self.paused = False
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Wake, and resume once all is awake, as vLLM's core does."""
+        self.asleep -= {*tags}
+        self.paused = bool(self.asleep)
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -65,6 +73,7 @@ def adopted() -> Iterator[tuple[FakeVllm, AdoptedVllm]]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     llm = FakeVllm()
+    llm.loop = loop
     yield llm, AdoptedVllm(llm, loop)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -95,6 +104,20 @@ def test_one_that_others_resumed_while_it_was_written_does_not_serve(adopted) ->
     assert engine.serving() == 0
     engine.pause("keep", patient(1))
     engine.load(1, patient(1))
+    engine.resume(1)
+    assert engine.serving() == 1
+
+
+def test_one_that_can_sleep_and_that_others_resumed_while_it_was_written_fails_its_load(adopted) -> None:
+    llm, engine = adopted
+    llm.vllm_config.model_config.enable_sleep_mode = True
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.pause("keep", patient(1))
+    llm.paused = False
+    with pytest.raises(StateError, match=r"engine e0: somebody resumed vLLM.*mix"):
+        engine.load(1, patient(1))
+    engine.pause("keep", patient(1))
+    engine.load(2, patient(1))
     engine.resume(1)
     assert engine.serving() == 1
 
@@ -170,6 +193,56 @@ def test_one_that_does_not_pause_in_time_goes_on(adopted) -> None:
     with pytest.raises(DeadlineError, match="pause"):
         engine.pause("wait", 0.05)
     assert not llm.paused
+
+
+def test_one_whose_load_failed_stays_paused_when_it_does_not_pause_in_time(adopted) -> None:
+    """Its weights are a mix."""
+    llm, engine = adopted
+    engine.pause("keep", patient(1))
+    llm.fails = EngineError("e0", "load", "half of it came", 1)
+    with pytest.raises(EngineError, match="half of it came"):
+        engine.load(1, patient(1))
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="pause"):
+            engine.pause("wait", 0.05)
+        assert llm.paused
+    llm.fails = None
+    engine.load(2, patient(1))
+    engine.resume(2)
+    with pytest.raises(DeadlineError, match="pause"):
+        engine.pause("wait", 0.05)
+    assert (llm.paused, engine.serving()) == (False, 2)
+
+
+def test_one_that_waits_for_its_first_version_stays_paused_when_it_does_not_pause_in_time(adopted) -> None:
+    llm, engine = adopted
+    asyncio.run_coroutine_threadsafe(engine.hold(), llm.loop).result(patient(5))
+    with pytest.raises(DeadlineError, match="pause"):
+        engine.pause("wait", 0.05)
+    assert llm.paused
+
+
+def test_vllm_makes_no_tokens_of_a_mix_when_its_caches_wake_to_sleep_again(adopted) -> None:
+    llm, engine = adopted
+    llm.vllm_config.model_config.enable_sleep_mode = True
+    engine.sleep(2, "keep", patient(1))
+    engine.pause("keep", patient(1))
+    llm.fails = EngineError("e0", "load", "half of it came", 1)
+    with pytest.raises(EngineError, match="half of it came"):
+        engine.load(1, patient(1))
+    assert llm.asleep == {"kv_cache"}
+    llm.fails, sleep = None, llm.sleep
+
+    async def asked(level: int, mode: str) -> None:
+        assert llm.paused
+        await sleep(level, mode)
+
+    llm.sleep = asked
+    engine.sleep(2, "keep", patient(1))
+    engine.pause("keep", patient(1))
+    engine.load(2, patient(1))
+    engine.resume(2)
+    assert (llm.paused, llm.asleep) == (False, set())
 
 
 def test_the_worker_class_is_asked_for_by_name(adopted) -> None:

@@ -378,6 +378,20 @@ def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:
     assert site.follow("f").nbytes == first.nbytes
 
 
+def test_a_damaged_file_that_later_versions_share_is_downloaded_again(site: Site) -> None:
+    site.publish()
+    site.follow("f")
+    shared = History(site.store).require(1).files["config.json"].content
+    for newer in (True, False):
+        damaged(site.folder("f").object(shared), "flipped")
+        if newer:
+            site.publish()
+            site.follow("f")
+        else:
+            assert follow(site.store, site.folder("f"), checks=True).nbytes == shared.nbytes
+        assert content(site.folder("f").current) == site.contents[2]
+
+
 def test_a_damaged_copy_of_the_publisher_does_not_reach_followers(site: Site) -> None:
     site.publish()
     first = History(site.store).require(1).files[FILES[0]].content

@@ -136,7 +136,7 @@ class SnapshotIndex:
 
     def begin_staged(self, staged: StagedVersion) -> None:
         """Start to make a staged version, which committed, the snapshots."""
-        self._now, self._begun = _Version(), staged.version
+        self._now, self._begun, self.expected = _Version(), staged.version, staged.expected
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
     @property
@@ -401,7 +401,7 @@ class SnapshotIndex:
                 now.offers[staged.layout].setdefault(each.part, [])
                 if f"holder {home}" in kept:
                     now.add(staged.layout, each.part, each.offer, self._fleet.node(home))
-        self._now, self.expected = now, staged.expected
+        self._now = now
 
     async def _replicate(
         self,

@@ -262,7 +262,8 @@ class Controller:
 
         Raises:
             ConfigError: an engine does not move experts, or its slots cannot hold these.
-            StateError: an engine does not serve the committed version, or a holder was lost.
+            StateError: an engine does not serve the committed version, nobody has the version's digests, or a
+                holder was lost.
             WeightSyncError: the first engine's failure. The engine serves with its experts in place, or is
                 STALE or DEAD.
         """
@@ -272,11 +273,13 @@ class Controller:
         for name, wanted in experts.items():
             check_experts(name, wanted, await self.experts(name))
             record = self._fleet.engines[name].record
-            if (record.state, record.version) != (EngineState.SERVING, self.version) or expected is None:
+            if (record.state, record.version) != (EngineState.SERVING, self.version) or not self.version:
                 raise StateError(
                     f"engine {name} does not serve version {self.version}: update or heal it first"
                 )
-        assert expected is not None
+        if expected is None:
+            why = "another driver committed it"
+            raise StateError(f"digests of version {self.version} are not kept, since {why}: update first")
         await self.snapshot_index.writable([*experts])  # holders may still copy from the engines' memory
         group = self.engine_group
         moved = MovedExperts(self._config, self._fleet, group, connection)

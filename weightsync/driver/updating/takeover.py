@@ -26,6 +26,8 @@ async def take_over(
     kept = await index.restore(connection)
     serving = await group.ask(fleet.live(), "serving", lambda peer: peer.serving())
     version = max(kept, *serving.values()) if serving else kept
+    if version != kept:
+        index.expected = None  # it is of an earlier version, or of parts of one
     if not version:
         return 0, []
     stale = []

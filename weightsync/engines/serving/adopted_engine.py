@@ -23,21 +23,33 @@ class AdoptedEngine(EngineRanks):
 
     _loop: asyncio.AbstractEventLoop
     _serving = 0
+    _is_halted = False
+    """True from a pause, or `hold`, until `resume`."""
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect all ranks to their holders, and read the engine's name from the tickets."""
         self._name = tickets[0].engine
         return super().attach(plan, tickets, timeout_s)
 
+    async def hold(self) -> None:
+        """Have requests wait for the first version. Called on the event loop of the engine."""
+        await self._pause("keep")
+        self._is_halted = True
+
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Stop making tokens, and drop caches, so that frozen requests are recomputed."""
+        """Stop making tokens, and drop caches, so that frozen requests are recomputed.
+
+        An engine that was paused before, and may have a mix of weights, stays paused if this raises.
+        """
         serving, self._serving = self._serving, 0
         try:
             self._wait(self._pause(mode), timeout_s)
         except FutureTimeoutError as error:
-            self._wait(self._go_on(), _GO_ON_S)
-            self._serving = serving
+            if not self._is_halted:
+                self._wait(self._go_on(), _GO_ON_S)
+                self._serving = serving
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+        self._is_halted = True
         self._wake(WEIGHTS)
         self._settle()
 

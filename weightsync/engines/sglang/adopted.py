@@ -65,10 +65,6 @@ class AdoptedSglang(AdoptedEngine, SglangSlots):
         self._pausing = asyncio.Lock()  # updates of the model and of adapters come at the same time
         serve(self._adapters)
 
-    async def hold(self) -> None:
-        """Have requests wait for the first version. Called on the server's event loop."""
-        await self._manager.pause("retract")
-
     def layout(self) -> Sequence[LayoutTable]:
         """Return the layout of each rank."""
         self._join()
@@ -102,11 +98,12 @@ class AdoptedSglang(AdoptedEngine, SglangSlots):
         """
         self.require_whole()
         self._wait(self._commit(version))
-        self._serving = version
+        self._is_halted, self._serving = False, version
 
     async def _commit(self, version: int) -> None:
         async with self._pausing:
             if not self._manager.manager.is_pause:
+                self._is_halted = False
                 why = "somebody resumed SGLang while weights were written: tokens since then may be of a mix"
                 raise StateError(f"engine {self._name}: {why}")
             await self._manager.label(str(version))

@@ -17,7 +17,14 @@ from weightsync.engines.serving.checks import check_version
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
 from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
-from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
+from weightsync.engines.vllm.api import (
+    engine_args,
+    require_core_here,
+    sampling_params,
+    set_environment,
+    start,
+    stop,
+)
 from weightsync.engines.vllm.drafted import draft_counts
 from weightsync.engines.vllm.lora import Adapted, adapted, require_no_sleep
 from weightsync.engines.vllm.stepper import Stepper
@@ -66,6 +73,7 @@ class VllmEngine(SlotServing, VllmRanks):
         super().__init__(name)
         check_version("vllm")
         set_environment()
+        require_core_here()
         worker = "weightsync.WeightSyncWorker"
         arguments = engine_args(model_path, options, worker)
         self._sleeps = arguments.enable_sleep_mode

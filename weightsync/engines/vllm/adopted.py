@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from weightsync.config import PrefixCache
@@ -15,10 +15,13 @@ from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.engines.vllm.api import pause_waits
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
+from weightsync.protocol.messages import Loaded
 
 T = TypeVar("T")
 
 _WORKER = "weightsync.WeightSyncWorker"
+_TURNS = 4
+"""Turns of the loop in which vLLM sends a call: it makes a task for each core."""
 
 
 class AsyncVllm(Protocol):
@@ -72,18 +75,30 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
     async def _pause(self, mode: str) -> None:
         """Pause as ``pause_generation``, which then sleeps for 20 ms, so that last outputs are seen first."""
         llm: Any = self._llm
-        core, renderer = getattr(llm, "engine_core", None), getattr(llm, "renderer", None)
-        names = ("pause_generation_async", "pause_scheduler_async")  # from 0.33 on, and before
-        pause = next((getattr(core, name) for name in names if hasattr(core, name)), None)
-        if pause and renderer and hasattr(renderer, "clear_mm_cache_async"):
+        renderer = getattr(llm, "renderer", None)
+        if self._pause_core and renderer and hasattr(renderer, "clear_mm_cache_async"):
             await renderer.clear_mm_cache_async()
-            await pause(mode=mode, clear_cache=True)
+            await self._pause_core(mode=mode, clear_cache=True)
         else:
             await llm.pause_generation(mode=mode, clear_cache=True)
+
+    @property
+    def _pause_core(self) -> Callable[..., Coroutine[object, object, object]] | None:
+        """The call by which ``pause_generation`` pauses vLLM's core, if it is known."""
+        core = getattr(self._llm, "engine_core", None)
+        names = ("pause_generation_async", "pause_scheduler_async")  # from 0.33 on, and before
+        return next((getattr(core, name) for name in names if hasattr(core, name)), None)
 
     def _settle(self) -> None:
         if not pause_waits():
             super()._settle()
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Take one attempt's buckets. Raises StateError if somebody has resumed a vLLM that can sleep."""
+        loaded = super().load(attempt, timeout_s)
+        if self._sleeps and not self._wait(self._llm.is_paused()):  # later, caches that wake resume it
+            raise self._was_resumed()
+        return loaded
 
     def resume(self, version: int) -> None:
         """Serve `version`.
@@ -93,12 +108,16 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         """
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
+        self._is_halted = False
         if not self._sleeps and not self._wait(self._resume()):
-            why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
-            raise StateError(f"engine {self._name}: {why}")
-        if self._sleeps and CACHES not in self.on_ranks("asleep")[0]:  # else vLLM resumes when they wake
+            raise self._was_resumed()
+        if self._sleeps and CACHES not in self.on_ranks("asleep")[0]:  # else others wake them, and resume it
             self._wait(self._llm.resume_generation())
         self._serving = version
+
+    def _was_resumed(self) -> StateError:
+        why = "somebody resumed vLLM while weights were written: tokens since then may be of a mix"
+        return StateError(f"engine {self._name}: {why}")
 
     async def _go_on(self) -> None:
         await self._llm.resume_generation()
@@ -124,7 +143,15 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         self._wait(self._llm.sleep(level, "keep"))
 
     def _allocate(self, part: str) -> None:
-        self._wait(self._llm.wake_up([part]))
+        self._wait(self._wake_caches() if part == CACHES else self._llm.wake_up([part]))
+
+    async def _wake_caches(self) -> None:
+        """Wake the last part. Then vLLM's core resumes, also with a mix: it has the next call by then."""
+        waking = asyncio.ensure_future(self._llm.wake_up([CACHES]))
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        pause = self._pause_core or self._llm.pause_generation
+        await asyncio.gather(waking, pause(mode="keep", clear_cache=False))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         try:

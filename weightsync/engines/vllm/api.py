@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _LATE = "leave it out: a token has the version that serves as it comes"
 _FIXED = ("model", "load_format", "worker_extension_cls")
 _ONE = {
@@ -69,7 +70,7 @@ class ModelRunner(Protocol):
 def set_environment() -> None:
     """Set vLLM's environment variables before vLLM is imported. Variables that the user has set stay."""
     # Run vLLM's scheduler in this process, so that calls fail at once if a worker is dead.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault(_CORE_APART, "0")
     # Spawn the workers of several ranks, since a fork would lose this process's threads.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -79,6 +80,13 @@ def set_environment() -> None:
     if not importlib.util.find_spec("flashinfer"):
         # By default vLLM expects it on NVIDIA GPUs, and does not start without it.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def require_core_here() -> None:
+    """Raise ConfigError if vLLM's core would run in another process."""
+    if (value := os.environ.get(_CORE_APART)) != "0":
+        remedy = "give 0: tokens that such a core made before a pause come after it, with the next version"
+        raise ConfigError(_CORE_APART, value, remedy)
 
 
 def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> EngineArgs:
