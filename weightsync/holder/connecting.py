@@ -241,13 +241,14 @@ class ConnectingHolder(HolderProcess):
 
     def drop_engine(self) -> None:
         """Give up the engine rank. A `move` that waits for the rank continues without it."""
-        self._live_source.end()
+        if self._mapped:
+            self._live_source.end()
         if self._feed:
             self._feed.drop()
 
     @property
     def _mapped(self) -> DeviceStaging | None:
-        return self.staging.mapped if self.staging else None
+        return staging.mapped if (staging := self.staging) else None
 
     @contextmanager
     def _working(self) -> Iterator[Staging]:
