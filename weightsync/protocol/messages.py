@@ -275,14 +275,6 @@ class Snapshot:
     reserve: Mapping[int, Sequence[Offer]] = field(default_factory=dict)
     on_device: bool = False
 
-    def of_rank(self, rank: int) -> Snapshot:
-        """Return the snapshot with only the parts that rank `rank` of an engine needs."""
-        if not self.is_flat:
-            return self
-        part = min(self.parts) + rank
-        reserve = {part: self.reserve[part]} if part in self.reserve else {}
-        return replace(self, parts={part: self.parts[part]}, reserve=reserve)
-
 
 @dataclass(frozen=True, slots=True)
 class Refilled:

@@ -49,6 +49,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """`nbytes` bytes of a bucket from `offset` on, at `source` in the share of trainer rank `part`."""
+
+    part: int
+    source: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """One bucket, with `nbytes` in use."""
 
@@ -305,3 +315,9 @@ def holding(segments: deque[Segment], box: Box) -> Segment:
     while segments[0].box != box and not segments[0].box.contains(box):
         segments.rotate(-1)
     return segments[0]
+
+
+def all_portions(plan: Plan, bucket: int) -> list[Portion]:
+    """Return all of a bucket, one portion for each trainer rank that sends some of it."""
+    steps = plan.bucket_steps(bucket)
+    return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]
