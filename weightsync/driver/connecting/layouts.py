@@ -36,9 +36,14 @@ class Layouts:
     joined: Mapping[str, Layout]
     quantised: Mapping[str, str]
 
+    @property
+    def differ(self) -> bool:
+        """Return True if the engines' joined layouts differ, so that engines may have to cast."""
+        return len({*self.joined.values()}) > 1
+
     def casting(self) -> Layouts:
         """Return these layouts with the engines' casts added."""
-        if not (tensors := travelling(self.source.stated, self.joined)):
+        if not self.differ or not (tensors := travelling(self.source.stated, self.joined)):
             return self
         joined, engines = self.joined, self.engines
         return replace(self, engines={n: with_casts(its, joined[n], tensors) for n, its in engines.items()})
@@ -56,7 +61,8 @@ async def ask_layouts(fleet: Fleet, config: SyncConfig) -> Layouts:
 @collector_paused
 def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> Layouts:
     """Join the layouts of each side. Equal engines share one."""
-    ranks = as_taken(engines, sources)
+    stores = any(len(rank.stored) for its in engines.values() for rank in its)
+    ranks = as_taken(engines, sources) if stores else engines
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if are_alike(its, ranks[other])), None)

@@ -12,13 +12,14 @@ from weightsync.config import SyncConfig
 from weightsync.deltas.density import densities
 from weightsync.driver.connecting.connect import CONNECT_PHASES, Connection, connect
 from weightsync.driver.connecting.traffic import links
+from weightsync.driver.connecting.ways import settled
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
-from weightsync.driver.snapshots.stager import Stager, settled
+from weightsync.driver.snapshots.stager import Stager
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.gpu_peaks import peaks, sampled
 from weightsync.driver.updating.joint_commit import JointMember
