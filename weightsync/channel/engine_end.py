@@ -25,8 +25,7 @@ import zmq
 
 from weightsync import faults
 from weightsync.channel.casting import Casting, CastingSink
-from weightsync.channel.owned_socket import own_socket
-from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.private_socket import PrivateDirectory, own_socket
 from weightsync.channel.sink import PieceView, Sink
 from weightsync.channel.wire import (
     MAX_MESSAGE_NBYTES,
@@ -52,7 +51,7 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.memory.device import open_buffer
+from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.digests import warm_up
 from weightsync.plan import Plan, RankLayout
@@ -231,10 +230,13 @@ class EngineFeed:
     @collector_paused
     def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
         self._ticket = ticket
-        self._casting = (Casting(plan, layout) if layout else None) or None
+        self._casting = Casting(plan, layout) if layout and _differ(plan, layout) else None
         self.casts, self.plan_digest = self._casting is not None, plan.digest()
         self.spans: Sequence[Span] = ()
-        self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
+        self._slots = tuple(
+            SharedBuffer.open(handle) if isinstance(handle, BufferHandle) else DeviceBuffer.open(handle)
+            for handle in ticket.slots
+        )
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
@@ -418,6 +420,12 @@ class EngineFeed:
                 return decode(self._socket.recv())
             if left <= 0:
                 raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
+
+
+def _differ(plan: Plan, layout: RankLayout) -> bool:
+    """Return True if a tensor travels in another dtype than the rank's."""
+    dtypes = {meta.name: meta.dtype for meta in layout.tensors}
+    return any(dtypes.get(meta.name, meta.dtype) != meta.dtype for meta in plan.tensors)
 
 
 def _digests(written: Written) -> HolderDigests | None:

@@ -16,13 +16,7 @@ from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.readable import require_no_flat_parameters, require_strided
 from weightsync.sources.tensors import Guard, TensorSource
-from weightsync.sources.zero_partitions import (
-    check_partition,
-    is_partitioned,
-    part_segments,
-    whole_meta,
-    with_memory,
-)
+from weightsync.sources.zero_partitions import PART, check_partition, part_segments, whole_meta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +29,7 @@ class ModuleSource(TensorSource):
     def _weights(self) -> LocalWeights:
         require_no_flat_parameters(self.model)
         tensors, tied = named_tensors(self.model)
-        if cut := next((name for name, tensor in tensors.items() if is_partitioned(tensor)), None):
+        if cut := next((name for name, tensor in tensors.items() if hasattr(tensor, PART)), None):
             remedy = f"{cut} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
             raise ConfigError("self.model", type(self.model).__name__, remedy)
         return weights_of(tensors, tied)
@@ -44,7 +38,7 @@ class ModuleSource(TensorSource):
         return AddressGuard(self.model, weights.tensors)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return with_memory(named_tensors(self._module)[0])
+        return named_tensors(self._module)[0]
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str], ...]) -> LocalWeights:
@@ -61,7 +55,7 @@ def weights_of(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str],
         metas.append(meta)
         segments += held
     layout = RankLayout(tuple(metas), tuple(segments), tied, mesh=mesh_place(tensors))
-    return LocalWeights(layout, with_memory(tensors))
+    return LocalWeights(layout, {name: getattr(tensor, PART, tensor) for name, tensor in tensors.items()})
 
 
 def declare(
@@ -71,7 +65,7 @@ def declare(
 
     Raises ConfigError if a DTensor is a part of a sum, or if a partition of ZeRO-3 cannot be read.
     """
-    if is_partitioned(tensor):
+    if hasattr(tensor, PART):
         check_partition(name, tensor)
         meta = whole_meta(name, tensor)
         return meta, part_segments(meta, tensor)

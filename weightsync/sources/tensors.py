@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
-from weightsync.memory.file_names import FileNames
+from weightsync.memory.file_names import MODELS, FileNames
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.kernels.digests import warm_up
@@ -201,7 +202,8 @@ class TensorSource(ABC):
         """Return a layout with the names that transformers writes to files."""
         given = frozenset(chain((meta.name for meta in layout.tensors), (alias for alias, _ in layout.tied)))
         key = type(self.model), given
-        if isinstance(self.model, torch.nn.Module) and self._names[0] != key:
+        is_known = self._names[0] == key or MODELS not in sys.modules
+        if isinstance(self.model, torch.nn.Module) and not is_known:
             self._names = key, FileNames.of(self.model, given).names
         return layout.renamed(self._names[1]) if self._names[1] else layout
 
