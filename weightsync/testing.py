@@ -71,7 +71,8 @@ class DictEngine:
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which every tensor is whole, in a separate buffer."""
         metas = tuple(meta_of(name, tensor) for name, tensor in self.tensors.items())
-        segments = tuple(Segment.whole(meta, byte_strides(self.tensors[meta.name])) for meta in metas)
+        strides = [*map(byte_strides, self.tensors.values())]
+        segments = tuple(map(Segment.whole, metas, strides))
         return [RankLayout(metas, segments, buffers=metas)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:

@@ -259,16 +259,16 @@ class EngineFeed:
         holder gave up this rank.
         """
         deadline = time.monotonic() + timeout_s  # the driver's is about the same
-        if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
-            warm_up()  # weights on a device are digested there
         try:
             feed = cls(ticket, plan, layout)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(FeedHello(ticket.secret, ticket.engine, feed.plan_digest))
         try:
+            if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
+                warm_up()  # weights on a device are digested there
             feed._await_welcome(deadline, timeout_s)
-        except WeightSyncError:
+        except BaseException:
             feed.close()
             raise
         return feed

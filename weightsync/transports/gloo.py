@@ -17,7 +17,7 @@ from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.reach import Reach
+from weightsync.transports.reach import CONNECTED, Reach
 from weightsync.transports.roll_call import ranks_text
 from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import SLACK_S, Watch, WatchedTransport
@@ -60,7 +60,6 @@ class GlooTransport(WatchedTransport):
         reach: Reach | None = None
         try:
             address = own_address(rendezvous)
-            reach = Reach(store, rank, num_ranks, address)
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -69,9 +68,10 @@ class GlooTransport(WatchedTransport):
                 partial(ProcessGroupGloo, PrefixStore("gloo", store), rank, num_ranks, options)
             )
             if not wait([making], timeout_s / 2).done:
+                reach = Reach(store, rank, num_ranks, address)
                 on_daemon(reach.examine)
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
-            reach.connected()
+            store.set(CONNECTED.format(rank), "")
         except (Late, OSError, RuntimeError, ValueError) as error:
             cause = self._unconnected(timeout_s, reach) if reach and isinstance(error, Late) else error
             place = rendezvous.rpartition("@")[2]

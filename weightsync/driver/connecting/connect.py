@@ -110,8 +110,11 @@ async def connect(
             fleet.drafts.check(layouts.engines, config)
         layouts = layouts.casting()
     with clock.phase("trial"):
-        trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
-    num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
+        if in_place := all(rank.device not in ("", MAPPED) for rank in layouts.trainers):
+            trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
+        else:
+            trial = Trial({}, {})
+    num_slots = 0 if in_place and not _needs_buckets(layouts, trial) else config.num_slots
     return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
 
 
