@@ -152,7 +152,7 @@ class TensorSource(ABC):
         Raises StateError if the model changed while it was offloaded, PlanError for a tensor without values.
         """
         weights = self.describe()
-        layout, buffers, device = weights.layout, weights.buffers, ""
+        layout, buffers, device = weights.layout, {**weights.tensors, **weights.computed}, ""
         self._computed = weights.computed
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
@@ -370,7 +370,7 @@ class TensorSource(ABC):
         weights = self._selected(self._transformed(weights, self._before))
         now = weights.layout
         if not self._offloaded:
-            require_values(now, weights.buffers)
+            require_values(now, {**weights.tensors, **weights.computed})
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
         names = [each.buffer for each in now.segments if each.buffer in weights.tensors]

@@ -10,6 +10,7 @@ from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.deltas.density import densities
+from weightsync.driver.agreement import Agreement
 from weightsync.driver.connecting.connect import CONNECT_PHASES, Connection, connect
 from weightsync.driver.connecting.traffic import links
 from weightsync.driver.connecting.ways import settled
@@ -103,7 +104,9 @@ class Controller:
         finally:
             self._connecting = None
         self._connection = made
-        self._trainers.begin_plan(made.plan)
+        replicas = made.plan.replicas
+        agreement = Agreement(self._config, self._fleet, made.plan, replicas) if replicas else None
+        self._trainers.agreement = agreement
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen = FrozenTensors(self._comparison, made.plan) if made.plan.frozen else None
         if self._stager:
