@@ -74,11 +74,12 @@ def choose_protocol(wanted: str, rdma_device: str = "") -> str:
         way = way_of(protocol, "sync.refill")
         if wanted == "auto" and way.package and importlib.util.find_spec(way.package) is None:
             continue
-        problem = way.has("absence")(protocol)
-        if not problem and (problem := way.has("probe")(protocol, rdma_device)) and wanted == "auto":
+        module = importlib.import_module(way.module)
+        problem = module.absence(protocol)
+        if not problem and (problem := module.probe(protocol, rdma_device)) and wanted == "auto":
             logger.warning("peers on other hosts cannot be read over %s: %s", protocol, problem)
         if not problem:
-            logger.info("peers on other hosts are read over %s", way.has("text")(protocol, rdma_device))
+            logger.info("peers on other hosts are read over %s", module.text(protocol, rdma_device))
             return protocol
     raise ConfigError("sync.refill", wanted, problem)
 

@@ -81,8 +81,9 @@ def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...])
 
 
 def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segment:
-    strides = byte_strides(attached_part(tensor))
-    if not is_sharded(tensor):
+    part = attached_part(tensor)
+    strides = byte_strides(part)
+    if part is tensor or not is_sharded(tensor):
         return Segment(name, Box.whole(tuple(tensor.shape)), name, 0, strides)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")

@@ -80,7 +80,7 @@ class PieceCopies:
                     address=cut.data_ptr(),
                     box=copy.box,
                     shape=meta.shape,
-                    itemsize=meta.itemsize,
+                    itemsize=cut.element_size(),
                     target=start + copy.start,
                     mask=MASKS.get(meta.dtype, 0),
                 )

@@ -148,8 +148,9 @@ async def _open(
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
-        lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
-        joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
+        holders = fleet.named_holders()
+        lending = asyncio.ensure_future(_serve_snapshots(holders, config))
+        joining = asyncio.ensure_future(_join(holders, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, config))
         parts: dict[str, Awaitable[object]] = {
             "serve_snapshots": lending,
@@ -160,7 +161,7 @@ async def _open(
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         exports, served = attaching.result()
     with clock.phase("warm_up"):
-        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
+        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in holders.items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, memory in served.items():
@@ -258,10 +259,12 @@ async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
-async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
+async def _join(
+    holders: Mapping[str, HolderPeer], prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock
+) -> None:
     offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
     timeout_s = config.connect_timeout_s
-    joins = {name: holder.join(offers, timeout_s) for name, holder in fleet.named_holders().items()}
+    joins = {name: holder.join(offers, timeout_s) for name, holder in holders.items()}
     with clock.phase("join"):
         (await gather_named(joins, "join", timeout_s + GRACE_S, together=True)).require()
 
