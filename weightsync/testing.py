@@ -79,7 +79,7 @@ class DictEngine:
         """Connect the only rank to the holder."""
         self.close()
         self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s, *self.layout())
-        return [Attached(plan.digest(), None, casts=self._feed.casts)]
+        return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Pause, and wake up if asleep. No request runs."""

@@ -69,7 +69,8 @@ def declare(
         check_partition(name, tensor)
         meta = whole_meta(name, tensor)
         return meta, part_segments(meta, tensor)
-    return meta_of(name, tensor), (_segment(name, tensor, cut or _cut),)
+    segment = _segment(name, tensor, cut or _cut)
+    return meta_of(name, tensor), (segment,)
 
 
 def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:

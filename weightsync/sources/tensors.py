@@ -339,9 +339,9 @@ class TensorSource(ABC):
                 self._before_offload = [self.compare_replicas([number]) for number in rounds]
             if self._copies:
                 for copy in self._copies.copies:
-                    stored.setdefault(copy.segment.buffer, []).append(
-                        OffloadedPart(copy.segment, copy.index, self._copies.place(copy))
-                    )
+                    index = copy.box.slices(copy.segment.box)
+                    part = OffloadedPart(copy.segment, index, self._copies.place(copy))
+                    stored.setdefault(copy.segment.buffer, []).append(part)
             # Both own memory on the GPU, and are made again after `onload`.
             self._copies = self._claimed = None
             self._offloaded = Offloaded(self._live(), stored)

@@ -91,10 +91,9 @@ async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[La
     asked = {_keys(its): name for name, its in reversed(outlines.items())}
     wanted = {name: peers[name].layout(components) for name in asked.values()}
     found = (await gather_named(wanted, "layout", timeout_s)).require()
+    tables = {name: found[asked[_keys(its)]] for name, its in outlines.items()}
     return {
-        name.removeprefix("engine "): [
-            table.of_rank(each) for table, each in zip(found[asked[_keys(its)]], its, strict=True)
-        ]
+        name.removeprefix("engine "): [*map(LayoutTable.of_rank, tables[name], its)]
         for name, its in outlines.items()
     }
 

@@ -139,9 +139,9 @@ class TorchEngine:
         (layout,) = self.layout()
         self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s, layout), plan
         if self._sleeps:
-            return [Attached(plan.digest(), None, casts=self._feed.casts)]
+            return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
         self._writer = self._open_writer()
-        return [Attached(plan.digest(), self._writer.export(), casts=self._feed.casts)]
+        return [Attached(self._feed.plan_digest, self._writer.export(), casts=self._feed.casts)]
 
     def _open_writer(self) -> LiveWriter:
         assert self._feed is not None
