@@ -42,9 +42,9 @@ class DigestReduction:
 @collector_paused
 def _turns(plan: Plan, layouts: Sequence[LayoutTable]) -> npt.NDArray[np.bool_]:
     """Choose one replica of each box, another in each turn: bool[turn, rank, tensor]."""
-    num_ranks = len(layouts)
+    num_ranks, names = len(layouts), {meta.name for meta in plan.tensors}
     chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
-    held = held_boxes(plan, layouts)
+    held = held_boxes(plan, [layout.for_tensors(names) for layout in layouts])
     rank, tensor = np.nonzero(held >= 0)
     order = np.lexsort((rank, held[rank, tensor], tensor))
     rank, tensor = rank[order], tensor[order]
@@ -76,9 +76,8 @@ class EngineDigests:
 
     def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
         """Find the replicas of every tensor. `layouts` has the engine's layouts, by rank."""
-        names = {meta.name for meta in plan.tensors}
         self._plan = plan
-        self._reduce = DigestReduction(plan, [layout.for_tensors(names) for layout in layouts])
+        self._reduce = DigestReduction(plan, layouts)
         self._reduce_parts: DigestReduction | None = None
         self.table: Digests = np.zeros((len(layouts), len(plan.tensors)), np.uint64)
 
