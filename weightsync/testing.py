@@ -30,7 +30,7 @@ from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.memory.offload import Offload
-from weightsync.memory.tensors import byte_strides, meta_of
+from weightsync.memory.tensors import byte_strides, metas_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout.arrangement import Experts
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
@@ -70,7 +70,7 @@ class DictEngine:
 
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which every tensor is whole, in a separate buffer."""
-        metas = tuple(meta_of(name, tensor) for name, tensor in self.tensors.items())
+        metas = metas_of(self.tensors)
         strides = [*map(byte_strides, self.tensors.values())]
         segments = tuple(map(Segment.whole, metas, strides))
         return [RankLayout(metas, segments, buffers=metas)]
