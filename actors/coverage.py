@@ -6,6 +6,7 @@ from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.engine_state import EngineRecord
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.updating.controller import Controller
+from weightsync.plan.layout.conversion import conversion_of
 from weightsync.plan.layout.draft import DRAFT
 from weightsync.report import Covered, SyncReport
 from weightsync.text import count_text
@@ -22,15 +23,17 @@ def _updated(
     component: str, connection: Connection, name: str, fleet: Fleet, last: SyncReport | None
 ) -> Covered:
     """Return the row of a component that is in the plan: a draft, or all that is no draft's."""
-    plan, conversions = connection.plan, connection.conversions.by_engine.get(name, {})
+    plan, engine, converts = connection.plan, connection.joined.get(name), ""
     of_draft, record = component == "draft", fleet.engines[name].record
     held = {i: meta for i, meta in enumerate(plan.tensors) if meta.name.startswith(DRAFT) is of_draft}
+    if engine is not None:
+        converts = conversion_of(connection.stated, [*held.values()], engine, connection.converts[name])
     return Covered.of(
         name,
         component,
         held.values(),
         connection.router.routes.get(name, ""),
-        conversions.get("draft" if of_draft else "model", ""),
+        converts,
         num_frozen=len(held.keys() & set(plan.frozen)),
         version=record.version,
         proof=last.proofs.get(name, "") if last and _is_compared(record, last) else "",

@@ -5,7 +5,7 @@
 The trainer and the two engines of the test fleet run as threads of this process. Each call is listed under
 the process of its thread, and each function where it is first entered. The last line has three numbers:
 files, changes of file (a thread's next call is in another file), and lines of the functions entered. Left
-out: bodies of classes and modules, which run on import, and communicators' timers that ran before.
+out: what runs on import, such as bodies of modules, and communicators' timers that ran before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Followed:
             return
         goes_on = code.co_flags & _SUSPENDS and frame.f_lasti > 0 and frame.f_lineno != code.co_firstlineno
         is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
-        if goes_on or not is_function or code.co_filename.endswith("testing.py"):
+        is_import = frame.f_back is not None and frame.f_back.f_code.co_name == "<module>"
+        if goes_on or not is_function or is_import or code.co_filename.endswith("testing.py"):
             return
         thread = threading.get_ident()
         if thread in self._timers:

@@ -151,17 +151,17 @@ def set_faults(process: str, faults: Sequence[Fault], seed: int) -> None:
 
     Raises ConfigError for a ``link_down`` if this process has no harness, see `LINK_DOWN`.
     """
-    global _faults
+    global active
     for fault in faults:
         _check_harness(fault, process)
     if not faults:
-        if _faults is not None:
-            _faults.clear()
-        _faults = None
+        if active is not None:
+            active.clear()
+        active = None
         return
-    if _faults is None:
-        _faults = _Faults(process, seed)
-    _faults.add(faults)
+    if active is None:
+        active = _Faults(process, seed)
+    active.add(faults)
 
 
 def split_by_rank(
@@ -182,14 +182,6 @@ def split_by_rank(
     return here, tuple(
         tuple(fault for fault in there if (fault.rank or 0) == rank) for rank in range(num_ranks)
     )
-
-
-def has_faults() -> bool:
-    """Return True if this process has faults.
-
-    If not, callers need not prepare arguments of :func:`inject`.
-    """
-    return _faults is not None
 
 
 def inject(
@@ -216,7 +208,7 @@ def inject(
     Raises:
         RuntimeError: the fault is an ``error``.
     """
-    faults = _faults
+    faults = active
     return faults is not None and faults.inject(at, bucket, num_buckets, version, data)
 
 
@@ -277,7 +269,8 @@ class _Faults:
             _flip(data, spot)
 
 
-_faults: _Faults | None = None
+active: _Faults | None = None
+"""This process's faults. Without any, callers need not prepare arguments of `inject`."""
 
 
 def _flip(data: torch.Tensor, spot: float) -> None:

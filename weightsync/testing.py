@@ -30,7 +30,7 @@ from weightsync.memory.kernels.digests import tensor_digest
 from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.memory.offload import Offload
-from weightsync.memory.tensors import byte_strides, meta_of
+from weightsync.memory.tensors import byte_strides, metas_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout.arrangement import Experts
 from weightsync.plan.layout.layout_table import LayoutTable, Outline
@@ -70,15 +70,16 @@ class DictEngine:
 
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which every tensor is whole, in a separate buffer."""
-        metas = tuple(meta_of(name, tensor) for name, tensor in self.tensors.items())
-        segments = tuple(Segment.whole(meta, byte_strides(self.tensors[meta.name])) for meta in metas)
+        metas = metas_of(self.tensors)
+        strides = [*map(byte_strides, self.tensors.values())]
+        segments = tuple(map(Segment.whole, metas, strides))
         return [RankLayout(metas, segments, buffers=metas)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect the only rank to the holder."""
         self.close()
         self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s, *self.layout())
-        return [Attached(plan.digest(), None, casts=self._feed.casts)]
+        return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Pause, and wake up if asleep. No request runs."""

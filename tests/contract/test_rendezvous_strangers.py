@@ -81,7 +81,7 @@ def wrong_values(address: str, strangers: contextlib.ExitStack) -> None:
     strangers.callback(store.close)
     for key in ("call", "left/0", "left/1", "here/0", "here/1"):
         store.set(key, os.urandom(20))
-    store.add("leavers", 2)
+    store.set("news", "")
 
 
 @pytest.mark.parametrize(

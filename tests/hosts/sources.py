@@ -23,7 +23,7 @@ from tests.patience import patient
 from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 

@@ -28,7 +28,7 @@ from weightsync.holder.holder import Holder
 from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 from weightsync.readers import Read, open_reader

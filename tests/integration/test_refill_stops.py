@@ -10,7 +10,7 @@ from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.holder.refill import Refill
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import Snapshot
 

@@ -120,7 +120,7 @@ def test_a_host_that_answered_before_its_store_went_is_not_named() -> None:
 def test_a_leaver_says_how_often_it_met_each_and_why_it_went() -> None:
     store = HashStore()
     RollCall(store, 2, 3).leave({0: 4, 1: 1}, "the run is over")
-    assert RollCall(store, 0, 3).num_left() == 1
+    assert RollCall(store, 0, 3).has_news()
     assert RollCall(store, 0, 3).left() == {2: (4, "the run is over")}
     assert RollCall(store, 1, 3).left() == {2: (1, "the run is over")}
 

@@ -228,7 +228,7 @@ def test_each_may_be_sharded(tmp_path: Path) -> None:
 
 
 def test_a_wrong_byte_of_the_draft_commits_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.channel.engine_end.inject", spoiling)
+    monkeypatch.setattr("weightsync.faults.active", Spoiling())
 
     async def work(fleet: Speculating) -> None:
         await fleet.controller.connect()
@@ -252,14 +252,15 @@ def test_a_wrong_byte_of_the_draft_commits_neither(monkeypatch: pytest.MonkeyPat
     drive(work)
 
 
-def spoiling(at: str, **more: object) -> bool:
-    """Flip one bit of what lives, before an engine that is to be spoiled digests it."""
-    engine = LOADING.get()
-    if at == "verify" and engine.spoils:
-        live = dict(engine.host.live())[engine.spoils]
-        live.detach().view(-1).view(torch.uint8)[-1] ^= 1
-        engine.spoils = ""
-    return False
+class Spoiling:
+    """Faults that flip one bit of live memory, before an engine that is to be spoiled digests it."""
+
+    def inject(self, at: str, *_: object) -> bool:
+        if at == "verify" and (engine := LOADING.get()).spoils:
+            live = dict(engine.host.live())[engine.spoils]
+            live.detach().view(-1).view(torch.uint8)[-1] ^= 1
+            engine.spoils = ""
+        return False
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["live", "whole"])
@@ -299,7 +300,7 @@ def test_each_part_is_covered_or_frozen_or_named(
     draft: str, tower: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`up.weight` stands for a tower: a part of the model that trainers hold, freeze or leave out."""
-    monkeypatch.setattr("weightsync.channel.engine_end.inject", spoiling)
+    monkeypatch.setattr("weightsync.faults.active", Spoiling())
     components, make_draft, missing = DRAFTS[draft]
 
     async def work(fleet: Speculating) -> None:

@@ -31,12 +31,9 @@ class Casting:
             for tensor, meta in enumerate(plan.tensors)
             if dtypes.get(meta.name, meta.dtype) != meta.dtype
         }
-        self._segments = by_tensor(plan, layout) if self._dtype else []
+        self._segments = by_tensor(plan, layout)
         self._received, self._cast = np.zeros((2, len(plan.tensors)), np.uint64)
         self._came: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._dtype)
 
     def begin(self) -> None:
         """Start a load. Tensors that do not come, such as frozen tensors, keep their digests."""

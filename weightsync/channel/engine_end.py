@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import zmq
 
+from weightsync import faults
 from weightsync.channel.casting import Casting, CastingSink
-from weightsync.channel.owned_socket import own_socket
-from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.private_socket import PrivateDirectory, own_socket
 from weightsync.channel.sink import PieceView, Sink
 from weightsync.channel.wire import (
     MAX_MESSAGE_NBYTES,
@@ -51,8 +51,7 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.faults import has_faults, inject
-from weightsync.memory.device import open_buffer
+from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.digests import warm_up
 from weightsync.plan import Plan, RankLayout
@@ -231,10 +230,13 @@ class EngineFeed:
     @collector_paused
     def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
         self._ticket = ticket
-        self._casting = (Casting(plan, layout) if layout else None) or None
+        self._casting = Casting(plan, layout) if layout and _differ(plan, layout) else None
         self.casts, self.plan_digest = self._casting is not None, plan.digest()
         self.spans: Sequence[Span] = ()
-        self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
+        self._slots = tuple(
+            SharedBuffer.open(handle) if isinstance(handle, BufferHandle) else DeviceBuffer.open(handle)
+            for handle in ticket.slots
+        )
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
@@ -259,16 +261,16 @@ class EngineFeed:
         holder gave up this rank.
         """
         deadline = time.monotonic() + timeout_s  # the driver's is about the same
-        if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
-            warm_up()  # weights on a device are digested there
         try:
             feed = cls(ticket, plan, layout)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(FeedHello(ticket.secret, ticket.engine, feed.plan_digest))
         try:
+            if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
+                warm_up()  # weights on a device are digested there
             _await_welcome(feed._socket, ticket, deadline, timeout_s)
-        except WeightSyncError:
+        except BaseException:
             feed.close()
             raise
         return feed
@@ -319,7 +321,8 @@ class EngineFeed:
                 self._take_all(attempt, sink, timeout_s)
                 sink.finish()
             with clock.phase("verify"):
-                inject("verify")
+                if faults.active:
+                    faults.inject("verify")
                 return sink.digests()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
@@ -331,14 +334,15 @@ class EngineFeed:
             self._busy.release()
 
     def _take_all(self, attempt: int, sink: Sink, timeout_s: float) -> None:
-        injects = has_faults()
         for expected in range(max(self._num_buckets, 1)):  # without buckets the holder writes all
             ready = self._wait_ready(attempt, expected, timeout_s)
             if isinstance(ready, Written):
                 sink.written(_digests(ready))
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
-            dropped = injects and _inject(ready, self._num_buckets, views, self._whole[expected])
+            dropped = faults.active is not None and _inject(
+                ready, self._num_buckets, views, self._whole[expected]
+            )
             sink.take(expected, views)
             if not dropped:
                 self._send(Done(attempt, expected))
@@ -422,7 +426,13 @@ def _inject(ready: Ready, num_buckets: int, views: list[PieceView], whole: list[
     both = zip(views, whole, strict=True)
     data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
     at = "refill" if ready.whole else "move"
-    return inject(at, bucket=ready.bucket, num_buckets=num_buckets, data=data)
+    return faults.inject(at, bucket=ready.bucket, num_buckets=num_buckets, data=data)
+
+
+def _differ(plan: Plan, layout: RankLayout) -> bool:
+    """Return True if a tensor travels in another dtype than the rank's."""
+    dtypes = {meta.name: meta.dtype for meta in layout.tensors}
+    return any(dtypes.get(meta.name, meta.dtype) != meta.dtype for meta in plan.tensors)
 
 
 def _digests(written: Written) -> HolderDigests | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -78,8 +78,13 @@ async def gather_named(
         return Outcome({}, {})
     with within(timeout_s):
         tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    pending, deadline, lost = set(tasks.values()), time.monotonic() + timeout_s, None
+    when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
     try:
-        pending, lost = await _wait(tasks.values(), timeout_s, together)
+        while pending and not lost and (left_s := deadline - time.monotonic()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=when)
+            errors = (task.exception() for task in done if together)
+            lost = next((error for error in errors if isinstance(error, PeerLostError)), None)
     except asyncio.CancelledError:
         for each in tasks.values():
             each.cancel()
@@ -94,21 +99,3 @@ async def gather_named(
         return given_up or DeadlineError(phase, (name,), timeout_s)
 
     return Outcome.of(tasks, late)
-
-
-async def _wait(
-    tasks: Iterable[asyncio.Future[T]], timeout_s: float, together: bool
-) -> tuple[set[asyncio.Future[T]], PeerLostError | None]:
-    """Wait up to `timeout_s` or, if `together`, until a peer is lost.
-
-    Returns the tasks that are pending, and the error of the lost peer.
-    """
-    when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
-    pending: set[asyncio.Future[T]] = set(tasks)
-    deadline = time.monotonic() + timeout_s
-    while pending and (left_s := deadline - time.monotonic()) > 0:
-        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=when)
-        lost = (error for task in done if isinstance(error := task.exception(), PeerLostError))
-        if together and (first := next(lost, None)):
-            return pending, first
-    return pending, None

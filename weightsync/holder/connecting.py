@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from weightsync import faults
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Ports, TlsFiles
-from weightsync.faults import inject
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.live_source import LiveSource
@@ -31,7 +31,7 @@ from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
-from weightsync.protocol.handles import DeviceHandle, HostExport
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport
 from weightsync.protocol.messages import Exchange, FeedTicket, Group, Prepared
 from weightsync.readers import ENCRYPTED
 from weightsync.transports import Transport, transport_class
@@ -122,16 +122,16 @@ class ConnectingHolder(HolderProcess):
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer, self._published = self._send_buffer, None, None
         self._send_buffer = send_buffer_for(plan, sender, source, before, send_buffer)
-        self._published = snapshot_content(self._send_buffer)
+        self._published, handle = snapshot_content(self._send_buffer), written(self._send_buffer)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
-        self._feed = None if engine is None else self._open_feed(engine, self.staging)
+        self._feed = None if engine is None else self._open_feed(engine, self.staging, handle)
         # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host, self._ports)
         ticket = self._feed.ticket if self._feed else None
-        return Prepared(digest, written(self._send_buffer), ticket, offers)
+        return Prepared(digest, handle, ticket, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
         """Map checkpoints and publish one (`MappedSendBuffer.source`). Ignored by other send buffers."""
@@ -155,7 +155,7 @@ class ConnectingHolder(HolderProcess):
             if self._feed:
                 self._feed.close()
             self.staging.forget_engine()
-            self._feed = self._open_feed(engine, self.staging)
+            self._feed = self._open_feed(engine, self.staging, written(self._send_buffer))
             return self._feed.ticket
 
     def link(
@@ -182,7 +182,8 @@ class ConnectingHolder(HolderProcess):
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
         assert self._groups
-        inject("connect")
+        if faults.active:
+            faults.inject("connect")
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float, engine: DeviceMemory | None = None) -> None:
@@ -241,13 +242,14 @@ class ConnectingHolder(HolderProcess):
 
     def drop_engine(self) -> None:
         """Give up the engine rank. A `move` that waits for the rank continues without it."""
-        self._live_source.end()
+        if self._mapped:
+            self._live_source.end()
         if self._feed:
             self._feed.drop()
 
     @property
     def _mapped(self) -> DeviceStaging | None:
-        return self.staging.mapped if self.staging else None
+        return staging.mapped if (staging := self.staging) else None
 
     @contextmanager
     def _working(self) -> Iterator[Staging]:
@@ -256,9 +258,9 @@ class ConnectingHolder(HolderProcess):
         with self._moving, self.staging.queue():
             yield self.staging
 
-    def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
-        send_buffer = None if self._device else written(self._send_buffer)
-        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer)
+    def _open_feed(self, engine: str, staging: Staging, send_buffer: BufferHandle | None) -> HolderFeed:
+        handle = None if self._device else send_buffer
+        return HolderFeed(self.name, engine, staging.slots, handle, self._trainer)
 
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:

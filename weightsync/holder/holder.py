@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from weightsync.errors import StateError
@@ -55,8 +55,8 @@ class Holder(ConnectingHolder):
         the cause, so that no other holder waits. An engine rank that fails or stops answering is left out.
         """
         plan, staging = self._prepared()
-        is_fed = not isinstance(task, Forward)
-        clock, writing = PhaseClock(), self._live_source.writing(attempt) if is_fed else nullcontext()
+        is_fed, clock = not isinstance(task, Forward), PhaseClock()
+        writing = self._writing(staging, attempt) if is_fed else nullcontext()
         with clock.phase("move"), self._moving, writing, staging.queue():
             consumer = self._run(plan, staging, attempt, task, timeout_s)
         return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
@@ -171,7 +171,7 @@ class Holder(ConnectingHolder):
         plan, staging, feed = self._plan, self.staging, self._feed
         if plan is None or staging is None or feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
-        with self._moving, self._live_source.writing(attempt), staging.queue():
+        with self._moving, self._writing(staging, attempt), staging.queue():
             consumer = open_consumer(staging, feed, attempt, plan.slots, timeout_s, limit_s, snapshot)
             return self._runs.run(plan, snapshot, self.snapshot_store, staging, consumer, may_map, timeout_s)
 
@@ -209,6 +209,10 @@ class Holder(ConnectingHolder):
             for taken in (self.snapshot_store, self._send_buffer, *self._slots, *self._retired):
                 if taken:
                     taken.close()
+
+    def _writing(self, staging: Staging, attempt: int) -> AbstractContextManager[None]:
+        """Let no peer read the engine rank's memory, if it is mapped, while the body writes it."""
+        return self._live_source.writing(attempt) if staging.mapped else nullcontext()
 
     def _store(self) -> SnapshotStore:
         if self.snapshot_store is None:

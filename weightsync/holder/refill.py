@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from weightsync import faults
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
-from weightsync.faults import has_faults, inject
 from weightsync.holder.flat_snapshot import FlatSnapshot
 from weightsync.holder.restore import BucketRestore, Restore, SecondCopyRestore
 from weightsync.holder.snapshots import HEADER_NBYTES, SnapshotStore, read_headers
@@ -18,7 +18,7 @@ from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
-from weightsync.plan.broadcast.portions import Portion, all_portions
+from weightsync.plan.broadcast.plan import Portion, all_portions
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, open_reader
@@ -288,11 +288,11 @@ class FlatSink:
 
 
 def _inject(sink: RefillSink, bucket: int) -> None:
-    if has_faults():
+    if faults.active:
         portions = sink.portions(bucket)
         struck = portions[bucket % len(portions)]
         data = sink.targets[bucket % len(sink.targets)].tensor[struck.offset : struck.offset + struck.nbytes]
-        inject("refill", bucket=bucket, num_buckets=sink.num_buckets, data=data)
+        faults.inject("refill", bucket=bucket, num_buckets=sink.num_buckets, data=data)
 
 
 class RefillRuns:

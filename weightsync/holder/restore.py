@@ -14,7 +14,7 @@ from weightsync.holder.snapshots import Held
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer, pump
 from weightsync.plan import Plan
-from weightsync.plan.broadcast.portions import Portion, all_portions
+from weightsync.plan.broadcast.plan import Portion, all_portions
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.transports import Pending
 

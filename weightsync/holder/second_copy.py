@@ -16,7 +16,7 @@ from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.kernels.bucket_copies import portion_rows
 from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.plan import Plan, Segment
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 from weightsync.transports import Pending
 

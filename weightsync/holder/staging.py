@@ -70,8 +70,8 @@ class HostStaging:
     def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
         self._index, self._send_buffer = index, send_buffer
         fills = isinstance(send_buffer, MappedSendBuffer)
-        count = plan.slots if receives or fills else 0
-        self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
+        count, nbytes = plan.slots if receives or fills else 0, plan.max_bucket_nbytes
+        self._slots = [SharedBuffer.create(nbytes) for _ in range(count)]
 
     def forget_engine(self) -> None:
         """Do nothing: none is mapped."""

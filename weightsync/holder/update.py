@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from weightsync import faults
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, StateError, WeightSyncError
-from weightsync.faults import has_faults, inject
+from weightsync.faults import inject
 from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
@@ -249,7 +250,7 @@ def run_update(
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.sent is None else 1,
         start,
-        (lambda bucket: _inject(plan, bucket, index, staging)) if has_faults() else None,
+        (lambda bucket: _inject(plan, bucket, index, staging)) if faults.active else None,
         consumer,
     )
     consumer.finish(len(buckets), is_all=task.frozen, live=live)

@@ -18,7 +18,7 @@ from weightsync.memory.tensors import device_id, extent_nbytes
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory
-from weightsync.protocol.handles import DeviceHandle, Handle
+from weightsync.protocol.handles import DeviceHandle
 
 _GRANULE = 2 << 20
 
@@ -194,8 +194,3 @@ def _current_device() -> str:
 
 
 Buffer: TypeAlias = SharedBuffer | DeviceBuffer
-
-
-def open_buffer(handle: Handle) -> Buffer:
-    """Map another process's buffer. Raises PeerLostError or TransportError."""
-    return DeviceBuffer.open(handle) if isinstance(handle, DeviceHandle) else SharedBuffer.open(handle)

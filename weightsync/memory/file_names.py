@@ -24,6 +24,8 @@ _STACKS: Mapping[tuple[tuple[str, int | None], ...], int] = {
     (("Chunk", 1), ("SplitModulelist", 0)): 2,
 }
 """Operations and dimensions by which experts leave a stack: the number of matrices per expert."""
+MODELS = "transformers.modeling_utils"
+"""The module of transformers' models. If it is not imported, all tensors keep their names."""
 _PREFIX = "PrefixChange"
 """Adds or removes the name of a part of another model, which this model's class does not know."""
 
@@ -148,4 +150,4 @@ def _pretrained(module: nn.Module, *, nested: bool = False) -> Iterator[tuple[st
 
 def _kind() -> Any:  # noqa: ANN401 - transformers' class
     """Return the base class of transformers' models, () if transformers is not imported."""
-    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    return getattr(sys.modules.get(MODELS), "PreTrainedModel", ())

@@ -123,9 +123,10 @@ def open_memory(handle: BufferHandle, flags: int) -> int:
     Raises PeerLostError if the process is gone or denies access.
     """
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    target = handle.name if handle.is_file else f"/memfd:{handle.name}"
     try:
         # A pid may be reused after its process ended; the random name is not.
-        if os.readlink(path).removesuffix(" (deleted)") != handle.link:
+        if os.readlink(path).removesuffix(" (deleted)") != target:
             raise PeerLostError(f"process {handle.pid}", "its shared memory belongs to another process now")
         return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -34,6 +35,14 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tup
 def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
     """Return a tensor's dtype and shape under `name`."""
     return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def metas_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorMeta, ...]:
+    """Return the dtypes and shapes of tensors by name."""
+    return tuple(
+        TensorMeta(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))
+        for name, each in tensors.items()
+    )
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -31,11 +31,6 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
         """Return the handle of memory that no other process can map."""
         return cls(0, -1, "", nbytes)
 
-    @property
-    def link(self) -> str:
-        """The path that the descriptor in ``/proc`` links to."""
-        return self.name if self.is_file else f"/memfd:{self.name}"
-
 
 class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
     """A name of `nbytes` of device memory, for other processes on the same GPU.

@@ -57,8 +57,9 @@ class Attached:
     casts: bool = False
 
     def known_by(self, names: dict[bytes, bytes]) -> Attached:
-        """Return the same with names of buffers as in `DeviceMemory.known_by`."""
-        return replace(self, export=self.export.known_by(names)) if self.export else self
+        """Return the same with names of exported buffers as in `DeviceMemory.known_by`."""
+        assert self.export
+        return replace(self, export=self.export.known_by(names))
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -275,14 +276,6 @@ class Snapshot:
     is_flat: bool = False
     reserve: Mapping[int, Sequence[Offer]] = field(default_factory=dict)
     on_device: bool = False
-
-    def of_rank(self, rank: int) -> Snapshot:
-        """Return the snapshot with only the parts that rank `rank` of an engine needs."""
-        if not self.is_flat:
-            return self
-        part = min(self.parts) + rank
-        reserve = {part: self.reserve[part]} if part in self.reserve else {}
-        return replace(self, parts={part: self.parts[part]}, reserve=reserve)
 
 
 @dataclass(frozen=True, slots=True)

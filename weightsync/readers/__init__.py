@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weightsync.readers.base import Read, Readable, Reader, Server
-from weightsync.readers.parallel import ParallelReader
+from weightsync.readers.parallel import open_reader
 from weightsync.readers.ways import ENCRYPTED, NETWORK, choose_protocol, rdma_devices, way_of
 
 if TYPE_CHECKING:
     from weightsync.config import Ports
     from weightsync.memory.host import SharedBuffer
-    from weightsync.protocol.handles import Offer
 
 __all__ = [
     "ENCRYPTED",
@@ -58,28 +56,3 @@ def serve_unmapped(
     from weightsync.readers.zeromq_server import ZeroMqServer
 
     return ZeroMqServer(memory, BufferHandle.unmapped(memory.nbytes), holder, host, ports, protocol)
-
-
-def open_reader(
-    targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], *, may_map: bool = True
-) -> Reader:
-    """Open a reader that fills `targets` from the peers in `offers`.
-
-    With `may_map`, the reader maps memory of peers on this host. Other peers are read by their offer's
-    protocol. Raises ReadError for a peer that ends meanwhile, TransportError if Mooncake does not start.
-    """
-    from weightsync.readers.mapped import MappedReader, can_map
-
-    by_way: dict[str, dict[str, Offer]] = {}
-    for peer, offer in offers.items():
-        by_way.setdefault("mapped" if may_map and can_map(offer) else offer.protocol, {})[peer] = offer
-    readers: list[Reader] = []
-    try:
-        for way, its in by_way.items():
-            make = MappedReader if way == "mapped" else way_of(way).has("READER")
-            readers.append(make(targets, its))
-    except BaseException:
-        for reader in readers:
-            reader.close()
-        raise
-    return ParallelReader(targets, offers, readers)

@@ -1,15 +1,18 @@
-"""The protocols for reading a peer's memory without asking its holder."""
+"""The protocols, and a base class, for reading a peer's memory without asking its holder."""
 
 from __future__ import annotations
 
+import os
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.errors import ReadError
+from weightsync.errors import TransportError
 
 if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
     from weightsync.protocol.handles import Offer
 
 
@@ -67,21 +70,43 @@ class Reader(Protocol):
         """Close, also during a read in another thread. No byte is written afterwards. Safe to call twice."""
 
 
-def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Sequence[SharedBuffer]) -> None:
-    """Raise ReadError for an unknown peer or target, or a range out of bounds."""
-    for read in reads:
-        if read.peer not in offers:
-            raise ReadError(read.peer, f"it made no offer; those that did: {', '.join(sorted(offers))}")
-        if not 0 <= read.target < len(targets):
-            raise ReadError(read.peer, f"target {read.target} of {len(targets)} is to be filled")
-        held, room = offers[read.peer].memory.nbytes, targets[read.target].handle.nbytes
-        if not 0 <= read.source <= read.source + read.nbytes <= held:
-            raise ReadError(read.peer, f"{read.nbytes} bytes from {read.source} on, of the {held} it has")
-        if not 0 <= read.offset <= read.offset + read.nbytes <= room:
-            raise ReadError(
-                read.peer,
-                f"{read.nbytes} bytes go to {read.offset} of target {read.target}, which has {room}",
-            )
+class ClosableReader(ABC):
+    """A base of readers, which any thread may close: it ends the read, waits, then releases.
+
+    `fd` (an eventfd) becomes readable at the end and stays so, for reads that poll.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._is_over = False
+        self.fd = os.eventfd(0)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Run the body as the only read. Raises TransportError after the end."""
+        with self._reading:
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Raise TransportError after the end."""
+        if self._is_over:
+            raise TransportError("the reader is closed")
+
+    def close(self) -> None:
+        """End the read and release, as `Reader.close` says. The reading thread must not call this."""
+        with self._lock:
+            first, self._is_over = not self._is_over, True
+            if first:
+                os.eventfd_write(self.fd, 1)
+        with self._reading:
+            if first:
+                self._release()
+                os.close(self.fd)
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release everything. Called once, when no read is running and none can start."""
 
 
 def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:

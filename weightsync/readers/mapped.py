@@ -14,8 +14,7 @@ import numpy.typing as npt
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
 from weightsync.memory.host import SharedBuffer, num_threads, open_memory
 from weightsync.protocol.handles import Offer
-from weightsync.readers.base import Read, by_peer, pieces
-from weightsync.readers.ending import Ending
+from weightsync.readers.base import ClosableReader, Read, by_peer, pieces
 
 PIECE_NBYTES = 16 << 20
 """The most bytes of one copy. A DeadlineError is late by at most the duration of one copy."""
@@ -40,7 +39,7 @@ def can_map(offer: Offer) -> bool:
     return True
 
 
-class MappedReader:
+class MappedReader(ClosableReader):
     """The reader of way "mapped": copies between two mappings, with a few threads.
 
     A peer that dies or stops does not matter: the memory exists as long as it is mapped.
@@ -51,43 +50,39 @@ class MappedReader:
         self.ways = dict.fromkeys(offers, "mapped")
         self._targets: list[Bytes] = [target.tensor.numpy() for target in targets]
         self._sources = {peer: _map(peer, offer) for peer, offer in offers.items()}
-        self._ending = Ending(self._release)
+        super().__init__()
         self._num_threads = num_threads(MAX_THREADS)
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
         """Run `reads`, as `Reader.read` says."""
-        with self._ending.reading(), ThreadPoolExecutor(self._num_threads) as threads:
+        with self.reading(), ThreadPoolExecutor(self._num_threads) as threads:
             deadline = time.monotonic() + timeout_s
-            cut = [piece for its in by_peer(reads).values() for piece in pieces(its, PIECE_NBYTES)]
+            found = by_peer(reads)
+            cut = [piece for its in found.values() for piece in pieces(its, PIECE_NBYTES)]
             copies = {threads.submit(self._copy, piece, deadline): piece.peer for piece in cut}
             try:
-                _finish(copies, deadline, timeout_s)
+                self._finish(copies, deadline, timeout_s)
             finally:
                 threads.shutdown(cancel_futures=True)
-        return {peer: sum(read.nbytes for read in its) for peer, its in by_peer(reads).items()}
-
-    def close(self) -> None:
-        """Unmap the peers' memory, as `Reader.close` says."""
-        self._ending.end()
+        return {peer: sum(read.nbytes for read in its) for peer, its in found.items()}
 
     def _copy(self, piece: Read, deadline: float) -> bool:
-        """Copy one piece. Returns False, without copying, after the deadline."""
-        self._ending.check()
-        if time.monotonic() > deadline:
+        """Copy one piece. Returns False, without copying, after the end or the deadline."""
+        if self._is_over or time.monotonic() > deadline:
             return False
         target = self._targets[piece.target][piece.offset : piece.offset + piece.nbytes]
         np.copyto(target, self._sources[piece.peer][piece.source : piece.source + piece.nbytes])
         return True
 
+    def _finish(self, copies: Mapping[Future[bool], str], deadline: float, timeout_s: float) -> None:
+        done, pending = wait(copies, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        if late := [*pending, *(copy for copy in done if not copy.result())]:
+            self.check()
+            raise DeadlineError("refill", sorted({copies[copy] for copy in late}), timeout_s)
+
     def _release(self) -> None:
         self._targets.clear()
         self._sources.clear()
-
-
-def _finish(copies: Mapping[Future[bool], str], deadline: float, timeout_s: float) -> None:
-    done, pending = wait(copies, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
-    if late := [*pending, *(copy for copy in done if not copy.result())]:
-        raise DeadlineError("refill", sorted({copies[copy] for copy in late}), timeout_s)
 
 
 def _map(peer: str, offer: Offer) -> Bytes:

@@ -17,8 +17,7 @@ from weightsync.errors import ConfigError, DeadlineError, ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.routes import own_address
-from weightsync.readers.base import Read, by_peer, pieces
-from weightsync.readers.ending import Ending
+from weightsync.readers.base import ClosableReader, Read, by_peer, pieces
 from weightsync.readers.mooncake_process import MooncakeProcess, probe, readable
 from weightsync.readers.ways import rdma_devices
 
@@ -62,7 +61,7 @@ class MooncakeServer:
         self._child.close()
 
 
-class MooncakeReader:
+class MooncakeReader(ClosableReader):
     """The reader of ways "tcp" and "rdma"."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
@@ -77,22 +76,22 @@ class MooncakeReader:
             for child in self._children.values():
                 child.wait_ready()
         except BaseException:
-            self._kill()
+            self._release()
             raise
-        self._ending = Ending(self._kill)
+        super().__init__()
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
         """Run `reads`, as `Reader.read` says."""
         deadline = time.monotonic() + timeout_s
-        with self._ending.reading(), self._killed_on_error():
+        with self.reading(), self._killed_on_error():
             found = by_peer(reads)
             for peer, its in found.items():
                 self._order(peer, its)
             waited, done = set(found), dict[str, int]()
             while waited:
                 children = {self._children[peer].answers: peer for peer in waited}
-                ready = readable([*children, self._ending.fd], deadline)
-                self._ending.check()
+                ready = readable([*children, self.fd], deadline)
+                self.check()
                 if not ready:
                     raise DeadlineError("refill", sorted(waited), timeout_s)
                 for fd in ready:
@@ -100,10 +99,6 @@ class MooncakeReader:
                         done[children[fd]] = _nbytes(children[fd], answer)
                         waited.remove(children[fd])
             return {peer: done[peer] for peer in found}
-
-    def close(self) -> None:
-        """Kill the processes, as `Reader.close` says."""
-        self._ending.end()
 
     def _order(self, peer: str, reads: Sequence[Read]) -> None:
         offer = self._offers[peer]
@@ -121,10 +116,10 @@ class MooncakeReader:
         try:
             yield
         except BaseException:
-            self._kill()
+            self._release()
             raise
 
-    def _kill(self) -> None:
+    def _release(self) -> None:
         for child in self._children.values():
             child.kill()
         for child in self._children.values():

@@ -5,6 +5,7 @@ The registry imports no way: its facts are known before.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ class Way:
         module: has `READER`, `serve`, `absence`, `probe` and `text`, see README.md. It is imported on use.
         is_fast: whether copies on other hosts are read at the network's rate, without help of live memory.
         num_ports: ports that a server of one buffer listens on.
+        package: needed by the module. Without it, ``auto`` does not import the module.
     """
 
     module: str
     is_fast: bool = True
     num_ports: int = 1
+    package: str = ""
 
     def has(self, name: str) -> Any:  # noqa: ANN401 - a function or a class
         """Import the module, and return its attribute `name`."""
@@ -39,8 +42,8 @@ class Way:
 
 
 NETWORK: Mapping[str, Way] = {
-    "rdma": Way("weightsync.readers.mooncake", num_ports=2),
-    "tcp": Way("weightsync.readers.mooncake", num_ports=2),
+    "rdma": Way("weightsync.readers.mooncake", num_ports=2, package="mooncake"),
+    "tcp": Way("weightsync.readers.mooncake", num_ports=2, package="mooncake"),
     "zeromq": Way("weightsync.readers.zeromq", is_fast=False),
     "curve": Way("weightsync.readers.zeromq", is_fast=False),
 }
@@ -69,11 +72,14 @@ def choose_protocol(wanted: str, rdma_device: str = "") -> str:
         _check_devices(rdma_device)
     for protocol in protocols:
         way = way_of(protocol, "sync.refill")
-        problem = way.has("absence")(protocol)
-        if not problem and (problem := way.has("probe")(protocol, rdma_device)) and wanted == "auto":
+        if wanted == "auto" and way.package and importlib.util.find_spec(way.package) is None:
+            continue
+        module = importlib.import_module(way.module)
+        problem = module.absence(protocol)
+        if not problem and (problem := module.probe(protocol, rdma_device)) and wanted == "auto":
             logger.warning("peers on other hosts cannot be read over %s: %s", protocol, problem)
         if not problem:
-            logger.info("peers on other hosts are read over %s", way.has("text")(protocol, rdma_device))
+            logger.info("peers on other hosts are read over %s", module.text(protocol, rdma_device))
             return protocol
     raise ConfigError("sync.refill", wanted, problem)
 

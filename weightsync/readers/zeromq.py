@@ -21,8 +21,7 @@ from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded_one
 from weightsync.protocol.handles import Offer
-from weightsync.readers.base import Read, by_peer, pieces
-from weightsync.readers.ending import Ending
+from weightsync.readers.base import ClosableReader, Read, by_peer, pieces
 from weightsync.readers.ways import ENCRYPTED
 from weightsync.readers.zeromq_handshake import dial, hang_up
 from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, SharedMemory, ZeroMqServer, answers
@@ -40,7 +39,7 @@ _CAUSES: dict[int, str] = {
 }
 
 
-class ZeroMqReader:
+class ZeroMqReader(ClosableReader):
     """The reader of ways "zeromq" and "curve": one connection per peer, read in one thread."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
@@ -51,9 +50,9 @@ class ZeroMqReader:
         # Python's collector of garbage would end the context first, and wait for its sockets forever.
         self._hang_up = weakref.finalize(self, _hang_up, [*self._peers.values()], context)
         self._hang_up.atexit = False  # a thread may still read
-        self._ending = Ending(self._release)
+        super().__init__()
         self._poller = zmq.Poller()
-        self._poller.register(self._ending.fd, zmq.POLLIN)
+        self._poller.register(self.fd, zmq.POLLIN)
         for peer in self._peers.values():
             self._poller.register(peer.socket, zmq.POLLIN)
             self._poller.register(peer.monitor, zmq.POLLIN)
@@ -61,7 +60,7 @@ class ZeroMqReader:
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
         """Run `reads`, as `Reader.read` says."""
         deadline = time.monotonic() + timeout_s
-        with self._ending.reading():
+        with self.reading():
             found = by_peer(reads)
             peers = [self._peers[name] for name in found]
             for peer in peers:
@@ -71,17 +70,13 @@ class ZeroMqReader:
                 if left <= 0:
                     raise DeadlineError("refill", sorted(peer.name for peer in waited), timeout_s)
                 ready = dict(self._poller.poll(math.ceil(left * 1e3)))
-                self._ending.check()
+                self.check()
                 for peer in self._peers.values():
                     if peer.socket in ready:
                         peer.receive(self._targets)
                     elif peer.monitor in ready:
                         peer.heed()
             return {name: sum(read.nbytes for read in its) for name, its in found.items()}
-
-    def close(self) -> None:
-        """Close the connections, as `Reader.close` says."""
-        self._ending.end()
 
     def _release(self) -> None:
         self._hang_up()

@@ -177,7 +177,7 @@ def _join(model: LocalWeights, draft: LocalWeights) -> RankLayout:
 
 def _shared(model: LocalWeights, draft: LocalWeights) -> dict[str, str]:
     """Return names of the draft's tensors that are the model's: the same objects, of the same form."""
-    buffers = model.buffers
+    buffers = {**model.tensors, **model.computed}
     owners = {id(buffers[each.buffer]): each for each in model.layout.segments}
     metas = {meta.name: meta for meta in (*model.layout.tensors, *draft.layout.tensors)}
     found = {}

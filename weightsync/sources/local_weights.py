@@ -29,8 +29,3 @@ class LocalWeights:
     excluded: frozenset[str] = frozenset()
     num_experts: int = 0
     computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the memory of all segments."""
-        return {**self.tensors, **self.computed}

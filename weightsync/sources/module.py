@@ -16,13 +16,7 @@ from weightsync.plan.layout.segment import Cut, MeshPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.readable import require_no_flat_parameters, require_strided
 from weightsync.sources.tensors import Guard, TensorSource
-from weightsync.sources.zero_partitions import (
-    check_partition,
-    is_partitioned,
-    part_segments,
-    whole_meta,
-    with_memory,
-)
+from weightsync.sources.zero_partitions import PART, check_partition, part_segments, whole_meta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +29,7 @@ class ModuleSource(TensorSource):
     def _weights(self) -> LocalWeights:
         require_no_flat_parameters(self.model)
         tensors, tied = named_tensors(self.model)
-        if cut := next((name for name, tensor in tensors.items() if is_partitioned(tensor)), None):
+        if cut := next((name for name, tensor in tensors.items() if hasattr(tensor, PART)), None):
             remedy = f"{cut} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
             raise ConfigError("self.model", type(self.model).__name__, remedy)
         return weights_of(tensors, tied)
@@ -44,7 +38,7 @@ class ModuleSource(TensorSource):
         return AddressGuard(self.model, weights.tensors)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return with_memory(named_tensors(self._module)[0])
+        return named_tensors(self._module)[0]
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str], ...]) -> LocalWeights:
@@ -61,7 +55,7 @@ def weights_of(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str],
         metas.append(meta)
         segments += held
     layout = RankLayout(tuple(metas), tuple(segments), tied, mesh=mesh_place(tensors))
-    return LocalWeights(layout, with_memory(tensors))
+    return LocalWeights(layout, {name: getattr(tensor, PART, tensor) for name, tensor in tensors.items()})
 
 
 def declare(
@@ -71,11 +65,12 @@ def declare(
 
     Raises ConfigError if a DTensor is a part of a sum, or if a partition of ZeRO-3 cannot be read.
     """
-    if is_partitioned(tensor):
+    if hasattr(tensor, PART):
         check_partition(name, tensor)
         meta = whole_meta(name, tensor)
         return meta, part_segments(meta, tensor)
-    return meta_of(name, tensor), (_segment(name, tensor, cut or _cut),)
+    segment = _segment(name, tensor, cut or _cut)
+    return meta_of(name, tensor), (segment,)
 
 
 def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
@@ -87,8 +82,9 @@ def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...])
 
 
 def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segment:
-    strides = byte_strides(attached_part(tensor))
-    if not is_sharded(tensor):
+    part = attached_part(tensor)
+    strides = byte_strides(part)
+    if part is tensor or not is_sharded(tensor):
         return Segment(name, Box.whole(tuple(tensor.shape)), name, 0, strides)
     if any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")

@@ -32,10 +32,6 @@ class PieceCopy:
     segment: Segment
     start: int
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return self.box.slices(self.segment.box)
-
 
 class PieceCopies:
     """One epoch's pieces, and places in host memory that is laid out as a send buffer.
@@ -67,7 +63,7 @@ class PieceCopies:
             meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
             dtype: torch.dtype = getattr(torch, meta.dtype)
             for copy in _chunks(plan, piece, segment, whole=source.is_cuda):
-                cut = source[copy.index]
+                cut = source[copy.box.slices(segment.box)]
                 is_stray = segment.buffer in strays
                 if cut.is_cuda and not is_stray:
                     on_gpus[cut.device].append((piece, copy, cut))
@@ -80,7 +76,7 @@ class PieceCopies:
                     address=cut.data_ptr(),
                     box=copy.box,
                     shape=meta.shape,
-                    itemsize=meta.itemsize,
+                    itemsize=cut.element_size(),
                     target=start + copy.start,
                     mask=MASKS.get(meta.dtype, 0),
                 )
@@ -155,7 +151,8 @@ class PieceCopies:
     def _cut(self, copy: PieceCopy, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a part as it is now, in the dtype that travels."""
         dtype: torch.dtype = getattr(torch, self._plan.tensors[copy.tensor].dtype)
-        return segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(dtype)
+        held = segment_view(live[copy.segment.buffer], copy.segment)
+        return held[copy.box.slices(copy.segment.box)].to(dtype)
 
     def _share(self, copy: PieceCopy, cut: torch.Tensor) -> int:
         return tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)

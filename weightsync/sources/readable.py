@@ -40,8 +40,10 @@ def require_strided(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def require_values(layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanError for a tensor of `layout` whose memory, of `tensors`, does not hold its values."""
-    for buffer, name in {segment.buffer: segment.tensor for segment in layout.segments}.items():
-        if problem := _problem(attached_part(tensors[buffer])):
+    names = {segment.buffer: segment.tensor for segment in layout.segments}
+    parts = [attached_part(tensors[buffer]) for buffer in names]
+    for (buffer, name), part in zip(names.items(), parts, strict=True):
+        if problem := _problem(part):
             raise PlanError(buffer, f"{problem}, or leave it out by exclude={[name]}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
-from weightsync.memory.file_names import FileRenaming
+from weightsync.memory.file_names import MODELS, FileRenaming
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.kernels.digests import warm_up
@@ -150,7 +151,7 @@ class TensorSource(ABC):
         Raises StateError if the model changed while it was offloaded, PlanError for a tensor without values.
         """
         weights = self.describe()
-        layout, buffers, device = weights.layout, weights.buffers, ""
+        layout, buffers, device = weights.layout, {**weights.tensors, **weights.computed}, ""
         self._computed = weights.computed
         if self._offloaded:
             _require_as_offloaded(self._rank, self._guard, weights.tensors)
@@ -174,7 +175,9 @@ class TensorSource(ABC):
         Raises ConfigError if a setting fits none of the names.
         """
         weights = _transformed(self._module, self._weights(), self._before)
-        unmatched = self._selection.check(self._names.renamed(self.model, weights.layout), weights.excluded)
+        unmatched = self._selection.check(
+            _as_in_files(self._names, self.model, weights.layout), weights.excluded
+        )
         weights = self._selected(weights)
         if not (stage := weights.layout.stage):
             return weights
@@ -187,7 +190,7 @@ class TensorSource(ABC):
 
     def _selected(self, weights: LocalWeights) -> LocalWeights:
         """Rename and select weights, and apply the transforms of `after`."""
-        layout = self._selection.of(self._names.renamed(self.model, weights.layout))
+        layout = self._selection.of(_as_in_files(self._names, self.model, weights.layout))
         layout = stack_experts(layout, weights.num_experts) if weights.num_experts else layout
         return _transformed(self._module, dataclasses.replace(weights, layout=layout), self._after)
 
@@ -320,9 +323,9 @@ class TensorSource(ABC):
                 self._before_offload = [self.compare_replicas([number]) for number in rounds]
             if self._copies:
                 for copy in self._copies.copies:
-                    stored.setdefault(copy.segment.buffer, []).append(
-                        OffloadedPart(copy.segment, copy.index, self._copies.place(copy))
-                    )
+                    index = copy.box.slices(copy.segment.box)
+                    part = OffloadedPart(copy.segment, index, self._copies.place(copy))
+                    stored.setdefault(copy.segment.buffer, []).append(part)
             # Both own memory on the GPU, and are made again after `onload`.
             self._copies = self._claimed = None
             self._offloaded = Offloaded(self._live(), stored)
@@ -351,7 +354,7 @@ class TensorSource(ABC):
         weights = self._selected(_transformed(self._module, weights, self._before))
         now = weights.layout
         if not self._offloaded:
-            require_values(now, weights.buffers)
+            require_values(now, {**weights.tensors, **weights.computed})
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
         names = [each.buffer for each in now.segments if each.buffer in weights.tensors]
@@ -396,6 +399,10 @@ class TensorSource(ABC):
             return self._offloaded.on_host()
         live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
         return {**live, **self._computed}
+
+
+def _as_in_files(names: FileRenaming, model: object, layout: RankLayout) -> RankLayout:
+    return names.renamed(model, layout) if MODELS in sys.modules else layout
 
 
 def _transformed(model: Any, weights: LocalWeights, transforms: Sequence[Transform]) -> LocalWeights:  # noqa: ANN401

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
@@ -17,7 +17,7 @@ from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.reach import Reach
+from weightsync.transports.reach import CONNECTED, Reach
 from weightsync.transports.roll_call import ranks_text
 from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import SLACK_S, Watch, WatchedTransport
@@ -60,7 +60,6 @@ class GlooTransport(WatchedTransport):
         reach: Reach | None = None
         try:
             address = own_address(rendezvous)
-            reach = Reach(store, rank, num_ranks, address)
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -69,9 +68,10 @@ class GlooTransport(WatchedTransport):
                 partial(ProcessGroupGloo, PrefixStore("gloo", store), rank, num_ranks, options)
             )
             if not wait([making], timeout_s / 2).done:
+                reach = Reach(store, rank, num_ranks, address)
                 on_daemon(reach.examine)
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
-            reach.connected()
+            store.set(CONNECTED.format(rank), "")
         except (Late, OSError, RuntimeError, ValueError) as error:
             cause = self._unconnected(timeout_s, reach) if reach and isinstance(error, Late) else error
             place = rendezvous.rpartition("@")[2]
@@ -93,7 +93,7 @@ class GlooTransport(WatchedTransport):
         self._works = [work for work in self._works if not work.done()]
         number = watch.begin(ops)
         try:
-            works = [self._start(op) for op in ops]
+            works = [*map(on_daemon, [self._start(op) for op in ops])]
         except RuntimeError as error:
             watch.fail(f"gloo could not start operation {number}: {error}")
             raise
@@ -118,14 +118,15 @@ class GlooTransport(WatchedTransport):
         self._group, self._works = None, []
         super().close()
 
-    def _start(self, op: Op) -> Future[object]:
-        """Start an operation, and wait for the end on a thread: gloo does not report it otherwise."""
+    def _start(self, op: Op) -> Callable[[], object]:
+        """Start an operation. Returns the wait for its end, for a thread: gloo does not report the end."""
         if isinstance(op, Broadcast):
             options = BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = op.root, 0, self._timeout
-            return on_daemon(self._group.broadcast([op.data], options).wait)
+            wait_done: Callable[[], object] = self._group.broadcast([op.data], options).wait
+            return wait_done
         call = self._group.send if isinstance(op, Send) else self._group.recv
-        return on_daemon(partial(call([op.data], op.peer, 0).wait, self._timeout))
+        return partial(call([op.data], op.peer, 0).wait, self._timeout)
 
 
 class _GlooPending:

@@ -1,9 +1,10 @@
-"""Finds pairs of ranks that do not reach each other, while they fail to connect."""
+"""Finds pairs of ranks that do not reach each other, once they take long to connect."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,9 @@ from weightsync.protocol.routes import host_of, joined
 TRY_S = 1.0
 """How long a rank waits for another rank's answer."""
 _MOST_AT_ONCE = 16
+_POLL_S = 0.01
+CONNECTED = "connected/{}"
+"""The key that a rank sets once it is connected to all other ranks."""
 
 
 class Unreached(msgspec.Struct, frozen=True):
@@ -32,9 +36,9 @@ _noted = msgspec.json.Decoder(list[Unreached])
 
 
 class Reach:
-    """A rank that listens on one address, for trials of other ranks, until `close`.
+    """A rank that takes long to connect. It listens for trials of other ranks, until `close`.
 
-    Errors of the store (RuntimeError) propagate.
+    Each connected rank has set `CONNECTED`. Errors of the store (RuntimeError) propagate.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, address: str) -> None:
@@ -43,19 +47,18 @@ class Reach:
         self._listener = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=num_ranks
         )
-        store.set(_listens(rank), joined(address, self._listener.getsockname()[1]))
-
-    def connected(self) -> None:
-        """Tell the other ranks that this rank is connected to all of them."""
-        self._store.set(_connected(self._rank), "")
 
     def unconnected(self) -> list[int]:
         """Return the ranks that are not connected to all other ranks."""
-        return [rank for rank in range(self._num_ranks) if not self._store.check([_connected(rank)])]
+        return [rank for rank in range(self._num_ranks) if not self._store.check([CONNECTED.format(rank)])]
 
     def examine(self) -> None:
         """Try all other unconnected ranks, and write in the store which ranks this rank does not reach."""
+        self._store.set(_listens(self._rank), joined(self._address, self._listener.getsockname()[1]))
         others = [rank for rank in self.unconnected() if rank != self._rank]
+        give_up = time.monotonic() + TRY_S  # the other ranks begin to listen at about the same time
+        while not self._store.check([*map(_listens, others)]) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
         there = [rank for rank in others if self._store.check([_listens(rank)])]
         endpoints = {rank: self._store.get(_listens(rank)).decode(errors="replace") for rank in there}
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
@@ -101,10 +104,6 @@ def _try(endpoint: str) -> str:
 
 def _listens(rank: int) -> str:
     return f"listens/{rank}"
-
-
-def _connected(rank: int) -> str:
-    return f"connected/{rank}"
 
 
 def _unreached(rank: int) -> str:

@@ -103,11 +103,11 @@ class RollCall:
     def leave(self, meetings: Mapping[int, int], cause: str) -> None:
         """Tell the other ranks that this rank has left."""
         self._write(f"left/{self._rank}", _Left(dict(meetings), cause))
-        self._store.add("leavers", 1)
+        self._store.set("news", "")
 
-    def num_left(self) -> int:
-        """Return the number of ranks that have left."""
-        return int(self._store.add("leavers", 0))
+    def has_news(self) -> bool:
+        """Return True if a rank has left or called the roll."""
+        return self._store.check(["news"])
 
     def left(self) -> dict[int, tuple[int, str]]:
         """Return the ranks that have left: their meetings with this rank, and the cause."""
@@ -127,6 +127,7 @@ class RollCall:
             before = self._store.get("call") if self._store.check(["call"]) else b""
             call = _Call(self._rank, operation, fault, dict(meetings))
             self._store.compare_set("call", before.decode(errors="replace"), _encode(call).decode())
+            self._store.set("news", "")
 
     def answer(self, meetings: Mapping[int, int], waiting: bool) -> Absence:
         """Answer the roll call, then wait at most `ANSWER_S` for the other answers."""

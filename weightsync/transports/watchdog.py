@@ -199,14 +199,16 @@ class Watch:
             self._closed.wait(TIMER_S)
 
     def _listen(self) -> None:
-        seen = 0
         try:
             while not (self._closed.is_set() or self._cause):
-                if self._late.wait(LISTENER_S) or self._roll.called():
+                is_late = self._late.wait(LISTENER_S)
+                if not (is_late or self._roll.has_news()):
+                    continue
+                if is_late or self._roll.called():
                     if not self._closed.is_set() and not self._cause:
                         self._answer()
-                elif (num_left := self._roll.num_left()) > seen:
-                    seen = self._heed_leavers(num_left, seen)
+                else:
+                    self._heed_leavers()
             self._roll.leave(self._met(), self._cause or "closed")
         except RuntimeError:
             self._lost_at = time.monotonic()
@@ -220,17 +222,16 @@ class Watch:
         else:
             self._late.clear()
 
-    def _heed_leavers(self, num_left: int, seen: int) -> int:
-        """End if the oldest operation needs a rank that left. Returns how many leavers were handled."""
+    def _heed_leavers(self) -> None:
+        """End if the oldest operation needs a rank that left."""
         left = self._roll.left()
         oldest = self._oldest()
         if oldest is None:
-            return seen
+            return
         number, operation = oldest
         for rank, (meetings, cause) in left.items():
             if operation.meetings.get(rank, 0) > meetings:
                 self.end(f"{ranks_text([rank], self._num_ranks)} left before operation {number}: {cause}")
-        return seen
 
     def _verdict(self, absence: Absence) -> str:
         missing = absence.silent if absence.fault else absence.silent + absence.behind

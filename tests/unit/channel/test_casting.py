@@ -104,9 +104,3 @@ def load(plan: Plan, sink: CastingSink, values: list[torch.Tensor]) -> None:
         pieces: list[PieceView] = [(p.tensor, p.box, values[p.tensor][p.box.slices()]) for p in bucket.pieces]
         sink.take(bucket.index, pieces)
     sink.finish()
-
-
-def test_a_rank_that_holds_what_travels_casts_nothing() -> None:
-    meta = TensorMeta("t", "float32", (3, 4))
-    layout = RankLayout((meta,), (Segment.whole(meta),))
-    assert not Casting(plan_of(layout, layout, 256), layout)

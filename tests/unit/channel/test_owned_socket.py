@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightsync.channel.owned_socket import own_socket
+from weightsync.channel.private_socket import own_socket
 
 
 class Owner:

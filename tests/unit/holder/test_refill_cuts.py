@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.holder.refill import LEAST_CUT_NBYTES, cut_portion
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 
 
 @given(

@@ -15,8 +15,8 @@ from weightsync.memory.kernels.bucket_copies import bucket_rows, portion_rows
 from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.plan.broadcast import portions
-from weightsync.plan.broadcast.plan import by_tensor
-from weightsync.plan.broadcast.portions import Portion, needed_portions
+from weightsync.plan.broadcast.plan import Portion, by_tensor
+from weightsync.plan.broadcast.portions import needed_portions
 
 ROWS, COLUMNS = 64, 32
 

@@ -16,7 +16,7 @@ from weightsync.holder.broadcasts import Communicators
 from weightsync.plan import Members
 from weightsync.transports import gloo
 from weightsync.transports.gloo import GlooTransport
-from weightsync.transports.reach import Reach
+from weightsync.transports.reach import CONNECTED, Reach
 from weightsync.transports.store import NetworkStore, StoreServer
 
 TIMEOUT_S = patient(0.25)
@@ -66,7 +66,7 @@ def test_a_rank_without_an_answer_is_named_with_its_address() -> None:
     first, second = Reach(store, 0, 3, "127.0.0.1"), Reach(store, 1, 3, "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         store.set("listens/2", f"127.0.0.1:{closed.getsockname()[1]}")
-    first.connected()
+    store.set(CONNECTED.format(0), "")
     first.close()
     assert second.unconnected() == [1, 2]
     assert second.text() == ""

@@ -9,15 +9,9 @@ from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.config import SyncConfig
-from weightsync.driver.connecting.conversions import (
-    Conversions,
-    first_cast,
-    ranks_as_taken,
-    require_casts,
-    with_casts,
-)
+from weightsync.driver.connecting.conversions import ranks_as_taken, require_casts, with_casts
 from weightsync.driver.connecting.layouts import Layouts, are_alike, ask_layouts
-from weightsync.driver.connecting.linking import Exports, Served, exported, link_all, link_engine
+from weightsync.driver.connecting.linking import Exports, Served, link_all, link_engine
 from weightsync.driver.connecting.routing import Router
 from weightsync.driver.connecting.trial import Trial, run_trial
 from weightsync.driver.connecting.ways import Joining
@@ -63,7 +57,8 @@ class Connection:
         layouts: each engine's layouts by rank; an adopted engine must have the layouts of one of these
             engines, or other places of experts.
         joined: the same, with the ranks of each engine joined.
-        conversions: how each engine converts tensors.
+        stated: the trainers' layout, as `TrainersLayout.stated`.
+        converts: how each engine quantises tensors, without casts.
         seconds: duration of each phase.
     """
 
@@ -76,7 +71,8 @@ class Connection:
     router: Router
     layouts: dict[str, Sequence[LayoutTable]]
     joined: dict[str, Layout]
-    conversions: Conversions
+    stated: Layout
+    converts: dict[str, str]
     seconds: Mapping[str, float]
 
     @property
@@ -110,11 +106,15 @@ async def connect(
     clock = clock or PhaseClock()
     with clock.phase("layouts"):
         layouts = await ask_layouts(fleet, config)
-        fleet.drafts.check(layouts.engines, config)
+        if fleet.drafts.by_engine or any(rank.draft for its in layouts.engines.values() for rank in its):
+            fleet.drafts.check(layouts.engines, config)
         layouts = layouts.casting()
     with clock.phase("trial"):
-        trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
-    num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
+        if in_place := all(rank.device not in ("", MAPPED) for rank in layouts.trainers):
+            trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
+        else:
+            trial = Trial({}, {})
+    num_slots = 0 if in_place and not _needs_buckets(layouts, trial) else config.num_slots
     return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
 
 
@@ -148,8 +148,9 @@ async def _open(
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
-        lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
-        joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
+        holders = fleet.named_holders()
+        lending = asyncio.ensure_future(_serve_snapshots(holders, config))
+        joining = asyncio.ensure_future(_join(holders, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, config))
         parts: dict[str, Awaitable[object]] = {
             "serve_snapshots": lending,
@@ -160,7 +161,7 @@ async def _open(
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         exports, served = attaching.result()
     with clock.phase("warm_up"):
-        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
+        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in holders.items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, memory in served.items():
@@ -178,9 +179,6 @@ async def _open(
     content, in_place = plan.content(), any(exports)
     flat_layouts = _flat_layouts(content, layouts.engines, served)
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
-    conversions = Conversions(layouts.source.stated, plan)
-    for name, converts in layouts.quantised.items():
-        conversions.add(name, layouts.joined[name], converts)
     return Connection(
         plan,
         shared_plan,
@@ -191,7 +189,8 @@ async def _open(
         router,
         dict(layouts.engines),
         dict(layouts.joined),
-        conversions,
+        layouts.source.stated,
+        dict(layouts.quantised),
         clock.seconds,
     )
 
@@ -213,6 +212,12 @@ def _flat_layouts(
             flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks, kinds), first)
             first += 0 if twin else len(ranks)
     return flat_layouts
+
+
+def _exported(layouts: Sequence[LayoutTable], reports: Sequence[Attached]) -> Served:
+    """Return the exports of all ranks, which have these `layouts` and `reports`."""
+    pairs = zip(layouts, reports, strict=True)
+    return [RankMemory(layout.own(), each.export) if each.export else each.live for layout, each in pairs]
 
 
 def _kinds(ranks: Served) -> Sequence[str]:
@@ -254,10 +259,12 @@ async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
-async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
+async def _join(
+    holders: Mapping[str, HolderPeer], prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock
+) -> None:
     offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
     timeout_s = config.connect_timeout_s
-    joins = {name: holder.join(offers, timeout_s) for name, holder in fleet.named_holders().items()}
+    joins = {name: holder.join(offers, timeout_s) for name, holder in holders.items()}
     with clock.phase("join"):
         (await gather_named(joins, "join", timeout_s + GRACE_S, together=True)).require()
 
@@ -276,12 +283,13 @@ async def _attach(
 
     # Before the others answer: a thousand ranks have equal names.
     async def attach(call: Coroutine[object, object, Attached]) -> Attached:
-        return (await call).known_by(names)
+        answer = await call
+        return answer.known_by(names) if answer.export else answer
 
     async def attach_ranks(
         call: Coroutine[object, object, Sequence[Attached]],
     ) -> Sequence[Attached]:
-        return [each.known_by(names) for each in await call]
+        return [each.known_by(names) if each.export else each for each in await call]
 
     calls = {
         f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))
@@ -301,13 +309,13 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan.digest(), digests)
-    exports = _of_plan(exported(layouts.trainers, [*attached.values()]))
+    exports = _of_plan(_exported(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
-    cast = {engine: first_cast(engine, plan.tensors) for engine in set(layouts.joined.values())}
-    for name, reports in found.items():
-        require_casts(name, cast[layouts.joined[name]], reports)
-    served = {name: exported(layouts.engines[name], reports) for name, reports in found.items()}
-    await link_all(fleet, layouts, exports, served, timeout_s)
+    if layouts.differ:
+        require_casts(plan.tensors, layouts.joined, found)
+    served = {name: _exported(layouts.engines[name], reports) for name, reports in found.items()}
+    if any(map(any, (exports, *served.values()))):
+        await link_all(fleet, layouts, exports, served, timeout_s)
     return exports, served
 
 
@@ -382,12 +390,12 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         engines = {named: member.peer.attach(connection.shared, tickets, timeout_s, config.prefix_cache)}
         attached = (await _meet(fleet, engines, holders, timeout_s, ahead))[named]
         _compare(plan.digest(connection.content), {named: [each.plan_digest for each in attached]})
-        served = exported(layouts, attached)
+        served = _exported(layouts, attached)
         await link_engine(fleet, member.holders, layouts, served, timeout_s)
         _note_flat(connection, name, layouts, served)
-        require_casts(name, first_cast(joined, plan.tensors), attached)
+        require_casts(plan.tensors, {name: joined}, {name: attached})
         converts = with_casts(layouts, joined, plan.tensors)[0].converts
-        connection.conversions.add(name, joined, layouts[0].converts)
+        connection.converts[name] = layouts[0].converts
         connection.router.join(name, Joining(joined, served, converts))
         if not connection.router.suffices:
             raise PlanError(
@@ -418,7 +426,6 @@ def _joined(connection: Connection, name: str, layouts: Sequence[LayoutTable]) -
     connection.layouts[name], connection.joined[name] = layouts, made
     if before and before not in connection.joined.values():
         connection.router.forget(before)
-        connection.conversions.forget(before)
     return made
 
 

@@ -36,9 +36,14 @@ class Layouts:
     joined: Mapping[str, Layout]
     quantised: Mapping[str, str]
 
+    @property
+    def differ(self) -> bool:
+        """Return True if the engines' joined layouts differ, so that engines may have to cast."""
+        return len({*self.joined.values()}) > 1
+
     def casting(self) -> Layouts:
         """Return these layouts with the engines' casts added."""
-        if not (tensors := travelling(self.source.stated, self.joined)):
+        if not self.differ or not (tensors := travelling(self.source.stated, self.joined)):
             return self
         joined, engines = self.joined, self.engines
         return replace(self, engines={n: with_casts(its, joined[n], tensors) for n, its in engines.items()})
@@ -56,7 +61,8 @@ async def ask_layouts(fleet: Fleet, config: SyncConfig) -> Layouts:
 @collector_paused
 def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> Layouts:
     """Join the layouts of each side. Equal engines share one."""
-    ranks = as_taken(engines, sources)
+    stores = any(len(rank.stored) for its in engines.values() for rank in its)
+    ranks = as_taken(engines, sources) if stores else engines
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if are_alike(its, ranks[other])), None)
@@ -85,10 +91,9 @@ async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[La
     asked = {_keys(its): name for name, its in reversed(outlines.items())}
     wanted = {name: peers[name].layout(components) for name in asked.values()}
     found = (await gather_named(wanted, "layout", timeout_s)).require()
+    tables = {name: found[asked[_keys(its)]] for name, its in outlines.items()}
     return {
-        name.removeprefix("engine "): [
-            table.of_rank(each) for table, each in zip(found[asked[_keys(its)]], its, strict=True)
-        ]
+        name.removeprefix("engine "): [*map(LayoutTable.of_rank, tables[name], its)]
         for name, its in outlines.items()
     }
 

@@ -10,19 +10,12 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
-from weightsync.protocol.messages import Attached
 from weightsync.protocol.peers import SharedLayout
 
 Exports: TypeAlias = Sequence[RankMemory | None]
 """The exported memory of each rank, None if no holder accesses the memory."""
 Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
 """The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
-
-
-def exported(layouts: Sequence[LayoutTable], reports: Sequence[Attached]) -> Served:
-    """Return the exports of all ranks, which have these `layouts` and `reports`."""
-    pairs = zip(layouts, reports, strict=True)
-    return [RankMemory(layout.own(), each.export) if each.export else each.live for layout, each in pairs]
 
 
 async def link_all(

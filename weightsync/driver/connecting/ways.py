@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import Served
+from weightsync.driver.fleet import Fleet
 from weightsync.plan import Layout
 from weightsync.plan.cross_host.cross_host_parts import Needs
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
@@ -114,3 +115,18 @@ def first_way(
     has_places = all(isinstance(each, LiveMemory) and each.reads for each in joining.exports)
     may_quantise = joining.converts and config.mode == "auto" and trainers_export and not demoted
     return Broadcast(reason, joining if may_quantise and has_places else None) if reason else joining
+
+
+def settled(config: SyncConfig, fleet: Fleet) -> SyncConfig:
+    """Decide ``sync.stage: auto``: return the config with ``none``, or unchanged to stage versions.
+
+    Versions are staged if an engine rank has no trainer on its host. Otherwise such engines would be paused
+    while bytes cross a network.
+    """
+    if config.stage != "auto":
+        return config
+    with_trainers = {fleet.node(holder) for _, holder in fleet.trainers}
+    far = {fleet.node(holder) for member in fleet.live().values() for holder in member.holders}
+    if config.keep_versions < 2 or config.mode == "direct" or far <= with_trainers:
+        return replace(config, stage="none")
+    return config

@@ -43,10 +43,8 @@ class LiveSources:
         self._withdrawing: set[asyncio.Future[None]] = set()
 
     def by_host(self, version: int, connection: Connection, engine: str) -> dict[str, str]:
-        """Return engines from which `engine` can be filled, one for each host of their first ranks."""
-        flat = connection.flat_layouts.get(engine)
-        if not flat:
-            return {}
+        """Return engines like `engine` that can fill it, one for each host of their first ranks."""
+        flat = connection.flat_layouts[engine]
         found: dict[str, str] = {}
         for name, member in self._fleet.engines.items():
             serves = (member.record.state, member.record.version) == (EngineState.SERVING, version)

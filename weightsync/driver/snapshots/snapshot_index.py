@@ -262,10 +262,11 @@ class SnapshotIndex:
     def _candidates(self, version: int, connection: Connection, engine: str) -> Candidates:
         layout, holders = _layout(connection, engine), self._fleet.engines[engine].holders
         copies = self._now.offers.get(layout, {}) if version == self._now.number else {}
+        may_serve = version == self._taken and engine in connection.flat_layouts
         return Candidates(
             copies,
             self._now.hosts,
-            self.live_sources.by_host(version, connection, engine) if version == self._taken else {},
+            self.live_sources.by_host(version, connection, engine) if may_serve else {},
             [self._fleet.node(holder) for holder in holders],
             mixes=connection.in_place,
         )

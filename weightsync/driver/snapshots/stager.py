@@ -68,21 +68,6 @@ class StagedVersion:
         return Snapshot(self.version, self.layout, parts, on_device=holder in self.on_device)
 
 
-def settled(config: SyncConfig, fleet: Fleet) -> SyncConfig:
-    """Decide ``sync.stage: auto``: return the config with ``none``, or unchanged to stage versions.
-
-    Versions are staged if an engine rank has no trainer on its host. Otherwise such engines would be paused
-    while bytes cross a network.
-    """
-    if config.stage != "auto":
-        return config
-    with_trainers = {fleet.node(holder) for _, holder in fleet.trainers}
-    far = {fleet.node(holder) for member in fleet.live().values() for holder in member.holders}
-    if config.keep_versions < 2 or config.mode == "direct" or far <= with_trainers:
-        return replace(config, stage="none")
-    return config
-
-
 class Stager:
     """Decides which holder stages which part, and has the holders stage the parts.
 

@@ -10,15 +10,17 @@ from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.deltas.density import densities
+from weightsync.driver.agreement import Agreement
 from weightsync.driver.connecting.connect import CONNECT_PHASES, Connection, connect
 from weightsync.driver.connecting.traffic import links
+from weightsync.driver.connecting.ways import settled
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
-from weightsync.driver.snapshots.stager import Stager, settled
+from weightsync.driver.snapshots.stager import Stager
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.gpu_peaks import peaks, sampled
 from weightsync.driver.updating.joint_commit import JointMember
@@ -102,7 +104,9 @@ class Controller:
         finally:
             self._connecting = None
         self._connection = made
-        self._trainers.begin_plan(made.plan)
+        replicas = made.plan.replicas
+        agreement = Agreement(self._config, self._fleet, made.plan, replicas) if replicas else None
+        self._trainers.agreement = agreement
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen = FrozenTensors(self._comparison, made.plan) if made.plan.frozen else None
         if self._stager:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.connect import Connection, FlatLayout, adopt
@@ -196,7 +197,7 @@ class Refiller:
         if not paused:
             raise self._engine_group.failures[name]
         with clock.phase("move"):
-            ranks = [snapshot.of_rank(rank) for rank in range(len(member.holders))]
+            ranks = [_of_rank(snapshot, rank) for rank in range(len(member.holders))]
             loaded, refilled = await self._read(
                 name, ranks, self._config.connect_timeout_s, may_map=self._config.refill == "auto"
             )
@@ -296,6 +297,15 @@ class Refiller:
             self._engine_group.enter([name], EngineState.STALE)
             raise min(read.failures.values(), key=remoteness)
         return loaded, _together(list(read.answers.values()))
+
+
+def _of_rank(snapshot: Snapshot, rank: int) -> Snapshot:
+    """Return `snapshot` with only the parts that rank `rank` of an engine needs."""
+    if not snapshot.is_flat:
+        return snapshot
+    part = min(snapshot.parts) + rank
+    reserve = {part: snapshot.reserve[part]} if part in snapshot.reserve else {}
+    return replace(snapshot, parts={part: snapshot.parts[part]}, reserve=reserve)
 
 
 async def _answer(task: asyncio.Task[Refilled]) -> Refilled:

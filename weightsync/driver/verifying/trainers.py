@@ -15,7 +15,6 @@ from weightsync.driver.agreement import Agreement
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError, SourceChangedError, WeightSyncError
-from weightsync.plan import Plan
 from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, PublishTask, Sample, combine
 from weightsync.protocol.peers import RelayPeer
 from weightsync.protocol.timing import Span
@@ -104,21 +103,20 @@ class Publishing:
 
 
 class Trainers:
-    """The fleet's trainer ranks, asked in parallel."""
+    """The fleet's trainer ranks, asked in parallel.
+
+    Attributes:
+        agreement: compares the boxes that several ranks hold; None if the plan has no such boxes.
+    """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
-        self._agreement: Agreement | None = None
-
-    def begin_plan(self, plan: Plan) -> None:
-        """Have ranks compare the boxes that several of them hold, if there are any, from now on."""
-        replicas = plan.replicas
-        self._agreement = Agreement(self._config, self._fleet, plan, replicas) if replicas else None
+        self.agreement: Agreement | None = None
 
     @property
     def compares_all(self) -> bool:
         """Return True if the next `publish` compares all boxes, and there are some."""
-        return self._agreement is not None and self._agreement.compares_all
+        return self.agreement is not None and self.agreement.compares_all
 
     def begin(self, version: int) -> Publishing:
         """Have all ranks publish `version`, once somebody waits for the result."""
@@ -131,8 +129,8 @@ class Trainers:
         Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError,
         ReplicasDifferError, or a rank's error: MovedError only if there is no other.
         """
-        if self._agreement:
-            self._agreement.compare_all()
+        if self.agreement:
+            self.agreement.compare_all()
         return await self.begin(version).publication()
 
     def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
@@ -145,7 +143,7 @@ class Trainers:
         return known if len(known) == len(asked) else ()
 
     async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
-        agreement, count = self._agreement, self._config.nonfinite != "ignore"
+        agreement, count = self.agreement, self._config.nonfinite != "ignore"
         rounds = agreement.rounds if agreement else ()
         outcome = await self._ask(PublishTask(count, rounds, self._config.density), readable)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}

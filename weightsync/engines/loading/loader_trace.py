@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import PlanError
 from weightsync.memory.stacked_experts import as_loaded
-from weightsync.memory.tensors import meta_of
+from weightsync.memory.tensors import meta_of, metas_of
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.layout.coverage import check_live
 from weightsync.plan.layout.segment import CASTABLE
@@ -223,7 +223,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             tuple(replace(meta, dtype=self._dtypes.get(meta.name, meta.dtype)) for meta in metas),
             tuple(segments),
             tuple(tied),
-            tuple(meta_of(name, tensor) for name, tensor in live.items()),
+            metas_of(live),
             tuple(self._padding),
             device,
         )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from weightsync.engines.loading.loader_trace import UnprovableError, joined, padding_runs, segment_of
 from weightsync.engines.loading.whole_sink import Loader
 from weightsync.errors import PlanError
-from weightsync.memory.tensors import extent_nbytes, meta_of
+from weightsync.memory.tensors import extent_nbytes, metas_of
 from weightsync.plan import Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.layout.coverage import check_live
 from weightsync.plan.layout.segment import CASTABLE
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Return the segments, after the proof that they fill each live byte once."""
         # Tensors without new memory are loaded twice, since vLLM counts elements by loading.
         segments = tuple(joined(dict.fromkeys(self._segments)))
-        buffers = tuple(meta_of(name, each) for name, each in self._wanted.items())
+        buffers = metas_of(self._wanted)
         padding = tuple(dict.fromkeys(self._padding))
         layout = RankLayout(tuple(self._metas.values()), segments, (), buffers, padding)
         try:

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from weightsync.channel.owned_socket import own_socket
-from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.private_socket import PrivateDirectory, own_socket
 from weightsync.channel.wire import SentError
 from weightsync.engines.lora.adapter_rank import AdapterRank
 from weightsync.engines.rank.rank import Rank

@@ -31,7 +31,7 @@ from weightsync.errors import (
 from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.file_names import FileNames
 from weightsync.memory.offload import Offload
-from weightsync.memory.tensors import byte_strides, device_id, meta_of, named_tensors
+from weightsync.memory.tensors import byte_strides, device_id, metas_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.protocol.messages import Attached, FeedTicket, Loaded
 
@@ -121,7 +121,7 @@ class TorchEngine:
         return [self._layout]
 
     def _describe(self, tied: tuple[tuple[str, str], ...]) -> RankLayout:
-        metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
+        metas = metas_of(self._tensors)
         segments = tuple(Segment.whole(meta, byte_strides(self._tensors[meta.name])) for meta in metas)
         layout = RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
         given = [*self._tensors, *(alias for alias, _ in tied)]
@@ -139,9 +139,9 @@ class TorchEngine:
         (layout,) = self.layout()
         self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s, layout), plan
         if self._sleeps:
-            return [Attached(plan.digest(), None, casts=self._feed.casts)]
+            return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
         self._writer = self._open_writer()
-        return [Attached(plan.digest(), self._writer.export(), casts=self._feed.casts)]
+        return [Attached(self._feed.plan_digest, self._writer.export(), casts=self._feed.casts)]
 
     def _open_writer(self) -> LiveWriter:
         assert self._feed is not None

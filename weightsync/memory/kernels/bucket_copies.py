@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from weightsync.plan import Box, Piece, Plan, Segment
-from weightsync.plan.broadcast.portions import Portion
+from weightsync.plan.broadcast.plan import Portion
 from weightsync.plan.layout.copies import BoxCopy, Copies, box_copies
 
 

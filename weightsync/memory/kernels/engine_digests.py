@@ -24,16 +24,7 @@ class DigestReduction:
 
     def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
         """Find the replicas of every tensor. `layouts` has the engine's layouts, by rank."""
-        num_ranks = len(layouts)
-        chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
-        held = held_boxes(plan, layouts)
-        rank, tensor = np.nonzero(held >= 0)
-        order = np.lexsort((rank, held[rank, tensor], tensor))
-        rank, tensor = rank[order], tensor[order]
-        nth, count = _places(number_rows([tensor, held[rank, tensor]]))
-        for turn in range(num_ranks):
-            its = nth == turn % count
-            chosen[turn, rank[its], tensor[its]] = True
+        chosen = _turns(plan, layouts) if len(layouts) > 1 else np.ones((1, 1, len(plan.tensors)), np.bool_)
         # Most tensors have no replicas, and are the same in every row.
         self._replicated: npt.NDArray[np.intp] = np.flatnonzero((chosen != chosen[0]).any(axis=(0, 1)))
         self._first, self._others = chosen[0], chosen[1:, :, self._replicated]
@@ -46,6 +37,22 @@ class DigestReduction:
         for row, chosen in zip(rows[1:], self._others, strict=True):
             row[self._replicated] = _added(replicas, chosen)
         return rows
+
+
+@collector_paused
+def _turns(plan: Plan, layouts: Sequence[LayoutTable]) -> npt.NDArray[np.bool_]:
+    """Choose one replica of each box, another in each turn: bool[turn, rank, tensor]."""
+    num_ranks, names = len(layouts), {meta.name for meta in plan.tensors}
+    chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
+    held = held_boxes(plan, [layout.for_tensors(names) for layout in layouts])
+    rank, tensor = np.nonzero(held >= 0)
+    order = np.lexsort((rank, held[rank, tensor], tensor))
+    rank, tensor = rank[order], tensor[order]
+    nth, count = _places(number_rows([tensor, held[rank, tensor]]))
+    for turn in range(num_ranks):
+        its = nth == turn % count
+        chosen[turn, rank[its], tensor[its]] = True
+    return chosen
 
 
 def _places(groups: Positions) -> tuple[Positions, Positions]:
@@ -67,16 +74,13 @@ class EngineDigests:
         table: digests of whole tensors, uint64[num_ranks, num_tensors], as `DigestReduction` returns them.
     """
 
-    @collector_paused
     def __init__(self, plan: Plan, layouts: Sequence[LayoutTable]) -> None:
         """Find the replicas of every tensor. `layouts` has the engine's layouts, by rank."""
-        names = {meta.name for meta in plan.tensors}
         self._plan = plan
-        self._reduce = DigestReduction(plan, [layout.for_tensors(names) for layout in layouts])
+        self._reduce = DigestReduction(plan, layouts)
         self._reduce_parts: DigestReduction | None = None
         self.table: Digests = np.zeros((len(layouts), len(plan.tensors)), np.uint64)
 
-    @collector_paused
     def attach(self, ranks: Sequence[Attached]) -> None:
         """Record the boxes that holders may read for each rank in place of whole tensors."""
         parts = [rank.live.reads for rank in ranks if rank.live and rank.live.reads]

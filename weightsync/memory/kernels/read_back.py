@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsync.memory.kernels.digest_tiles import TILE_NBYTES, UNIT_NBYTES
-from weightsync.plan.layout.copies import Copies, cut, flattened, repeated
+from weightsync.plan.layout.column import repeated
+from weightsync.plan.layout.copies import Copies, cut, flattened
 from weightsync.plan.layout.layout import Bool, Int64
 
 

@@ -77,7 +77,7 @@ def make_plan(
         step_send_buffer=runs.send_buffer_offset,
         bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
         frozen=frozen,
-        replicas=Replicas.of_pieces(source, matched, shards),
+        replicas=None if shards.are_alone else Replicas.of_pieces(source, matched, shards),
     )
     check_staging(slots, plan.max_bucket_nbytes, max_staging_bytes)
     return plan
@@ -102,7 +102,9 @@ def _choose_pieces(source: Layout, shards: Shards, itemsize: Int64) -> Pieces:
     offset, extent = source.offset[shards.first], source.extent[shards.first]
     nbytes = extent.prod(axis=1) * itemsize[shards.tensor]
     rank = source.rank[shards.rows].astype(np.int64)
-    chosen = choose(shards.start, shards.size, rank, nbytes, source.num_ranks)
+    chosen = shards.start
+    if not shards.are_alone:
+        chosen = choose(shards.start, shards.size, rank, nbytes, source.num_ranks)
     return Pieces(shards.tensor, rank[chosen], offset, extent, nbytes, shards.tensor)
 
 

@@ -49,6 +49,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """`nbytes` bytes of a bucket from `offset` on, at `source` in the share of trainer rank `part`."""
+
+    part: int
+    source: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """One bucket, with `nbytes` in use."""
 
@@ -133,8 +143,8 @@ class Plan:
     def bucket(self, index: int) -> Bucket:
         """Return bucket number `index`, in time proportional to the bucket's pieces."""
         steps = self.bucket_steps(index)
-        pieces = tuple(piece for step in steps for piece in self._pieces(step))
-        return Bucket(index, self._bucket_nbytes(index), pieces, steps)
+        nbytes = steps[-1].offset + -(-steps[-1].nbytes // RUN_ALIGN) * RUN_ALIGN
+        return Bucket(index, nbytes, tuple(piece for step in steps for piece in self._pieces(step)), steps)
 
     def buckets(self) -> Iterator[Bucket]:
         """Iterate over all buckets in order."""
@@ -214,10 +224,6 @@ class Plan:
             num_pieces=self.num_pieces,
             payload_nbytes=self.total_nbytes,
         )
-
-    def _bucket_nbytes(self, index: int) -> int:
-        last = int(self.bucket_step[index + 1]) - 1
-        return int(self.step_offset[last] + align(self.step_nbytes[last], RUN_ALIGN))
 
     def bucket_steps(self, bucket: int) -> tuple[Step, ...]:
         """Return the steps that fill bucket number `bucket`, in order."""
@@ -305,3 +311,9 @@ def holding(segments: deque[Segment], box: Box) -> Segment:
     while segments[0].box != box and not segments[0].box.contains(box):
         segments.rotate(-1)
     return segments[0]
+
+
+def all_portions(plan: Plan, bucket: int) -> list[Portion]:
+    """Return all of a bucket, one portion for each trainer rank that sends some of it."""
+    steps = plan.bucket_steps(bucket)
+    return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]

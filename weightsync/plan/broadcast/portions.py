@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from weightsync.plan.broadcast.plan import Piece, Plan
+from weightsync.plan.broadcast.plan import Piece, Plan, Portion
 from weightsync.plan.layout.segment import Segment
 
 GAP_NBYTES = 256 << 10
 """Bytes that are copied in about the time in which another copy starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """`nbytes` bytes of a bucket from `offset` on, at `source` in the share of trainer rank `part`."""
-
-    part: int
-    source: int
-    offset: int
-    nbytes: int
-
-
-def all_portions(plan: Plan, bucket: int) -> list[Portion]:
-    """Return all of a bucket, one portion for each trainer rank that sends some of it."""
-    steps = plan.bucket_steps(bucket)
-    return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]
 
 
 def needed_portions(plan: Plan, bucket: int, segments: Sequence[Sequence[Segment]]) -> list[Portion]:

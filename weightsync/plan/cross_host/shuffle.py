@@ -13,7 +13,8 @@ import numpy as np
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.broadcast.buckets import PIECE_ALIGN, RUN_ALIGN, align, arrange, cut
 from weightsync.plan.direct.direct import Reads, Reshard
-from weightsync.plan.layout.copies import Copies, repeated, tiles
+from weightsync.plan.layout.column import repeated
+from weightsync.plan.layout.copies import Copies, tiles
 from weightsync.plan.layout.coverage import check_live
 from weightsync.plan.layout.layout import Int64, Layout, columns
 from weightsync.plan.layout.segment import RankLayout

@@ -9,8 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from weightsync.plan.direct.direct import Reads, Reshard, in_turns
-from weightsync.plan.layout.column import narrowed, row_codes
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import narrowed, repeated, row_codes
 from weightsync.plan.layout.layout import Bool, Int64, Layout, columns
 from weightsync.plan.layout.match import match
 from weightsync.plan.layout.tensor_rows import TensorRows, firsts

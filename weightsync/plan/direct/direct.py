@@ -10,7 +10,8 @@ import numpy as np
 
 from weightsync.errors import PlanError
 from weightsync.plan.layout.balance import choose
-from weightsync.plan.layout.copies import Copies, join, repeated, stable_order, strided_copies, tiles
+from weightsync.plan.layout.column import repeated
+from weightsync.plan.layout.copies import Copies, join, stable_order, strided_copies, tiles
 from weightsync.plan.layout.layout import Int32, Int64, Layout
 from weightsync.plan.layout.match import Match, Shards, match
 

@@ -13,7 +13,7 @@ from weightsync.plan.broadcast.buckets import PIECE_ALIGN, RUN_ALIGN, Pieces, al
 from weightsync.plan.broadcast.explain import Cluster, Explanation
 from weightsync.plan.direct.alike_shards import AlikeShards
 from weightsync.plan.layout.balance import spread
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import repeated
 from weightsync.plan.layout.layout import Int64, Layout
 from weightsync.plan.layout.members import Members
 from weightsync.plan.layout.trainers_layout import StatedLayout

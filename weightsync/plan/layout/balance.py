@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import repeated
 from weightsync.plan.layout.layout import Int64
 from weightsync.plan.layout.segment import Box
 

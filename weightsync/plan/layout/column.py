@@ -75,3 +75,9 @@ def ranges(first: Positions, count: Positions) -> Positions:
     ends = np.cumsum(count)
     found: Positions = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - count), count)
     return found
+
+
+def repeated(parts: Positions) -> tuple[Positions, Positions]:
+    """Return the row of each part, and the part's number in its row."""
+    index = np.repeat(np.arange(len(parts)), parts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from weightsync.plan.layout.column import repeated
 from weightsync.plan.layout.layout import Bool, Int64, padded
 
 Copy = tuple[int, int, int, int, int, int]
@@ -139,12 +140,6 @@ def flattened(table: Int64) -> Int64:
     flat[changed, 2] = 1
     flat[changed, 3:6] = (rows[changed] * row_nbytes[changed])[:, None]
     return flat
-
-
-def repeated(parts: Int64) -> tuple[Int64, Int64]:
-    """Return the row of each part, and the part's number in its row."""
-    index = np.repeat(np.arange(len(parts)), parts)
-    return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
 
 
 def stable_order(code: Int64) -> Int64:

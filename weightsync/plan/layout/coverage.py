@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import repeated
 from weightsync.plan.layout.layout import Int64, Layout, columns, take
 from weightsync.plan.layout.segment import DTYPES, TensorMeta, suggest
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import repeated
 from weightsync.plan.layout.coverage import check_tiling, first_element
 from weightsync.plan.layout.draft import DRAFT, in_model
 from weightsync.plan.layout.layout import Int64, Layout
@@ -279,6 +279,11 @@ class Shards:
         size = self.size[kept]
         rows = self.rows[np.repeat(kept, self.size)]
         return Shards(self.tensor[kept], rows, np.cumsum(size) - size, size)
+
+    @property
+    def are_alone(self) -> bool:
+        """Return True if each box is held by one rank."""
+        return bool((self.size == 1).all())
 
     @property
     def first(self) -> Int64:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightsync.plan.layout.column import Column, narrowed
-from weightsync.plan.layout.copies import repeated
+from weightsync.plan.layout.column import Column, narrowed, repeated
 from weightsync.plan.layout.layout import Bool, Int64, Layout
 from weightsync.plan.layout.match import Match, Shards
 from weightsync.plan.layout.segment import Box
@@ -48,7 +47,7 @@ class Replicas:
 
         `of_kind` has the kind of each tensor of `shards`.
         """
-        if (shards.size == 1).all():
+        if shards.are_alone:
             return None
         box, place = repeated(shards.size)
         return cls(
@@ -62,9 +61,7 @@ class Replicas:
 
     @classmethod
     def of_pieces(cls, source: Layout, matched: Match, shards: Shards) -> Replicas | None:
-        """Make them of the `shards` of all tensors. None if each box is held by one rank."""
-        if (shards.size == 1).all():
-            return None
+        """Make them of the `shards` of all tensors, which are not alone."""
         nowhere = np.zeros_like(source.byte_offset), np.zeros_like(source.strides)
         alike = first_alike(replace(source, byte_offset=nowhere[0], strides=nowhere[1]))
         first, kind = np.unique(firsts(alike[matched.source]), return_inverse=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan.layout.copies import ITEMSIZES, MIN_SIDE, Copies, repeated
+from weightsync.plan.layout.column import repeated
+from weightsync.plan.layout.copies import ITEMSIZES, MIN_SIDE, Copies
 from weightsync.plan.layout.layout import Bool, Int64
 
 

@@ -5,7 +5,7 @@ Nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import ModuleSource, weights_of
 from weightsync.sources.tensors import Guard
 from weightsync.sources.tested import warn_untested
-from weightsync.sources.zero_partitions import PART, is_partitioned, require_current
+from weightsync.sources.zero_partitions import PART, is_partitioned, require_current, with_memory
 
 
 class DeepSpeedSource(ModuleSource):
@@ -39,6 +39,9 @@ class DeepSpeedSource(ModuleSource):
         held, tied = named_tensors(self._module)
         self._partitioned = [(name, tensor) for name, tensor in held.items() if is_partitioned(tensor)]
         return weights_of(held, tied)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return with_memory(super()._tensors())
 
     def _watch(self, weights: LocalWeights) -> Guard:
         return _Guard(self._module, weights.tensors, part=PART)

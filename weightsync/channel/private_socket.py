@@ -1,4 +1,4 @@
-"""A folder for sockets that no other user of the host may open."""
+"""Sockets of ZeroMQ that no other user of the host may open, and that are closed with their owners."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
 
 from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    Socket = zmq.Socket[bytes]
 
 MAX_PATH_NBYTES = 107
 """The kernel's limit for the path of a socket."""
@@ -58,3 +66,23 @@ def _make() -> Path:
         f"its path has {nbytes} bytes: give at most {_MAX_FOLDER_NBYTES}, since a socket's path has "
         f"at most {MAX_PATH_NBYTES} ({'; '.join(tried)})",
     )
+
+
+def own_socket(owner: object, kind: int, max_nbytes: int) -> tuple[Socket, Callable[[], object]]:
+    """Return a socket in a context of its own, and a function that closes both. Safe to call twice.
+
+    Both are closed when `owner` is collected, too. Python's collector of garbage might end the context before
+    the socket, and wait for the socket forever.
+    """
+    context = zmq.Context(io_threads=1)
+    socket: Socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+    close = weakref.finalize(owner, _close, context, socket)
+    close.atexit = False  # a thread may still use it
+    return socket, close
+
+
+def _close(context: zmq.Context[Socket], socket: Socket) -> None:
+    socket.close()
+    context.term()

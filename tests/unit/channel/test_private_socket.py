@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.fleets.loop import Loop, drive
-from weightsync.channel import private_directory
+from weightsync.channel import private_socket
 from weightsync.channel.engine_end import HolderFeed
-from weightsync.channel.private_directory import MAX_PATH_NBYTES, PrivateDirectory
+from weightsync.channel.private_socket import MAX_PATH_NBYTES, PrivateDirectory
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.errors import ConfigError
 
@@ -92,7 +92,7 @@ def test_without_a_short_folder_the_error_names_tmpdir_its_length_and_the_limit(
     place: Place, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = place(120)
-    monkeypatch.setattr(private_directory, "_SHORT", ("/proc/none",))
+    monkeypatch.setattr(private_socket, "_SHORT", ("/proc/none",))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with pytest.raises(ConfigError, match=r"TMPDIR.*120 bytes.*at most 79.*107.*/proc/none") as raised:
         PrivateDirectory()
