@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from weightsync import faults
 from weightsync.errors import StateError
-from weightsync.faults import inject
 from weightsync.holder.connecting import ConnectingHolder
 from weightsync.holder.copy_digests import copy_digests
 from weightsync.holder.send_buffer import MappedSendBuffer, published_parts
@@ -105,13 +105,14 @@ class Holder(ConnectingHolder):
         self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint, live: LiveDigest | None
     ) -> Offer:
         """Snapshot the published weights or, if `is_flat`, the engine rank's, as in `SnapshotPart`."""
-        inject("commit", version=header.version)
+        if faults.active:
+            faults.inject("commit", version=header.version)
         with self._moving if is_flat else nullcontext():
             return self._store().snapshot(header, expected, self._snapshot_content(is_flat), live=live)
 
     def reserve(self, part: int, is_flat: bool) -> Offer | None:
         """Allocate memory for `snapshot`; mapped checkpoints need none. Raises TransportError."""
-        inject("reserve")
+        faults.inject("reserve")
         what = self._snapshot_content(is_flat)
         return None if isinstance(what, MappedSendBuffer) else self._store().reserve(part, what.nbytes)
 
@@ -158,7 +159,7 @@ class Holder(ConnectingHolder):
 
     def keep_staged(self, version: int) -> None:
         """Turn the staged parts of the committed `version` into the snapshots."""
-        inject("commit", version=version)
+        faults.inject("commit", version=version)
         self._store().keep(version)
 
     def refill(
