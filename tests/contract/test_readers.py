@@ -81,6 +81,8 @@ class Targets:
 @pytest.fixture(scope="module")
 def peers() -> Iterator[list[Peer]]:
     found = [Peer(key, NBYTES, SERVED) for key in (1, 2, 3)]
+    for peer in found:
+        peer.offer(SERVED[0])  # it is there: tests stop it
     yield found
     for peer in found:
         peer.end()
