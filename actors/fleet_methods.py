@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from weightsync.actors.membership import Membership
+from weightsync.actors.membership import Membership, is_connected
 from weightsync.actors.ray.remote import Remote
 from weightsync.actors.servers.handle import as_registered
 from weightsync.driver.engine_state import EngineState
@@ -68,8 +68,8 @@ class FleetMethods:
         `any_version`: also those that serve an earlier one, as after they did not pause in time.
         """
         registered = self._members.engines
-        names = [name for name in self._fleet.serving(any_version) if self._members.is_connected(name)]
-        return {name: as_registered(registered[name]) for name in names}
+        serving = {name: registered[name] for name in self._fleet.serving(any_version) if name in registered}
+        return {n: as_registered(each) for n, each in serving.items() if is_connected(self._fleet, n, each)}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
         """The actors of the registered trainer ranks, in rank order. Empty if Ray did not start them."""

@@ -145,12 +145,6 @@ class Membership:
         is_new = member is not None and _has_new_link(member.peer)
         return self.engines.get(name) == handle and not is_new
 
-    def is_connected(self, name: str) -> bool:
-        """Return True if the actor or server that is registered as engine `name` now is the connected one."""
-        member = self._fleet.engines.get(name)
-        peer = member.peer if member else None
-        return isinstance(peer, Remote) and peer.handle == self.engines.get(name)
-
     @property
     def has_new_ranks(self) -> bool:
         """Return True if a rank has joined again, or may, since it was connected."""
@@ -286,8 +280,9 @@ class Membership:
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() come before connect()")
         self._expect(self.engines)
-        known = {n: each.record for n, each in self._fleet.engines.items() if self.is_connected(n)}
-        records = {name: known.get(name, EngineRecord()) for name in self.engines}
+        registered, members = self.engines, self._fleet.engines
+        known = {n: members[n].record for n, h in registered.items() if is_connected(self._fleet, n, h)}
+        records = {name: known.get(name, EngineRecord()) for name in registered}
         trainers = self._trainers()
         engines = {name: self._engine(name, h) for name, h in self.engines.items()}
         asked = {
@@ -431,6 +426,13 @@ async def _placement_of(claims: Claims, holders: Holders, trainer: RemoteTrainer
 async def _placements_of(claims: Claims, engine: RemoteEngine) -> list[Placement]:
     await claims.acquire(engine)
     return await engine.placements()
+
+
+def is_connected(fleet: Fleet, name: str, handle: EngineHandle) -> bool:
+    """Return True if engine `name` is connected, and is the actor or server `handle`."""
+    member = fleet.engines.get(name)
+    peer = member.peer if member else None
+    return isinstance(peer, Remote) and peer.handle == handle
 
 
 def _same(trainers: Sequence[TrainerHandle], known: Sequence[TrainerHandle]) -> Sequence[TrainerHandle]:
