@@ -41,7 +41,7 @@ from weightsync.node.codec import encode
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import Answer, Ask, Drop, Hello, NodeOffer, Notice, Tell, Welcome, to_node
 from weightsync.node.node import Node, serve
-from weightsync.protocol import stream
+from weightsync.protocol import listener
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import (
     LoadReport,
@@ -587,7 +587,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_are_disconnected(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
 
     async def test(links: Links) -> None:
         process = Process(links, Adder()).dial()
@@ -612,7 +612,7 @@ def many_descriptors(wanted: int) -> Iterator[None]:
 
 
 def test_a_thousand_idle_strangers_disturb_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 1.0)
 
     async def test(links: Links) -> None:
         process = Process(links, Adder()).dial()

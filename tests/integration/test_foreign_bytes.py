@@ -36,8 +36,9 @@ from weightsync.node.node import Node
 from weightsync.plan import Layout, Members, make_plan
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import BufferHandle, Offer
+from weightsync.protocol.listener import Listener
 from weightsync.protocol.ports import listen
-from weightsync.protocol.stream import Listener, Stream
+from weightsync.protocol.stream import Stream
 from weightsync.readers import Read, open_reader, serve
 from weightsync.readers.zeromq_handshake import HandshakeServer, dial, hang_up
 from weightsync.readers.zeromq_server import Request

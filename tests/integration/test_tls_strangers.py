@@ -24,7 +24,7 @@ from weightsync.errors import ConfigError, StateError, TransportError, WireError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node
-from weightsync.protocol import stream
+from weightsync.protocol import listener
 from weightsync.protocol.proof import proof_of
 from weightsync.protocol.stream import Stream, framed
 from weightsync.transports.store import NetworkStore, StoreServer
@@ -163,7 +163,7 @@ STRANGERS: Mapping[str, tuple[Attack, str]] = {
 def test_a_stranger_is_named_and_nobody_is_slowed(
     name: str, files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
     attack, why = STRANGERS[name]
 
     async def test() -> None:

@@ -37,9 +37,9 @@ from weightsync.node.messages import (
     from_node,
     joining,
 )
+from weightsync.protocol.listener import AcceptedConnection, Listener, Receive
 from weightsync.protocol.log_level import log_level
 from weightsync.protocol.ports import listen
-from weightsync.protocol.stream import AcceptedConnection, Listener, Receive
 from weightsync.protocol.timing import left_s
 from weightsync.protocol.tls import accepting
 

@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import Store
 from weightsync.config import Ports, TlsFiles
 from weightsync.errors import WireError
 from weightsync.protocol.decoding import decoded
+from weightsync.protocol.listener import AcceptedConnection, Listener, Receive
 from weightsync.protocol.ports import listen
-from weightsync.protocol.stream import AcceptedConnection, Listener, Receive, Stream, endpoint_of
+from weightsync.protocol.stream import Stream, endpoint_of
 from weightsync.protocol.tls import accepting
 
 MAX_MESSAGE_NBYTES = 1 << 20
