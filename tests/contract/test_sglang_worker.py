@@ -220,6 +220,7 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
         ("export", DeviceMemory.of({"w": DeviceHandle("cuda:0", 7, b"ipc", 0, 8)})),
         ("attach", Attached("ab", None)),
         ("settle", None),
+        ("call_slots", None),
     ],
 )
 def test_what_a_rank_returns_arrives_as_it_was(replies: Replies, method: str, outcome: object) -> None:

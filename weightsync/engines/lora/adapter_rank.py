@@ -155,7 +155,7 @@ class AdapterRanks:
         self._rank, self._slots = rank, slots
         self._adapters: dict[tuple[int, ...], AdapterRank] = {}
 
-    def call(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
+    def adapter(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
         """Call a method of the `AdapterRank` with these slots. ``layout`` makes it, and ``close`` ends it."""
         key = tuple(numbers)
         if key not in self._adapters:

@@ -60,7 +60,7 @@ class Rank:
         self._takes_stored = False
         self._engine = ""
         adapters = AdapterRanks(rank, slots)
-        self.adapter, self.call_slots = adapters.call, adapters.call_slots
+        self.adapter, self.call_slots = adapters.adapter, adapters.call_slots
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
         """Call a method. Returns the result or the error; never raises, since that may end the engine."""

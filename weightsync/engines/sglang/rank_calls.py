@@ -22,7 +22,7 @@ import zmq
 
 from weightsync.channel.private_socket import PrivateDirectory, own_socket
 from weightsync.channel.wire import SentError
-from weightsync.engines.lora.adapter_rank import AdapterRank
+from weightsync.engines.lora.adapter_rank import AdapterRank, AdapterRanks
 from weightsync.engines.rank.rank import Rank
 from weightsync.errors import EngineError, WeightSyncError, WireError
 from weightsync.protocol.decoding import decoded, decoded_one
@@ -137,8 +137,9 @@ def _outcome(reply: _Reply, method: str, part: str) -> Any:  # noqa: ANN401 - as
 
 @functools.cache
 def _returned(method: str, part: str) -> Any:  # noqa: ANN401 - a type
-    """Return the result type of a method of `Rank` or `AdapterRank`."""
-    called = getattr(AdapterRank, part) if part else getattr(Rank, method)
+    """Return the result type of a method that a `Rank` answers, or of an `AdapterRank`'s."""
+    owner = Rank if hasattr(Rank, method) else AdapterRanks
+    called = getattr(AdapterRank, part) if part else getattr(owner, method)
     return get_type_hints(called)["return"]
 
 
