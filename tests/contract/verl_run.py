@@ -310,6 +310,7 @@ def run(folder: Path, program: str, configured: Sequence[str]) -> list[dict[str,
     variables = dict(re.findall(r"(VERL_\w+)=(\S+)", page))
     ours = "VERL_USE_EXTERNAL_MODULES"
     variables[ours] = ",".join(filter(None, [os.environ.get(ours), variables[ours]]))
+    variables["RAY_ADDRESS"] = "local"  # else verl joins another cluster of this host, if there is one
     done = subprocess.run(
         [sys.executable, "-m", program, *configured, *here(TRAIN.format(folder=folder))],
         cwd=folder,  # Hydra writes there
