@@ -32,7 +32,7 @@ class Process:
 
     def __init__(self, module: str, *args: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.actors.{module}", *args],
+            [sys.executable, "-m", f"tests.fleets.{module}", *args],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -213,8 +213,9 @@ def test_an_engine_of_another_cannot_be_added(actors: dict[str, Any]) -> None:
         second.connect()
         with pytest.raises(StateError, match=f"engine e0 {TAKEN}of process"):
             second.add_engine("e0", actors["e0"])
-        assert second.update_weights(1).engines == {"e1": 1}
-        assert first.update_weights(1).engines == {"e0": 1}
+        for each, engine in ((second, "e1"), (first, "e0")):
+            report = each.update_weights()
+            assert report.engines == {engine: report.version}
         ray.kill(standby)
 
 
