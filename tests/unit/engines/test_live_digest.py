@@ -160,8 +160,10 @@ def test_an_equal_load_that_changes_live_bytes_is_refused() -> None:
     held[0].packed.data.add_(1)
     equal.require(other, None)
     held[0].packed.data.add_(1)  # packed once more
-    with pytest.raises(StateError, match="made other live bytes of the same tensors"):
-        equal.require(other, None)
+    for _ in range(2):  # also the next time: a refused load is no measure
+        with pytest.raises(StateError, match="made other live bytes of the same tensors"):
+            equal.require(other, None)
+    held[0].packed.data.sub_(1)
     equal.require(other, None)
 
 
