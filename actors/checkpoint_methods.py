@@ -100,8 +100,9 @@ class CheckpointMethods:
         if files == store.files:
             return self._loop.run_concurrently(self._members.checkpoints.read(checkpoint))
         before = store.checkpoint
-        if before == checkpoint:  # the store began anew, and has other files under this number
+        if before == checkpoint:  # the store was deleted, and other files have this number
             self.unregister_checkpoint(before)
+            store.checkpoint, store.files = "", None  # if the new files are refused, none are registered
         reading = self.register_checkpoint(
             checkpoint, [str(files)], exclude=store.exclude, stored=store.stored
         )

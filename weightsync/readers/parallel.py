@@ -21,7 +21,7 @@ def open_reader(
     """Open a reader that fills `targets` from the peers in `offers`.
 
     With `may_map`, the reader maps memory of peers on this host. Other peers are read by their offer's
-    protocol. Raises ReadError for a peer that ends meanwhile, TransportError if Mooncake does not start.
+    protocol. Raises ReadError if a peer has ended, TransportError if Mooncake does not start.
     """
     from weightsync.readers.mapped import MappedReader, can_map
 

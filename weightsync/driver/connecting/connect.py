@@ -106,7 +106,7 @@ async def connect(
     clock = clock or PhaseClock()
     with clock.phase("layouts"):
         layouts = await ask_layouts(fleet, config)
-        if fleet.drafts.by_engine or any(rank.draft for its in layouts.engines.values() for rank in its):
+        if fleet.drafts.by_engine or any(rank.draft for ranks in layouts.engines.values() for rank in ranks):
             fleet.drafts.check(layouts.engines, config)
         layouts = layouts.casting()
     with clock.phase("trial"):

@@ -61,7 +61,7 @@ async def ask_layouts(fleet: Fleet, config: SyncConfig) -> Layouts:
 @collector_paused
 def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> Layouts:
     """Join the layouts of each side. Equal engines share one."""
-    stores = any(len(rank.stored) for its in engines.values() for rank in its)
+    stores = any(len(rank.stored) for tables in engines.values() for rank in tables)
     ranks = as_taken(engines, sources) if stores else engines
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():

@@ -445,7 +445,7 @@ def _ranks(fleet: Fleet) -> Mapping[int, tuple[str, int]]:
 
 
 def _waiting(fleet: Fleet, connection: Connection, engine: str) -> list[str]:
-    """Return the host of each rank of other engines that have yet to be filled with copies."""
+    """Return the host of each rank that still needs copies, of all engines but `engine`."""
     return [
         fleet.node(holder)
         for name, member in fleet.engines.items()

@@ -63,7 +63,7 @@ class ArrangesExperts(Protocol):
 
 @runtime_checkable
 class KnowsSleep(Protocol):
-    """A host that knows which of its memory sleeps, whoever put it to sleep."""
+    """A host that can name the memory that sleeps, also if other code put it to sleep."""
 
     def asleep(self) -> Collection[str]:
         """Return the parts that have no memory now, such as ``weights``."""

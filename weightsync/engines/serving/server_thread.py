@@ -31,7 +31,7 @@ class Made:
 
 
 class AsyncServer(Protocol):
-    """An inference engine behind coroutines, all of which are awaited on `loop`.
+    """An inference engine with coroutines. Callers await them on `loop`.
 
     Attributes:
         forgets: whether `forget` works while requests are frozen.
