@@ -154,7 +154,7 @@ def test_impossible_sizes_and_other_devices_are_refused() -> None:
         DeviceBuffer.create(1 << 50)
     buffer = DeviceBuffer.create(16)
     elsewhere = msgspec.structs.replace(buffer.handle, device="cuda:GPU-elsewhere")
-    with pytest.raises(TransportError, match=r"cuda:GPU-elsewhere.*this one is on cuda:"):
+    with pytest.raises(TransportError, match=r"cuda:GPU-elsewhere.*this process is on cuda:"):
         DeviceBuffer.open(elsewhere)
     buffer.close()
     with pytest.raises(TransportError, match="no memory"):

@@ -96,7 +96,7 @@ def test_hosts_get_what_changed_and_engines_hold_the_version() -> None:
             few = version > 1
             assert report.ways == {"holder 0": "mapped, delta" if few else "mapped"}
             assert (report.bytes_from["holder 0"] < 4 * NUM_ELEMENTS) == few
-            assert [span.name for span in report.spans["holder 0"]] == ["save", "delta"]
+            assert [span.name for span in report.spans["holder 0"]] == ["save", *["delta"][:few]]
             assert [span.name for span in report.spans["holder 1"]] == ["copy", "digest"]
         saved = loop.tasks[-1].deltas[0]
         assert saved.base == 5

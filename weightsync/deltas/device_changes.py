@@ -48,9 +48,9 @@ class _Turn:
             self._copy(to, data[begin:end])
         return [to.data_ptr() - begin for to, begin in zip(held, begins, strict=True)]
 
-    def save(self, chunk: _Chunk, to: torch.Tensor) -> None:
-        """Start to copy back the first version's chunk."""
-        self._copy(to[chunk.first :], self._sides[0][: chunk.nbytes])
+    def save(self, number: int, chunk: _Chunk, to: torch.Tensor) -> None:
+        """Start to copy back the chunk of version `number`, of those that `load` got."""
+        self._copy(to[chunk.first :], self._sides[number][: chunk.nbytes])
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         cuda.copy(to.data_ptr(), source.data_ptr(), len(source), self.tiles.stream)
@@ -101,8 +101,8 @@ class DeviceCoder:
         self._tiles = upload(self._rows)
         self._table = torch.empty((5, len(self._rows)), dtype=torch.int64, device=self._tiles.device)
 
-    def between(self, old: torch.Tensor, new: torch.Tensor) -> DeviceChanges:
-        """Compare two versions of the memory, both uint8, one dimension.
+    def between(self, old: torch.Tensor, new: torch.Tensor, to: torch.Tensor | None = None) -> DeviceChanges:
+        """Compare two versions of the memory, and copy `new` to `to` meanwhile. All are uint8, one dimension.
 
         Ignores bytes outside of the spans.
         """
@@ -111,6 +111,8 @@ class DeviceCoder:
             before: DeviceTiles | None = None
             for turn, chunk in self._in_turn():
                 turn.tiles.find(self._tiles[chunk.tiles], *turn.load(chunk, old, new))
+                if to is not None:
+                    turn.save(1, chunk, to)
                 if before:
                     found.append(before.found())
                 before = turn.tiles
@@ -131,7 +133,7 @@ class DeviceCoder:
                 first, last = chunk.tiles.start, chunk.tiles.stop - 1
                 changes = turn.load_changes(data, begins[:, first].tolist(), ends[:, last].tolist())
                 turn.tiles.apply(self._tiles[chunk.tiles], self._table[:, chunk.tiles], address, *changes)
-                turn.save(chunk, to)
+                turn.save(0, chunk, to)
             damaged = [turn.tiles.damaged() for turn in self._memory.turns]
         for code in damaged:
             if code is not None:

@@ -16,7 +16,7 @@ from weightsync.deltas.changes import Changes, Span
 from weightsync.deltas.device_changes import CodingMemory, DeviceCoder
 from weightsync.deltas.tiles import Bytes
 from weightsync.errors import ReadError, TransportError, WireError
-from weightsync.holder.snapshots import HEADER_NBYTES, Held, SnapshotStore
+from weightsync.holder.snapshots import HEADER_NBYTES, Copy, Held, SnapshotContent, SnapshotStore
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
@@ -38,6 +38,36 @@ class _Coder(Protocol):
 
     def between(self, old: torch.Tensor, new: torch.Tensor) -> _Written: ...
     def rebuild(self, data: torch.Tensor, base: torch.Tensor, to: torch.Tensor) -> None: ...
+
+
+@dataclass(slots=True)
+class Compared:
+    """The content of a part, compared with the committed version while it is saved.
+
+    Attributes:
+        changes: once it is saved, what changed, and the seconds to find it.
+    """
+
+    content: SnapshotContent
+    base: Held
+    coder: _Coder
+    changes: tuple[_Written, float] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.content.nbytes
+
+    def save(self, to: torch.Tensor) -> None:
+        if isinstance(self.coder, DeviceCoder) and isinstance(self.content, Copy):
+            # The new version crosses to the GPU anyway. Copied back from there, it costs no time: by a thread
+            # of the host 16 GB would take 1.8 s.
+            began = time.perf_counter()
+            changes: _Written = self.coder.between(self.base.bytes, self.content.bytes, to)
+        else:
+            self.content.save(to)
+            began = time.perf_counter()
+            changes = self.coder.between(self.base.bytes, to)
+        self.changes = changes, time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +110,27 @@ class PartDeltas:
         self._plan, self._store, self._on_device = plan, store, on_device
         self._spans, self._coder = cache(self._find_spans), cache(self._make_coder)
 
-    def make(self, header: SnapshotHeader) -> Delta | None:
-        """Compare the staged part with the part's committed version, and save what changed.
+    def compared(self, header: SnapshotHeader, content: SnapshotContent) -> Compared | None:
+        """Return `content`, which compares itself with the part's committed version as it is saved.
 
-        Returns None if no version with this layout is here. Changes that are no shorter than the tensors are
-        not saved. The first delta allocates memory, which its `seconds` leave out. Raises TransportError when
-        memory is short.
+        Returns None if no version with this layout is here. Allocates memory for the first one.
         """
         base = self._store.committed(header.part)
-        if base is None or base.layout != header.layout:
+        if base is None or base.layout != header.layout or (held := self._store.own(base)) is None:
             return None
-        old, new = self._store.own(base), self._store.own(header)
-        if old is None or new is None:
+        return Compared(content, held, self._coder(header.part))
+
+    def make(self, header: SnapshotHeader, compared: Compared) -> Delta | None:
+        """Save what changed in the staged part, unless it is no shorter than the tensors.
+
+        Returns None if the committed version was replaced. The first delta allocates memory, which its
+        `seconds` leave out. Raises TransportError when memory is short.
+        """
+        base, offer = self._store.committed(header.part), None
+        if base is None or compared.base.header != base or compared.changes is None:
             return None
-        coder, began = self._coder(header.part), time.perf_counter()
-        changes = coder.between(old.bytes, new.bytes)
-        seconds, offer, content = time.perf_counter() - began, None, _Content(changes, changes.nbytes)
+        changes, seconds = compared.changes
+        content = _Content(changes, changes.nbytes)
         if content.nbytes < sum(span.nbytes for span in self._spans(header.part)):
             offer = self._store.save_delta(replace(header, base=base.version), content)
         return Delta(base.version, offer, content.nbytes, seconds + content.seconds)

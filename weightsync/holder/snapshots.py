@@ -59,6 +59,11 @@ class Copy:
     def nbytes(self) -> int:
         return self._buffer.handle.nbytes
 
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The buffer: uint8[nbytes]."""
+        return self._buffer.tensor
+
     def save(self, to: torch.Tensor) -> None:
         # In this thread, without torch's: other work in this process may need those. With more threads, an
         # engine on the same host is slower meanwhile.

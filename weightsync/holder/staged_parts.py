@@ -76,12 +76,13 @@ class StagedParts:
             if content is None:
                 raise StateError(f"{self._store.name} has nothing to stage: it is being connected again")
             clock, delta = PhaseClock(), None
+            compared = self._deltas.compared(task.save, content) if task.delta else None
             with clock.phase("save"):
-                offer = self._store.snapshot(task.save, task.expected, content, turn)
+                offer = self._store.snapshot(task.save, task.expected, compared or content, turn)
             saved = self._staged(task, task.save, offer, clock)
-            if task.delta:
+            if compared:
                 with clock.phase("delta"):
-                    delta = self._deltas.make(task.save)
+                    delta = self._deltas.make(task.save, compared)
             staged.append(replace(saved, delta=delta, spans=clock.spans))
         staged += [self._copied(task, copy, timeout_s, turn) for copy in task.copies]
         if task.to_device:

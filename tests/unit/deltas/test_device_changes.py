@@ -20,8 +20,9 @@ def check_bytes(case: Case, memory: CodingMemory) -> None:
     """Compare with `Changes`. Apply the delta to the base version, and again to the result."""
     old, new = (torch.from_numpy(each) for each in case.versions[:2])
     sent = data_of(Changes.between(case.spans, old.numpy(), new.numpy()))
-    coder = DeviceCoder(case.spans, memory)
-    found = coder.between(old, new)
+    coder, saved = DeviceCoder(case.spans, memory), old.clone()
+    found = coder.between(old, new, saved)
+    assert torch.equal(saved, new)
     data = np.full(found.nbytes, 0xAA, np.uint8)
     found.write(data)
     assert data.tobytes() == sent.tobytes()
