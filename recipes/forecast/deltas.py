@@ -19,6 +19,13 @@ WRITE_GB_PER_S = 3.8
 With 5 % changed, a GB is made in 0.057 s, and used in 0.024 s. Measured were 0.056 and 0.025:
 benchmarks/results/deltas-8gib-a2be80c3-1xh200-2026-11-29.json.
 """
+PUBLISH_GB_PER_S, SAVE_GB_PER_S, LAND_GB_PER_S = 52.0, 9.6, 28.0
+"""Of one trainer that publishes, of one thread that saves a version without a delta, and of one engine rank
+that digests a version and copies it to the GPU.
+
+All together, 16.4 GB with 1 % changed take 2.2 s, and whole 15.5 s, where the link has 1.27 GB/s. Measured
+were 2.3 and 15.6: benchmarks/results/hosts-deltas-8b-4a905f55-2xh200-2026-11-30.json.
+"""
 _UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
 
@@ -59,7 +66,9 @@ def explain_deltas(
     delta = sum(expected_nbytes(meta.numel, meta.itemsize, link.density) for meta in tensors)
     make_s = (whole / READ_GB_PER_S + delta / WRITE_GB_PER_S) / num_trainers / 1e9
     code_s = make_s + whole / USE_GB_PER_S / num_ranks / 1e9
-    whole_s, delta_s = whole / link.rate, delta / link.rate + code_s
+    both_s = whole * (1 / PUBLISH_GB_PER_S / num_trainers + 1 / LAND_GB_PER_S / num_ranks) / 1e9
+    whole_s = whole / link.rate + both_s + whole / SAVE_GB_PER_S / num_trainers / 1e9
+    delta_s = delta / link.rate + both_s + code_s
     pays = f"{whole_s / delta_s:.1f} times as fast" if delta_s < whole_s else "does not pay: sync.deltas none"
     return [
         f"{link.density:.3g} of all elements change, {link.text} to each host of engines, staged",
