@@ -12,7 +12,7 @@ from tests.fleets.loop import CONFIG, Loop, drive
 from tests.pages import run_block
 from weightsync import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.errors import ReadError, TransportError, WeightSyncError
+from weightsync.errors import PeerError, ReadError, TransportError, WeightSyncError
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.messages import StagedPart, StageTask
@@ -192,6 +192,36 @@ def test_a_host_that_lost_the_committed_version_gets_the_whole() -> None:
         report = await loop.controller.update(3)
         assert report.bytes_from["holder 0"] < 4 * NUM_ELEMENTS
         assert loop.holds()
+
+    drive_apart(work)
+
+
+@pytest.mark.parametrize("behind", [0, 2], ids=["the trainer's holder", "an engine's holder"])
+def test_a_holder_that_was_not_told_of_a_commit_gets_or_sends_the_whole_once(behind: int) -> None:
+    async def work(loop: Apart) -> None:
+        await loop.controller.connect()
+        for version in (1, 2):
+            loop.nudge()
+            await loop.controller.update(version)
+        await loop.controller.snapshot_index.settled()
+        keep = loop.holders[behind].keep_staged
+
+        def lose(_: int) -> None:
+            raise PeerError(f"holder {behind}", "the connection was lost, and the call with it")
+
+        loop.holders[behind].keep_staged = lose  # type: ignore[method-assign]
+        loop.nudge()
+        assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
+        await loop.controller.snapshot_index.settled()
+        loop.holders[behind].keep_staged = keep  # type: ignore[method-assign]
+        nbytes = []
+        for version in (4, 5):
+            loop.nudge()
+            report = await loop.controller.update(version)
+            nbytes.append(report.bytes_from["holder 0"])
+            assert report.engines == {"e0": version, "e1": version}
+            assert loop.holds()
+        assert nbytes[0] > 4 * NUM_ELEMENTS > nbytes[1]
 
     drive_apart(work)
 

@@ -143,10 +143,12 @@ class PartDeltas:
     def copy(self, part: SnapshotPart, delta: Delta, timeout_s: float, turn: int) -> Offer | None:
         """Stage another holder's part: this holder's version `delta.base`, and the changes since.
 
-        Call `reserve` before. Returns None, and stages nothing, if that version is not here. Raises as
-        `SnapshotStore.fetch`, also ReadError for a damaged delta.
+        Call `reserve` before. Returns None, and stages nothing, if that version is not committed here. Raises
+        as `SnapshotStore.fetch`, also ReadError for a damaged delta.
         """
-        base = self._store.own(replace(part.header, version=delta.base))
+        header = replace(part.header, version=delta.base)
+        # If the call that commits a version was lost, the version is in the memory that is filled here.
+        base = self._store.own(header) if self._store.committed(header.part) == header else None
         if base is None or delta.offer is None:
             return None
         wanted = replace(part.header, base=delta.base)
