@@ -268,6 +268,28 @@ def test_the_next_version_that_is_staged_takes_the_copys_place(read: Counter[str
     drive_loop(work, replace(COPIES, stage="host"), Joining)
 
 
+def test_deltas_begin_from_the_copy_that_filled_a_single_engine(read: Counter[str]) -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Joining)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.move("e1", "d")
+        await loop.controller.adopt("e1")
+        read.clear()
+        await loop.controller.refill("e1")
+        assert read["holder 0"] + read["holder 1"] == size(loop, 0)
+        with torch.no_grad():
+            next(loop.model.parameters()).view(-1)[:9] += 1
+        await loop.controller.connect()
+        report = await loop.controller.update(2)
+        assert report.ways == {"holder 0": "mapped, delta"}
+        assert report.bytes_from["holder 0"] < size(loop, 0)
+        assert report.engines == dict.fromkeys(loop.engines, 2)
+        assert all(loop.holds_the_models_weights(name) for name in loop.engines)
+
+    drive_loop(work, replace(COPIES, stage="host", deltas="always"), Joining)
+
+
 def test_a_driver_that_takes_over_uses_the_copy_and_has_it_freed(read: Counter[str]) -> None:
     async def work(loop: Hosts) -> None:
         await commit(loop)

@@ -97,6 +97,7 @@ class SnapshotIndex:
         self._replicating: asyncio.Task[None] | None = None
         self._now, self._begun = _Version(), 0
         self._taken = 0  # the version that engines took since they were connected
+        self._begins_deltas = False  # the next staged version begins from copies of this one
         self.expected: Fingerprint | None = None
         self.live = LiveDigests()
 
@@ -130,13 +131,14 @@ class SnapshotIndex:
     def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
         self._now, self._begun, self.expected = _Version(), version, expected
-        self._taken, self.live_sources.left_out = version, frozenset()
+        self._taken, self.live_sources.left_out, self._begins_deltas = version, frozenset(), False
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
     def begin_staged(self, staged: StagedVersion) -> None:
         """Start to make a staged version, which committed, the snapshots."""
         self._now, self._begun, self.expected = _Version(), staged.version, staged.expected
+        self._begins_deltas = self._config.deltas != "none"
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
     @property
@@ -226,7 +228,7 @@ class SnapshotIndex:
             hosts[self._fleet.node(holder)].append(holder)
 
         def wanted(host: str) -> Wanted:
-            others = _waiting(self._fleet, connection, engine).count(host)
+            others = _waiting(self._fleet, connection, engine).count(host) + self._begins_deltas
             shared = self._candidates(version, connection, engine).shared(host, others)
             headers = {part: SnapshotHeader(version, layout, part) for part in shared}
             return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
