@@ -42,8 +42,6 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.log_level import use_log_level
 from weightsync.protocol.stream import Stream
 
-__all__ = ["Node", "serve"]
-
 logger = logging.getLogger("weightsync.node")
 
 _PAUSE_S = 0.2
