@@ -206,7 +206,7 @@ class Membership:
         others = {f"engine {live}": self._placements[live] for live in self._fleet.live() if live != name}
         check_versions(others | {process: placements})
         place_ranks({}, others | {process: placements})
-        async with self._controller.shared(name):
+        async with self._controller.update_lock.shared(name):
             left = self._placements.get(name, [])
             holders = tuple(
                 self._place_rank(placement, left[rank] if rank < len(left) else None)
@@ -392,7 +392,7 @@ class Membership:
 
         The engine's holder stays until the next connect.
         """
-        async with self._controller.shared(name):
+        async with self._controller.update_lock.shared(name):
             gone = self.engines.pop(name)
             if not self._adapter:
                 self.door.forget(gone)

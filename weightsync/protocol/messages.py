@@ -58,8 +58,7 @@ class Attached:
 
     def known_by(self, names: dict[bytes, bytes]) -> Attached:
         """Return the same with names of exported buffers as in `DeviceMemory.known_by`."""
-        assert self.export
-        return replace(self, export=self.export.known_by(names))
+        return replace(self, export=self.export.known_by(names)) if self.export else self
 
 
 class _Task(msgspec.Struct, frozen=True):

@@ -142,21 +142,14 @@ async def _open(
     with clock.phase("prepare"):
         shared_plan = SharedPlan(fleet.share(plan))
         sources = {holder: layouts.trainers[rank].device for rank, (_, holder) in enumerate(fleet.trainers)}
-        calls = {
-            f"holder {i}": holder.prepare(shared_plan, i, sources.get(i, ""))
-            for i, holder in enumerate(fleet.holders)
-        }
+        peers = enumerate(fleet.holders)
+        calls = {f"holder {i}": each.prepare(shared_plan, i, sources.get(i, "")) for i, each in peers}
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         holders = fleet.named_holders()
-        lending = asyncio.ensure_future(_serve_snapshots(holders, config))
-        joining = asyncio.ensure_future(_join(holders, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, config))
-        parts: dict[str, Awaitable[object]] = {
-            "serve_snapshots": lending,
-            "join": joining,
-            "attach": attaching,
-        }
+        parts: dict[str, Awaitable[object]] = {"serve_snapshots": _serve_snapshots(holders, config)}
+        parts |= {"join": _join(holders, prepared, config, clock), "attach": attaching}
         # Each of the three calls has its own deadlines. A lost process ends the wait for all of them.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         exports, served = attaching.result()
@@ -252,10 +245,8 @@ def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_sl
 async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
     """Have holders serve snapshots now, so that a wrong setting fails at connect."""
     if config.keep_versions > 1:
-        calls = {
-            process: holder.serve_snapshots(config.refill, config.rdma_device)
-            for process, holder in holders.items()
-        }
+        how = config.refill, config.rdma_device
+        calls = {process: holder.serve_snapshots(*how) for process, holder in holders.items()}
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
@@ -283,13 +274,10 @@ async def _attach(
 
     # Before the others answer: a thousand ranks have equal names.
     async def attach(call: Coroutine[object, object, Attached]) -> Attached:
-        answer = await call
-        return answer.known_by(names) if answer.export else answer
+        return (await call).known_by(names)
 
-    async def attach_ranks(
-        call: Coroutine[object, object, Sequence[Attached]],
-    ) -> Sequence[Attached]:
-        return [each.known_by(names) if each.export else each for each in await call]
+    async def attach_ranks(call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
+        return [each.known_by(names) for each in await call]
 
     calls = {
         f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -51,6 +51,7 @@ class Controller:
     Attributes:
         version: the newest committed version, 0 before the first.
         connected: whether an update may run; False before ``connect`` and after a holder is lost or new.
+        update_lock: exclusive in an update, shared in work on one engine.
         engine_group: the engines, and which of them failed.
         snapshot_index: the holders' snapshots of the committed version.
     """
@@ -61,8 +62,8 @@ class Controller:
         self.connected = False
         self.events = Events()
         self.events.subscribe(HolderSilent, lambda _: self._disconnect())
-        self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
-        self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
+        self.update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
+        self.engine_group = EngineGroup(config, fleet, self.events, self.update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events, self.engine_group)
         self._trainers = Trainers(config, fleet)
         self._comparison = Comparison(config, fleet, self._trainers, self.snapshot_index.live)
@@ -72,7 +73,7 @@ class Controller:
             self.events,
             self.engine_group,
             self.snapshot_index,
-            self._update_lock,
+            self.update_lock,
             self._comparison,
         )
         self._epoch = self._nbytes = 0
@@ -134,20 +135,12 @@ class Controller:
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
-        async with self._update_lock.exclusive() as late:
+        async with self.update_lock.exclusive() as late:
             for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
             yield
-
-    async def idle(self) -> None:
-        """Wait until the exclusive lock is free."""
-        await self._update_lock.idle()
-
-    def shared(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the shared lock for engine `name`. No update and no other task works on it."""
-        return self._update_lock.shared(name)
 
     async def update(
         self,

@@ -53,12 +53,8 @@ class Refiller:
         comparison: Comparison,
     ) -> None:
         self._config, self._fleet, self._events = config, fleet, events
-        self._engine_group, self._snapshot_index, self._update_lock = (
-            engine_group,
-            snapshot_index,
-            update_lock,
-        )
-        self._comparison = comparison
+        self._engine_group, self._snapshot_index = engine_group, snapshot_index
+        self._update_lock, self._comparison = update_lock, comparison
         self.late_reads = LateReads(fleet, events, engine_group, update_lock)
         self._first_of_host: dict[tuple[str, FlatLayout], asyncio.Event] = {}
 
@@ -284,9 +280,7 @@ class Refiller:
                 {name: member}, phase, load, self._engine_group.drop, limit_s
             )
             # The load has ended, so each holder has ended or been told to: a silent one hangs.
-            read = await gather_named(
-                {holder: _answer(task) for holder, task in reads.items()}, "refill", GRACE_S
-            )
+            read = await gather_named(reads, "refill", GRACE_S)
         finally:
             for task in reads.values():
                 task.cancel()
@@ -306,10 +300,6 @@ def _of_rank(snapshot: Snapshot, rank: int) -> Snapshot:
     part = min(snapshot.parts) + rank
     reserve = {part: snapshot.reserve[part]} if part in snapshot.reserve else {}
     return replace(snapshot, parts={part: snapshot.parts[part]}, reserve=reserve)
-
-
-async def _answer(task: asyncio.Task[Refilled]) -> Refilled:
-    return await task
 
 
 async def _while_read(
