@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from weightsync.actors.checkpoints.checkpoints import Checkpoints
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.holders.holders import Holders
-from weightsync.actors.lost_engines import LostEngines
+from weightsync.actors.lost_engines import LostEngines, has_new_link
 from weightsync.actors.ray.adoption import Adoption
 from weightsync.actors.ray.claim import Claims, TakenError
 from weightsync.actors.ray.node_links import NodeLinks
@@ -141,14 +141,13 @@ class Membership:
 
     def knows(self, name: str, handle: EngineHandle) -> bool:
         """Return True if engine `name` is connected, with the present process of `handle`."""
-        member = self._fleet.engines.get(name)
-        is_new = member is not None and _has_new_link(member.peer)
-        return self.engines.get(name) == handle and not is_new
+        return self.engines.get(name) == handle and not has_new_link(self._fleet.engines.get(name))
 
     @property
     def has_new_ranks(self) -> bool:
         """Return True if a rank has joined again, or may, since it was connected."""
-        return any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers)
+        peers = (peer for peer, _ in self._fleet.trainers)
+        return any(isinstance(peer, Remote) and peer.has_new_link for peer in peers)
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -446,7 +445,3 @@ def _same(trainers: Sequence[TrainerHandle], known: Sequence[TrainerHandle]) -> 
 
 def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
     return isinstance(trainer.handle, JoinedRank)
-
-
-def _has_new_link(peer: object) -> bool:
-    return isinstance(peer, Remote) and peer.has_new_link

@@ -217,10 +217,6 @@ def _kinds(ranks: Served) -> Sequence[str]:
     return [each.kind for each in ranks if isinstance(each, LiveMemory)]
 
 
-def _of_plan(ranks: Served) -> Exports:
-    return [each if isinstance(each, RankMemory) else None for each in ranks]
-
-
 def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
     members = Members(
         num_holders=len(fleet.holders),
@@ -297,7 +293,8 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan.digest(), digests)
-    exports = _of_plan(_exported(layouts.trainers, [*attached.values()]))
+    sources = _exported(layouts.trainers, [*attached.values()])
+    exports = [each if isinstance(each, RankMemory) else None for each in sources]
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
     if layouts.differ:
         require_casts(plan.tensors, layouts.joined, found)

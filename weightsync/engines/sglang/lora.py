@@ -135,11 +135,7 @@ def _for_loader(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, tor
     of_experts = {name: each for name, each in tensors.items() if is_of_expert(name)}
     given = {name: _padded(each, name, rank) for name, each in tensors.items() if name not in of_experts}
     given |= expert_slots.stacked(of_experts, rank)
-    return {_peft_name(name): each for name, each in given.items()}
-
-
-def _peft_name(name: str) -> str:
-    return f"base_model.model.{name}"
+    return {f"base_model.model.{name}": each for name, each in given.items()}
 
 
 def _padded(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:

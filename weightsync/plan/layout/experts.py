@@ -31,10 +31,6 @@ class _Kind:
         """Return the matrices that follow each other in the rows of `stack`."""
         return self.inner_leaves if stack == self.inner else (self.outer,)
 
-    def stack_of(self, leaf: str) -> str:
-        """Return the stack that has the matrix `leaf` of each expert."""
-        return self.outer if leaf == self.outer else self.inner
-
 
 _KINDS = (
     _Kind("gate_up_proj", ("gate_proj", "up_proj"), "down_proj"),
@@ -164,7 +160,7 @@ def _place(
     if not found or not kind:
         return meta, ()
     rows, columns = meta.shape
-    stack = kind.stack_of(found["leaf"])
+    stack = kind.outer if found["leaf"] == kind.outer else kind.inner
     leaves = kind.leaves(stack)
     whole = TensorMeta(f"{found['base']}.{stack}", meta.dtype, (num_experts, len(leaves) * rows, columns))
     return whole, (int(found["number"]), leaves.index(found["leaf"]) * rows)
