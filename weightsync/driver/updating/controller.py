@@ -75,6 +75,8 @@ class Controller:
             self.snapshot_index,
             self.update_lock,
             self._comparison,
+            self.connection,
+            lambda: self.version,
         )
         self._epoch = self._nbytes = 0
         self._frozen: FrozenTensors | None = None
@@ -300,7 +302,7 @@ class Controller:
         Raises PlanError if the plan has no engine of this layout: then the whole fleet has to ``connect``
         again. Also raises the other errors of ``connect``.
         """
-        await self._refiller.adopt(self.connection, lambda: self.version, name)
+        await self._refiller.adopt(name)
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the committed version without trainers, from snapshots or engines that serve.
@@ -310,7 +312,7 @@ class Controller:
         """
         clock = PhaseClock()
         await self.snapshot_index.settled()
-        refilled = await self._refiller.refill(self.connection, lambda: self.version, name, clock)
+        refilled = await self._refiller.refill(name, clock)
         return self._report(clock, refilled=refilled)
 
     def _disconnect(self) -> None:
