@@ -121,11 +121,7 @@ class EngineCalls(Claimable):
             return await asyncio.to_thread(self._engine.export)
 
     async def sync_attach(
-        self,
-        plan: Plan,
-        tickets: Sequence[FeedTicket],
-        timeout_s: float,
-        prefix_cache: PrefixCache = "drop",
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache = "drop"
     ) -> Sequence[Attached]:
         """Connect ranks to holders, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
         layouts = await self._ask_layouts()

@@ -38,14 +38,7 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import (
-    ConfigError,
-    PeerError,
-    PeerLostError,
-    PlanError,
-    StateError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigError, PeerError, PeerLostError, PlanError, StateError, WeightSyncError
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport

@@ -32,13 +32,7 @@ class MooncakeServer:
     """A process with registered memory, which peers read without asking a process."""
 
     def __init__(
-        self,
-        buffer: SharedBuffer,
-        holder: str,
-        host: str,
-        protocol: str,
-        device: str,
-        ports: Ports | None,
+        self, buffer: SharedBuffer, holder: str, host: str, protocol: str, device: str, ports: Ports | None
     ) -> None:
         """Raises TransportError if Mooncake does not work on this host, ConfigError if no port is free."""
         # A process that reaches the port could also write. Over TCP a read-only mapping prevents writes.

@@ -337,10 +337,7 @@ async def _meet(
 
 
 async def _accept(
-    name: str,
-    holder: HolderPeer,
-    timeout_s: float,
-    ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None,
+    name: str, holder: HolderPeer, timeout_s: float, ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None
 ) -> Sequence[Attached]:
     await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
     return ()

@@ -145,10 +145,7 @@ class Controller:
             yield
 
     async def update(
-        self,
-        version: int,
-        when_held: Callable[[], None] = lambda: None,
-        joint: JointMember | None = None,
+        self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
     ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 

@@ -15,12 +15,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import LORA_A, AdapterSpec, is_of_expert
 
-STACKS = (
-    "gate_up_lora_a_weights",
-    "gate_up_lora_b_weights",
-    "down_lora_a_weights",
-    "down_lora_b_weights",
-)
+STACKS = ("gate_up_lora_a_weights", "gate_up_lora_b_weights", "down_lora_a_weights", "down_lora_b_weights")
 """SGLang's names of a layer's slots, each [slots, experts, rows, columns]."""
 
 _OF_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<rest>.+)")

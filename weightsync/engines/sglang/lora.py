@@ -106,12 +106,7 @@ def peft_config(spec: AdapterSpec) -> dict[str, Any]:
     """Return the config of an adapter, in which all modules have the largest rank. Scaling is 1."""
     names = (meta.name for meta in spec.tensors if meta.name.endswith(LORA_A))
     modules = {name.removesuffix(LORA_A).rsplit(".", 1)[-1] for name in names}
-    return {
-        "peft_type": "LORA",
-        "r": spec.rank,
-        "lora_alpha": spec.rank,
-        "target_modules": sorted(modules),
-    }
+    return {"peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(modules)}
 
 
 def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:

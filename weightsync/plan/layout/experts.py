@@ -110,10 +110,7 @@ def stacked(
             tensors += made[0]
             stretches += made[1]
     alone = [index for index in range(len(metas)) if index not in taken]
-    return (
-        (*(metas[i] for i in alone), *tensors),
-        (*(whole[i] for i in alone), *stretches),
-    )
+    return ((*(metas[i] for i in alone), *tensors), (*(whole[i] for i in alone), *stretches))
 
 
 def stack_experts(layout: RankLayout, num_experts: int) -> RankLayout:
