@@ -48,10 +48,7 @@ logger = logging.getLogger("weightsync.actors")
 
 
 class EngineCalls(Claimable):
-    """Base of engine actors.
-
-    WeightSync awaits these calls to the adapter `_engine` while requests run.
-    """
+    """Base of engine actors. WeightSync awaits these calls to the adapter `_engine` while requests run."""
 
     _engine: Engine
     _name = ""

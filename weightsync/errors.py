@@ -141,10 +141,7 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
 
 class SlowError(DeadlineError):
-    """A holder waited too long for an engine, which may still finish.
-
-    `missing` has the engine's name.
-    """
+    """A holder waited too long for an engine, which may still finish. `missing` has the engine's name."""
 
 
 class PeerLostError(WeightSyncError):

@@ -60,10 +60,7 @@ async def _bound_to(handle: ActorHandle[HolderStandby]) -> str | None:
 
 
 class Standbys:
-    """Processes that become holders in `bind`, or end. Used on one event loop.
-
-    They end with their driver.
-    """
+    """Processes that become holders in `bind`, or end. Used on one event loop. They end with their driver."""
 
     def __init__(self, held: Collection[tuple[str, str]]) -> None:
         """`held`: the keys of placements that have a holder now. The caller changes it."""

@@ -350,10 +350,7 @@ def remote_engine(
 def remote_holder(
     name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None = None
 ) -> RemoteHolder:
-    """Return a holder's actor as a peer called `name`.
-
-    Calls wait for `becoming`, or raise its error.
-    """
+    """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
     return cast("RemoteHolder", _Holder(name, handle, becoming))
 
 

@@ -182,10 +182,7 @@ class EngineGroup:
                 self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
-        """Return True if a late `error` settles the state.
-
-        The engine is gone, or resumed by itself.
-        """
+        """Return True if a late `error` settles the state. The engine is gone, or resumed by itself."""
         if isinstance(error, _GONE):
             self.lost(name, error)
         elif isinstance(error, DeadlineError):
@@ -241,7 +238,7 @@ class EngineGroup:
                     what = f"{error.phase} (too slow in {self.num_slow[name]} updates running)"
                     error = DeadlineError(what, error.missing, error.timeout_s)
             version = self._version.get(name, self._fleet.engines[name].record.version)
-            error.where = Where(name, _rank(error), version, phase)
+            error.where = Where(name, getattr(error, "rank", None), version, phase)
             logger.warning("[%s] %s", error.where, error)
             self.failures[name] = error
             member, gone = self._fleet.engines[name], isinstance(error, _GONE)
@@ -280,7 +277,9 @@ class EngineGroup:
 
     def lost(self, name: str, error: WeightSyncError) -> None:
         """Record an engine as DEAD, found dead or not answering outside a call."""
-        error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
+        error.where = Where(
+            name, getattr(error, "rank", None), self._fleet.engines[name].record.version, "idle"
+        )
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)
         self._events.publish(EngineFailed(name, error))
@@ -324,10 +323,6 @@ def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool
     if isinstance(error, EngineError) and (phase == "sleep" or state is EngineState.ASLEEP):
         return False
     return phase in ("pause", "sleep")
-
-
-def _rank(error: WeightSyncError) -> int | None:
-    return error.rank if isinstance(error, EngineError) else None
 
 
 _Halt = Callable[[], Coroutine[object, object, None]]

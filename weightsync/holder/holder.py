@@ -200,10 +200,7 @@ class Holder(ConnectingHolder):
                 each.abort(cause)
 
     def close(self) -> None:
-        """End running work, leave the communicators and free the memory.
-
-        `watch` returns.
-        """
+        """End running work, leave the communicators and free the memory. `watch` returns."""
         self.abort(cause := f"{self.name} is closed")
         self.stop_refill(cause)
         self._watched.set()

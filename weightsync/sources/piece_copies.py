@@ -169,7 +169,6 @@ class PieceCopies:
 
 
 def _run(table: HostTable, threads: ThreadPoolExecutor, count: bool) -> Digests:
-    """Run a table, and return the digests."""
     list(threads.map(lambda each: table.run(each[0], each[1], count), table.ranges))  # raises an error
     return table.digests()
 

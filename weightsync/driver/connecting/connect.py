@@ -270,10 +270,11 @@ async def _attach(
 
     # Before the others answer: a thousand ranks have equal names.
     async def attach(call: Coroutine[object, object, Attached]) -> Attached:
-        return (await call).known_by(names)
+        answer = await call
+        return answer.known_by(names) if answer.export else answer
 
     async def attach_ranks(call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
-        return [each.known_by(names) for each in await call]
+        return [each.known_by(names) if each.export else each for each in await call]
 
     calls = {
         f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))
@@ -328,19 +329,16 @@ async def _meet(
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
             raise
 
+    async def accept(name: str, holder: HolderPeer) -> Sequence[Attached]:
+        await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
+        return ()
+
     calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
-    calls |= {name: _accept(name, holder, timeout_s, ahead) for name, holder in holders.items()}
+    calls |= {name: accept(name, holder) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
     answers = met.require()
     return {name: answers[name] for name in engines}
-
-
-async def _accept(
-    name: str, holder: HolderPeer, timeout_s: float, ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None
-) -> Sequence[Attached]:
-    await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
-    return ()
 
 
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:

@@ -53,7 +53,6 @@ class _Version:
     damaged: set[Copy] = field(default_factory=set)
 
     def add(self, layout: str, part: int, offer: Offer, host: str) -> None:
-        """Add an offer of a holder on `host`."""
         self.offers[layout].setdefault(part, []).append(offer)
         self.hosts[offer.holder] = host
         self.damaged.discard((offer.holder, part))
@@ -66,7 +65,6 @@ class _Version:
                     parts[number] = [offer for offer in offers if offer.holder != holder]
 
     def drop(self, damaged: Sequence[Copy]) -> None:
-        """Offer damaged copies no more."""
         for holder, part in damaged:
             where = f"[{holder} · v{self.number}]"
             logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
@@ -462,7 +460,6 @@ async def _give_up(task: asyncio.Task[None] | None, timeout_s: float) -> None:
 
 
 async def _ended(task: asyncio.Task[None] | None) -> None:
-    """Wait until `task` has ended, if there is one."""
     if task and not task.done():
         await asyncio.wait([task])
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.deltas.density import densities
@@ -17,7 +16,7 @@ from weightsync.driver.connecting.ways import settled
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
-from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import Stager
@@ -174,13 +173,23 @@ class Controller:
             raise StateError(f"{alive}, sync.min_engines is {least}")
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
-        update = partial(self._update, version, takers, clock, when_held, joint)
+
+        async def once() -> SyncReport:
+            update = Update(self._parts(), version, takers, clock, when_held, joint)
+            try:
+                await update.run(self.version)
+            finally:
+                self.connected = self.connected and not update.breaks_connection
+                if update.has_committed:
+                    self.version = version
+            return self._report(clock, update)
+
         with collector_paused:  # a collection takes long, and engines are paused
             if not asleep:
-                return await self._connecting_again(update, version)
+                return await self._connecting_again(once, version)
             watching = {holder for member in asleep for holder in member.holders}
             async with sampled(self._fleet, watching, clock.now) as seen:
-                report = await self._connecting_again(update, version)
+                report = await self._connecting_again(once, version)
         return replace(report, peak_memory=peaks(seen, clock.spans))
 
     async def _connecting_again(
@@ -193,23 +202,6 @@ class Controller:
             logger.info("[driver · v%d] connecting again: %s", version, error)
         await self.connect()
         return await update()
-
-    async def _update(
-        self,
-        version: int,
-        takers: Mapping[str, EngineMember],
-        clock: PhaseClock,
-        when_held: Callable[[], None],
-        joint: JointMember | None,
-    ) -> SyncReport:
-        update = Update(self._parts(), version, takers, clock, when_held, joint)
-        try:
-            await update.run(self.version)
-        finally:
-            self.connected = self.connected and not update.breaks_connection
-            if update.has_committed:
-                self.version = version
-        return self._report(clock, update)
 
     def _parts(self) -> Parts:
         return Parts(
