@@ -168,7 +168,6 @@ class Adapter:
     def _calls(
         self, engines: Mapping[str, EngineHandle], method: str
     ) -> Mapping[str, Coroutine[Any, Any, Any]]:
-        """Call a method of each engine's actor with the spec."""
         return {
             f"engine {name}": answer(f"engine {name}", method_of(handle, method)(self.spec))
             for name, handle in engines.items()
@@ -178,7 +177,6 @@ class Adapter:
 def _on_trainers(
     trainers: Sequence[TrainerHandle], method: str, *args: str
 ) -> dict[str, Coroutine[Any, Any, Any]]:
-    """Call a method of each trainer."""
     named = {f"trainer {i}": handle for i, handle in enumerate(trainers)}
     return {name: answer(name, method_of(handle, method)(*args)) for name, handle in named.items()}
 

@@ -111,10 +111,6 @@ class CheckpointMethods:
             self.unregister_checkpoint(before)
         return reading
 
-    def _checkpoint_of(self, name: str) -> str:
-        """Return the checkpoint that is registered for a store of that name, or `name`."""
-        return self._stores[name].checkpoint if name in self._stores else name
-
     async def _choose(self, checkpoint: str) -> None:
         """Choose the checkpoint of the next update, and wait until it is read.
 

@@ -48,10 +48,7 @@ logger = logging.getLogger("weightsync.actors")
 
 
 class EngineCalls(Claimable):
-    """Base of engine actors.
-
-    WeightSync awaits these calls to the adapter `_engine` while requests run.
-    """
+    """Base of engine actors. WeightSync awaits these calls to the adapter `_engine` while requests run."""
 
     _engine: Engine
     _name = ""
@@ -121,11 +118,7 @@ class EngineCalls(Claimable):
             return await asyncio.to_thread(self._engine.export)
 
     async def sync_attach(
-        self,
-        plan: Plan,
-        tickets: Sequence[FeedTicket],
-        timeout_s: float,
-        prefix_cache: PrefixCache = "drop",
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache = "drop"
     ) -> Sequence[Attached]:
         """Connect ranks to holders, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
         layouts = await self._ask_layouts()

@@ -91,7 +91,7 @@ class LostEngines:
         while names := [
             name
             for name, each in self._registered().items()
-            if each is server and (name in self.silent or _has_new_process(self._fleet.engines.get(name)))
+            if each is server and (name in self.silent or has_new_link(self._fleet.engines.get(name)))
         ]:
             if link.has_ended:
                 return
@@ -181,8 +181,8 @@ class LostEngines:
             returning.cancel()
 
 
-def _has_new_process(member: EngineMember | None) -> bool:
-    """Return True if the next process of an engine's server has joined."""
+def has_new_link(member: EngineMember | None) -> bool:
+    """Return True if the next process of an engine's server has joined, or may."""
     return member is not None and isinstance(member.peer, Remote) and member.peer.has_new_link
 
 

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from weightsync.actors.checkpoints.checkpoints import Checkpoints
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.holders.holders import Holders
-from weightsync.actors.lost_engines import LostEngines
+from weightsync.actors.lost_engines import LostEngines, has_new_link
 from weightsync.actors.ray.adoption import Adoption
 from weightsync.actors.ray.claim import Claims, TakenError
 from weightsync.actors.ray.node_links import NodeLinks
@@ -38,14 +38,7 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import (
-    ConfigError,
-    PeerError,
-    PeerLostError,
-    PlanError,
-    StateError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigError, PeerError, PeerLostError, PlanError, StateError, WeightSyncError
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
@@ -141,14 +134,13 @@ class Membership:
 
     def knows(self, name: str, handle: EngineHandle) -> bool:
         """Return True if engine `name` is connected, with the present process of `handle`."""
-        member = self._fleet.engines.get(name)
-        is_new = member is not None and _has_new_link(member.peer)
-        return self.engines.get(name) == handle and not is_new
+        return self.engines.get(name) == handle and not has_new_link(self._fleet.engines.get(name))
 
     @property
     def has_new_ranks(self) -> bool:
         """Return True if a rank has joined again, or may, since it was connected."""
-        return any(_has_new_link(trainer) for trainer, _ in self._fleet.trainers)
+        peers = (peer for peer, _ in self._fleet.trainers)
+        return any(isinstance(peer, Remote) and peer.has_new_link for peer in peers)
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -206,7 +198,7 @@ class Membership:
         others = {f"engine {live}": self._placements[live] for live in self._fleet.live() if live != name}
         check_versions(others | {process: placements})
         place_ranks({}, others | {process: placements})
-        async with self._controller.shared(name):
+        async with self._controller.update_lock.shared(name):
             left = self._placements.get(name, [])
             holders = tuple(
                 self._place_rank(placement, left[rank] if rank < len(left) else None)
@@ -392,7 +384,7 @@ class Membership:
 
         The engine's holder stays until the next connect.
         """
-        async with self._controller.shared(name):
+        async with self._controller.update_lock.shared(name):
             gone = self.engines.pop(name)
             if not self._adapter:
                 self.door.forget(gone)
@@ -446,7 +438,3 @@ def _same(trainers: Sequence[TrainerHandle], known: Sequence[TrainerHandle]) -> 
 
 def _is_rank(trainer: RemoteTrainer | Remote) -> bool:
     return isinstance(trainer.handle, JoinedRank)
-
-
-def _has_new_link(peer: object) -> bool:
-    return isinstance(peer, Remote) and peer.has_new_link

@@ -11,15 +11,7 @@ from weightsync.actors.adapter_shard import AdapterShard
 from weightsync.actors.shard import Shard
 from weightsync.errors import ConfigError, StateError
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.sources import (
-    Models,
-    ModelSource,
-    Names,
-    Offloads,
-    Source,
-    make_components,
-    make_source,
-)
+from weightsync.sources import Models, ModelSource, Names, Offloads, Source, make_components, make_source
 
 
 class TrainerShard(Shard):

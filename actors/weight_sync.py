@@ -292,7 +292,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         update = self._begin_update(version, checkpoint, components, Future())
         if not checkpoint:
             return update.result()
-        read = self._checkpoint_of(checkpoint)
+        read = self._stores[checkpoint].checkpoint if checkpoint in self._stores else checkpoint
         return wait_with_bar(update, f"read {read}", partial(self._members.checkpoints.read_share, read))
 
     def update_weights_async(

@@ -264,8 +264,7 @@ def publish(
         bool, typer.Option("--anchor", help="Upload all files whole, also those that are there.")
     ] = False,
     keep: Annotated[
-        int | None,
-        typer.Option(help="Then remove what no follower of the last KEEP versions needs.", min=1),
+        int | None, typer.Option(help="Then remove what no follower of the last KEEP versions needs.", min=1)
     ] = None,
     copy: Annotated[
         Path | None, typer.Option(help="Folder for a copy of the newest version; in ~/.cache if not given.")

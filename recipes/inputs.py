@@ -54,10 +54,7 @@ def check_cluster(recipe: Recipe) -> None:
 
 
 def recipe_file(given: str) -> Path:
-    """Find a recipe by path or shipped name.
-
-    ``recipes/NAME.yaml`` works in a job's empty folder too.
-    """
+    """Find a recipe by path or shipped name. ``recipes/NAME.yaml`` works in a job's empty folder too."""
     known, path = shipped_recipes(plans=False), Path(given)
     if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
         return known[path.stem]
@@ -71,10 +68,7 @@ def check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
 
 
 def check_models(models: Sequence[Path]) -> None:
-    """Raise ConfigError unless models can be served and differ in name.
-
-    Reads every file's header.
-    """
+    """Raise ConfigError unless models can be served and differ in name. Reads every file's header."""
     for index, model in enumerate(models):
         if not (model / "config.json").is_file():
             raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")

@@ -188,7 +188,7 @@ class Staging(HostStaging):
         self._targets: list[SharedBuffer] = []
 
     def connect(self, trainer: Export) -> None:
-        self.source = mapped(trainer.buffers)
+        self.source = mapped(trainer.memory.handles())
 
     def forget_engine(self) -> None:
         self.writes, self.target, self.flat, self._direct_copy = False, {}, None, None
@@ -196,7 +196,7 @@ class Staging(HostStaging):
     def link(self, engine: Export | None) -> None:
         self.writes, self.target, self._direct_copy = engine is not None, {}, None
         if engine:
-            self.target = mapped(engine.buffers)
+            self.target = mapped(engine.memory.handles())
             slots = [slot.tensor for slot in self._slots]
             rows, bounds = bucket_rows(
                 self._plan,

@@ -40,31 +40,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = [
-    "KINDS",
-    "ConfigError",
-    "DeadlineError",
-    "EngineError",
-    "MovedError",
-    "NonfiniteError",
-    "PeerError",
-    "PeerLostError",
-    "PlanError",
-    "RankLostError",
-    "ReadError",
-    "ReplicasDifferError",
-    "SlowError",
-    "SourceChangedError",
-    "StateError",
-    "StoreError",
-    "TransportError",
-    "VerifyError",
-    "WeightSyncError",
-    "Where",
-    "WireError",
-    "nearest",
-]
-
 _LONGEST = 400
 """Characters of a value or a name that a message shows in full."""
 
@@ -166,10 +141,7 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
 
 class SlowError(DeadlineError):
-    """A holder waited too long for an engine, which may still finish.
-
-    `missing` has the engine's name.
-    """
+    """A holder waited too long for an engine, which may still finish. `missing` has the engine's name."""
 
 
 class PeerLostError(WeightSyncError):

@@ -185,12 +185,7 @@ def split_by_rank(
 
 
 def inject(
-    at: str,
-    *,
-    bucket: int = -1,
-    num_buckets: int = 0,
-    version: int = 0,
-    data: torch.Tensor | None = None,
+    at: str, *, bucket: int = -1, num_buckets: int = 0, version: int = 0, data: torch.Tensor | None = None
 ) -> bool:
     """Inject the faults that are set for this place.
 

@@ -16,10 +16,7 @@ _PATIENCE_S = 10.0
 
 
 def run_prefix(run: object) -> str:
-    """Return the prefix of the names of a run's actors.
-
-    Raises ConfigError for an invalid run name.
-    """
+    """Return the prefix of the names of a run's actors. Raises ConfigError for an invalid run name."""
     if not isinstance(run, str) or not run or "/" in run:
         raise ConfigError("name", run, "give a text without a slash")
     return f"weightsync/{run}/"
@@ -52,10 +49,7 @@ def names(prefix: str) -> list[str]:
 
 
 def end(name: str) -> None:
-    """Kill any actor of that name and wait until the name is free.
-
-    Raises StateError after ten seconds.
-    """
+    """Kill any actor of that name and wait until the name is free. Raises StateError after ten seconds."""
     deadline = time.monotonic() + _PATIENCE_S
     while handle := find(name):
         ray.kill(handle)

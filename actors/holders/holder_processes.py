@@ -107,10 +107,7 @@ class OwnProcesses:
 
 @dataclass(eq=False, slots=True)
 class _Process:
-    """A process with several holders.
-
-    `first`: opens the first holder.
-    """
+    """A process with several holders. `first`: opens the first holder."""
 
     handle: ActorHandle[Any]
     pid: ObjectRef[int]

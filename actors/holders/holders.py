@@ -74,10 +74,7 @@ class Holders:
                     self._start(placement, trainer)
 
     def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
-        """Start processes on that host ahead of time.
-
-        `place` binds them to a GPU or slot, or ends them.
-        """
+        """Start processes on that host ahead of time. `place` binds them to a GPU or slot, or ends them."""
         if not self._on and not self._run:
             self._standbys.start(node, num_gpus, num_engines)
 
@@ -224,10 +221,7 @@ class Holders:
         return {holder.name for holder in self._on.values()}
 
     async def _kill_hung(self, key: tuple[str, str]) -> None:
-        """End a holder that does not answer.
-
-        Ray's own kill does not end a stopped process.
-        """
+        """End a holder that does not answer. Ray's own kill does not end a stopped process."""
         asked = self._processes.pid(self._on[key])
         self._kill(key)
         if asked and ray.wait([asked], timeout=0)[0]:

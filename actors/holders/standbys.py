@@ -47,10 +47,6 @@ class _Standby:
         return cls(node, handle, asyncio.ensure_future(_bound_to(handle)), ask_pid(handle), key)
 
     @property
-    def has_started(self) -> bool:
-        return self.device.done()
-
-    @property
     def has_ended(self) -> bool:
         return self.device.done() and self.device.result() is None
 
@@ -64,10 +60,7 @@ async def _bound_to(handle: ActorHandle[HolderStandby]) -> str | None:
 
 
 class Standbys:
-    """Processes that become holders in `bind`, or end. Used on one event loop.
-
-    They end with their driver.
-    """
+    """Processes that become holders in `bind`, or end. Used on one event loop. They end with their driver."""
 
     def __init__(self, held: Collection[tuple[str, str]]) -> None:
         """`held`: the keys of placements that have a holder now. The caller changes it."""
@@ -153,7 +146,7 @@ class Standbys:
             )
             for name, each in taken.items()
         }
-        quick = {name: asyncio.shield(each) for name, each in becoming.items() if taken[name].has_started}
+        quick = {name: asyncio.shield(each) for name, each in becoming.items() if taken[name].device.done()}
         failures = (await gather_named(quick, "start", config.timeout_s)).failures
         self._end([taken.pop(name) for name, e in failures.items() if isinstance(e, PeerLostError)])
         self._standbys.clear()

@@ -12,10 +12,7 @@ from weightsync.actors.servers.handle import JoinedServer
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.errors import ConfigError, nearest
 
-_KINDS = {
-    "sync_placement": "TrainerShard",
-    "sync_placements": "EngineActor or VllmActor",
-}
+_KINDS = {"sync_placement": "TrainerShard", "sync_placements": "EngineActor or VllmActor"}
 """A method that only this kind of actor has, and the base class."""
 
 

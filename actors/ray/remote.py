@@ -13,13 +13,7 @@ from typing import Any, Protocol, cast
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import (
-    ActorUnavailableError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    TaskCancelledError,
-)
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.claim import ClaimedPeer
@@ -167,11 +161,7 @@ class _Trainer(Remote):
     protocol: type = TrainerNode
 
     def __init__(
-        self,
-        name: str,
-        handle: ActorHandle[Any],
-        adapter: AdapterSpec | None,
-        adoption: Adoption | None,
+        self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None, adoption: Adoption | None
     ) -> None:
         super().__init__(name, handle, "sync_", adapter, adoption)
         self._is_read_in_place = False
@@ -342,10 +332,7 @@ class RemoteHolder(_Actor, Served, HolderNode, Protocol):
 
 
 def remote_trainer(
-    name: str,
-    handle: ActorHandle[Any],
-    adapter: AdapterSpec | None = None,
-    adoption: Adoption | None = None,
+    name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None, adoption: Adoption | None = None
 ) -> RemoteTrainer:
     """Return a trainer's actor or a `JoinedRank`, or its part for an adapter, as a peer `name`."""
     if isinstance(handle, JoinedRank):
@@ -354,10 +341,7 @@ def remote_trainer(
 
 
 def remote_engine(
-    name: str,
-    handle: ActorHandle[Any],
-    adapter: AdapterSpec | None = None,
-    adoption: Adoption | None = None,
+    name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None, adoption: Adoption | None = None
 ) -> RemoteEngine:
     """Return an engine's actor, or the actor's part for an adapter, as a peer called `name`."""
     return cast("RemoteEngine", _Engine(name, handle, "sync_", adapter, adoption))
@@ -366,10 +350,7 @@ def remote_engine(
 def remote_holder(
     name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None = None
 ) -> RemoteHolder:
-    """Return a holder's actor as a peer called `name`.
-
-    Calls wait for `becoming`, or raise its error.
-    """
+    """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
     return cast("RemoteHolder", _Holder(name, handle, becoming))
 
 

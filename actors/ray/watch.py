@@ -17,10 +17,7 @@ Heard = Callable[[], None]
 
 
 class Watches:
-    """Keeps a call waiting in each process, which Ray fails when it ends.
-
-    Also pings engines.
-    """
+    """Keeps a call waiting in each process, which Ray fails when it ends. Also pings engines."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s

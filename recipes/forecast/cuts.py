@@ -87,10 +87,7 @@ class RankPosition:
 
 
 def partition(count: int, parts: int) -> list[tuple[int, int]]:
-    """Split `count` items into `parts` ranges (first, end).
-
-    The first ranges may be longer by one.
-    """
+    """Split `count` items into `parts` ranges (first, end). The first ranges may be longer by one."""
     each, rest = divmod(count, parts)
     bounds = [each * part + min(part, rest) for part in range(parts + 1)]
     return list(itertools.pairwise(bounds))

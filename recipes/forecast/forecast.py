@@ -8,14 +8,7 @@ from functools import cached_property
 
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
-from weightsync.plan import (
-    Cluster,
-    Explanation,
-    Layout,
-    Members,
-    TensorMeta,
-    same_dtype_tensors,
-)
+from weightsync.plan import Cluster, Explanation, Layout, Members, TensorMeta, same_dtype_tensors
 from weightsync.plan.figures.broadcast_figures import explain_broadcast
 from weightsync.plan.layout.conversion import IDENTITY, casts, conversion_of, dtypes
 from weightsync.plan.layout.draft import DRAFT
@@ -118,11 +111,7 @@ class Scene:
 
 
 def recipe_scene(
-    recipe: Recipe,
-    cluster: tuple[str, HostSpec] | None,
-    *,
-    offloaded: bool,
-    link: SlowLink | None = None,
+    recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool, link: SlowLink | None = None
 ) -> Scene:
     """Return the scene that `recipe` would run."""
     if recipe.trainers.lora:

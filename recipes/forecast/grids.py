@@ -142,10 +142,7 @@ def _rows(kind: Kind, shards: int) -> Cut:
 def _megatron_position(
     rank: int, model: ModelShape, parallel: MegatronOrder, num_experts: int
 ) -> RankPosition:
-    """Return a rank's position: tp innermost, then dp.
-
-    Without expert tensor parallelism, ep is innermost.
-    """
+    """Return a rank's position: tp innermost, then dp. Without expert tensor parallelism, ep is innermost."""
     stage, inside = divmod(rank, parallel.tp * parallel.dp)
     dense = (inside % parallel.tp, parallel.tp)
     first, last = partition(model.num_hidden_layers, parallel.pp)[stage]

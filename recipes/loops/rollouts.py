@@ -100,8 +100,7 @@ def _generate(
     named |= {"adapter": adapter} if adapter else {}
     calls = {
         f"engine {name}": engines[name].generate.remote(
-            [problem.prompt for problem in share],
-            {"seed": seeds.getrandbits(32)} | named,
+            [problem.prompt for problem in share], {"seed": seeds.getrandbits(32)} | named
         )
         for name, share in shares.items()
     }

@@ -79,10 +79,7 @@ def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
 def update(
     policy: Policy, sync: WeightSync, version: int, recipe: Recipe, screen: Screen
 ) -> tuple[SyncReport, str]:
-    """Update to `version`, and once more after heals if it fails.
-
-    Returns the first error, or empty.
-    """
+    """Update to `version`, and once more after heals if it fails. Returns the first error, or empty."""
     try:
         return policy.update(version), ""
     except WeightSyncError as error:

@@ -40,10 +40,7 @@ _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 @dataclass(frozen=True, slots=True)
 class _Chart:
-    """A chart in two widths; the page shows one.
-
-    `legend`: pairs of colour number and meaning.
-    """
+    """A chart in two widths; the page shows one. `legend`: pairs of colour number and meaning."""
 
     narrow: Markup
     wide: Markup

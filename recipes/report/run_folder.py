@@ -37,10 +37,7 @@ class RunFolder:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace `path` atomically, so that readers never see part of it.
-
-    On OSError it is unchanged.
-    """
+    """Replace `path` atomically, so that readers never see part of it. On OSError it is unchanged."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

@@ -27,10 +27,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of length `size` from `first`.
-
-    `label` is the text of the last number.
-    """
+    """An axis of length `size` from `first`. `label` is the text of the last number."""
 
     size: float
     label: str

@@ -145,7 +145,7 @@ class Staging(HostStaging):
         """Copies on the host have ended when their call returns."""
 
     def connect(self, trainer: Export) -> None:
-        self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}
+        self.source = {name: self.shared.buffer(handle) for name, handle in trainer.memory.handles().items()}
 
     def map_ahead(self, engine: DeviceMemory) -> None:
         self.ahead = [*engine.handles()]

@@ -129,7 +129,7 @@ class Copying(Staging):
     def link(self, engine: Export | LiveExport | None) -> None:  # type: ignore[override]
         self.flat = None
         if isinstance(engine, LiveExport):
-            handles = engine.parameters.items()
+            handles = engine.memory.handles().items()
             self.flat = FlatSnapshot({name: self.shared.buffer(each) for name, each in handles})  # type: ignore[assignment]
 
 

@@ -149,7 +149,7 @@ def test_an_update_goes_on_without_an_engine_whose_holder_hangs_and_that_is_heal
             )
             assert failed == []
         await eventually(loop, "e1")
-        async with loop.controller.shared("e1"):
+        async with loop.controller.update_lock.shared("e1"):
             (event,) = failed
         assert event.name == "e1"
         assert isinstance(event.error, StateError)
@@ -242,7 +242,7 @@ def test_an_engine_is_removed_once_its_reads_are_planned_and_its_name_is_free() 
 
 async def removed(loop: Hosts, name: str) -> object:
     """Remove an engine, as `Membership.part` does."""
-    async with loop.controller.shared(name):
+    async with loop.controller.update_lock.shared(name):
         return loop.fleet.engines.pop(name)
 
 
@@ -253,7 +253,7 @@ def test_no_reads_are_planned_of_an_engine_that_left_before(is_replaced: bool) -
         with gated(loop) as gate:
             gate.opened.set()
             await lose(loop, "e1")
-            async with loop.controller.shared("e1"):
+            async with loop.controller.update_lock.shared("e1"):
                 refilling = asyncio.create_task(loop.controller.refill("e1"))
                 await asyncio.sleep(0)
                 member = loop.fleet.engines.pop("e1")
@@ -261,7 +261,7 @@ def test_no_reads_are_planned_of_an_engine_that_left_before(is_replaced: bool) -
                     loop.fleet.engines["e1"] = replace(member, attached=False)
             with pytest.raises((KeyError, StateError)):
                 await refilling
-            async with loop.controller.shared("e1"):
+            async with loop.controller.update_lock.shared("e1"):
                 assert gate.calls == 0
             loop.train()
             report = await loop.controller.update(2)

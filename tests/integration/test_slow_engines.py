@@ -130,7 +130,7 @@ def test_the_slow_one_alone_is_blamed_and_for_its_own_time() -> None:
         assert states(loop)["e1"] is EngineState.STALE
         slow.end()
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3, "e2": 3}
-        assert not loop.controller.engine_group.num_slow("e1")
+        assert not loop.controller.engine_group.num_slow["e1"]
 
     three(work)
 
@@ -211,7 +211,7 @@ def test_one_that_is_slow_twice_is_started_anew_and_not_only_filled() -> None:
             assert loop.fleet.engines["e1"].record.version == version
         slow.end()
         assert (await loop.controller.update(4)).engines == {"e0": 4, "e1": 4, "e2": 4}
-        assert not loop.controller.engine_group.num_slow("e1")
+        assert not loop.controller.engine_group.num_slow["e1"]
 
     three(work)
 

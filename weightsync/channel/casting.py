@@ -11,7 +11,7 @@ from weightsync.channel.sink import PieceView, Sink
 from weightsync.memory.kernels.digests import BoxPart, box_digests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.broadcast.plan import by_tensor
-from weightsync.protocol.messages import Digests, HolderDigests
+from weightsync.protocol.messages import Digests
 
 
 class Casting:
@@ -79,23 +79,19 @@ class Casting:
 
 
 class CastingSink:
-    """A Sink that casts pieces for another Sink."""
+    """A Sink that casts pieces for another Sink.
+
+    Only frozen tensors do not come, since no holder writes the rank's memory.
+    """
 
     def __init__(self, sink: Sink, casting: Casting) -> None:
         self._sink, self._casting = sink, casting
+        self.written, self.finish = sink.written, sink.finish
         casting.begin()
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Cast a bucket's pieces and pass them on."""
         self._sink.take(bucket, self._casting.cast(pieces))
-
-    def written(self, by_holder: HolderDigests | None) -> None:
-        """Pass on the call. Only frozen tensors did not come, since no holder writes the rank's memory."""
-        self._sink.written(by_holder)
-
-    def finish(self) -> None:
-        """Finish the other sink."""
-        self._sink.finish()
 
     def digests(self) -> Digests:
         """Return the other sink's digests in the dtypes that travel."""

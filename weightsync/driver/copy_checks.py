@@ -46,11 +46,7 @@ class CopyChecks:
         return differing(await self._digests(version, layout, copies), expected)
 
     async def like_memory(
-        self,
-        version: int,
-        layout: str,
-        copies: Mapping[int, Sequence[Offer]],
-        ranks: Mapping[int, int],
+        self, version: int, layout: str, copies: Mapping[int, Sequence[Offer]], ranks: Mapping[int, int]
     ) -> list[Copy]:
         """Return the flat copies that are equal to memory with wrong bytes, which was filled from them.
 

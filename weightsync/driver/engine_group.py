@@ -46,6 +46,7 @@ class EngineGroup:
 
     Attributes:
         failures: each engine's error in the last update or refill that it took part in.
+        num_slow: in how many updates in a row each engine was too slow.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, update_lock: UpdateLock) -> None:
@@ -53,7 +54,7 @@ class EngineGroup:
         self._attempt = 0
         self.failures: dict[str, WeightSyncError] = {}
         self._version: dict[str, int] = {}
-        self._num_slow: Counter[str] = Counter()
+        self.num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
     def first_failure(self) -> WeightSyncError:
@@ -74,17 +75,11 @@ class EngineGroup:
 
     async def pause(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
         """Pause engines in parallel; return the names of those that did. Late pauses are undone."""
-        mode, timeout_s = self._config.pause, self._config.timeout_s
-
-        async def pause(name: str, member: EngineMember) -> None:
-            await self._halts.ask(
-                name,
-                member.record,
-                lambda: member.peer.pause(mode, timeout_s),
-                partial(self._undo, name, member.record, None),
-            )
-
-        paused = list(await self._gather({n: pause(n, member) for n, member in takers.items()}, "pause"))
+        how = self._config.pause, self._config.timeout_s
+        calls = {
+            name: self._halt(name, each, partial(each.peer.pause, *how)) for name, each in takers.items()
+        }
+        paused = list(await self._gather(calls, "pause"))
         self.enter(paused, EngineState.PAUSED)
         self._doubt(takers)
         return paused
@@ -130,18 +125,9 @@ class EngineGroup:
         """
         members = {name: self._fleet.engines[name] for name in names}
         self.begin(members, 0)
-        mode, timeout_s = self._config.pause, self._config.timeout_s
-
-        async def sleep(name: str, member: EngineMember) -> None:
-            await self._halts.ask(
-                name,
-                member.record,
-                lambda: member.peer.sleep(level, mode, timeout_s),
-                partial(self._undo, name, member.record, level),
-            )
-
-        calls = {name: sleep(name, member) for name, member in members.items()}
-        for name in await self._gather(calls, "sleep", 2 * timeout_s):
+        how = level, self._config.pause, self._config.timeout_s
+        calls = {n: self._halt(n, each, partial(each.peer.sleep, *how), level) for n, each in members.items()}
+        for name in await self._gather(calls, "sleep", 2 * self._config.timeout_s):
             self.enter([name], EngineState.ASLEEP, members[name].record.version if level == 1 else 0)
         self._doubt(members)
         _require(self.failures, members)
@@ -152,6 +138,9 @@ class EngineGroup:
         self.begin(members, 0)
         await self.go_on(await self.pause(members))
         _require(self.failures, members)
+
+    async def _halt(self, name: str, member: EngineMember, call: _Halt, level: int | None = None) -> None:
+        await self._halts.ask(name, member.record, call, partial(self._undo, name, member.record, level))
 
     def _doubt(self, members: Mapping[str, EngineMember]) -> None:
         """Mark engines PAUSING that may yet stop serving, or stopped although their call failed."""
@@ -193,10 +182,7 @@ class EngineGroup:
                 self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
-        """Return True if a late `error` settles the state.
-
-        The engine is gone, or resumed by itself.
-        """
+        """Return True if a late `error` settles the state. The engine is gone, or resumed by itself."""
         if isinstance(error, _GONE):
             self.lost(name, error)
         elif isinstance(error, DeadlineError):
@@ -235,7 +221,6 @@ class EngineGroup:
         timeout_s: float | None = None,
     ) -> dict[str, T]:
         """Call engines in parallel; return the answers, and record the others as failed."""
-
         calls = {name: _or_lost(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
@@ -248,12 +233,12 @@ class EngineGroup:
         for name, error in failures.items():
             hung = False
             if isinstance(error, SlowError):
-                self._num_slow[name] += 1
-                if hung := self._num_slow[name] > 1:
-                    what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
+                self.num_slow[name] += 1
+                if hung := self.num_slow[name] > 1:
+                    what = f"{error.phase} (too slow in {self.num_slow[name]} updates running)"
                     error = DeadlineError(what, error.missing, error.timeout_s)
             version = self._version.get(name, self._fleet.engines[name].record.version)
-            error.where = Where(name, _rank(error), version, phase)
+            error.where = Where(name, getattr(error, "rank", None), version, phase)
             logger.warning("[%s] %s", error.where, error)
             self.failures[name] = error
             member, gone = self._fleet.engines[name], isinstance(error, _GONE)
@@ -265,17 +250,13 @@ class EngineGroup:
     def kept_up(self, names: Iterable[str]) -> None:
         """Forget that engines were slow: they took an update in time, or were replaced."""
         for name in names:
-            self._num_slow.pop(name, None)
-
-    def num_slow(self, name: str) -> int:
-        """Return in how many updates in a row an engine was too slow."""
-        return self._num_slow[name]
+            self.num_slow.pop(name, None)
 
     def left_behind(self, name: str) -> None:
         """Handle a refill that did not stop for an update. If the engine was slow before, it is DEAD."""
         stuck = (EngineState.STALE, EngineState.REFILLING)
-        if self._num_slow[name] and self._fleet.engines[name].record.state in stuck:
-            self._num_slow[name] += 1
+        if self.num_slow[name] and self._fleet.engines[name].record.state in stuck:
+            self.num_slow[name] += 1
             self.lost(name, DeadlineError("ending an earlier load", (f"engine {name}",), GRACE_S))
 
     async def _gather(
@@ -296,7 +277,9 @@ class EngineGroup:
 
     def lost(self, name: str, error: WeightSyncError) -> None:
         """Record an engine as DEAD, found dead or not answering outside a call."""
-        error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
+        error.where = Where(
+            name, getattr(error, "rank", None), self._fleet.engines[name].record.version, "idle"
+        )
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)
         self._events.publish(EngineFailed(name, error))
@@ -342,10 +325,7 @@ def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool
     return phase in ("pause", "sleep")
 
 
-def _rank(error: WeightSyncError) -> int | None:
-    return error.rank if isinstance(error, EngineError) else None
-
-
+_Halt = Callable[[], Coroutine[object, object, None]]
 _Late = Callable[[WeightSyncError | None], None]
 
 
@@ -359,22 +339,17 @@ class Halts:
     def __init__(self) -> None:
         self._unanswered: dict[str, tuple[EngineRecord, asyncio.Task[None]]] = {}
 
-    def unanswered(self, name: str, record: EngineRecord) -> bool:
-        """Return True if this engine has an unanswered call."""
-        return self._task(name, record) is not None
+    def unanswered(self, name: str, record: EngineRecord) -> asyncio.Task[None] | None:
+        """Return this engine's unanswered call, if there is one."""
+        known, task = self._unanswered.get(name, (None, None))
+        return task if known is record else None  # else the name now means another actor
 
-    async def ask(
-        self,
-        name: str,
-        record: EngineRecord,
-        call: Callable[[], Coroutine[object, object, None]],
-        late: _Late,
-    ) -> None:
+    async def ask(self, name: str, record: EngineRecord, call: _Halt, late: _Late) -> None:
         """Await this engine's previous call, then `call`. Raises the errors of `call`.
 
         If the wait is cancelled, `call` continues, and `late` is called with its error or None.
         """
-        if before := self._task(name, record):
+        if before := self.unanswered(name, record):
             await asyncio.wait([before])
         task = asyncio.ensure_future(call())
         self._unanswered[name] = record, task
@@ -384,10 +359,6 @@ class Halts:
         except asyncio.CancelledError:
             task.add_done_callback(lambda _: _tell(task, late))
             raise
-
-    def _task(self, name: str, record: EngineRecord) -> asyncio.Task[None] | None:
-        known, task = self._unanswered.get(name, (None, None))
-        return task if known is record else None  # else the name now means another actor
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         if self._unanswered[name][1] is task:

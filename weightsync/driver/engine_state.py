@@ -36,12 +36,7 @@ class EngineState(enum.Enum):
 _NEXT = {
     EngineState.EMPTY: {EngineState.PAUSED},
     EngineState.SERVING: {EngineState.PAUSED, EngineState.PAUSING},
-    EngineState.PAUSING: {
-        EngineState.PAUSED,
-        EngineState.PAUSING,
-        EngineState.READY,
-        EngineState.SERVING,
-    },
+    EngineState.PAUSING: {EngineState.PAUSED, EngineState.PAUSING, EngineState.READY, EngineState.SERVING},
     EngineState.PAUSED: {
         EngineState.PAUSED,
         EngineState.WRITING,

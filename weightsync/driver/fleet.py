@@ -11,10 +11,6 @@ from weightsync.errors import ConfigError
 from weightsync.protocol.peers import EnginePeer, HolderPeer, RelayPeer, TrainerPeer
 
 
-def _itself(value: object) -> object:
-    return value
-
-
 @dataclass(slots=True)
 class EngineMember:
     """An engine with its state, and the holders of the ranks in order.
@@ -49,7 +45,7 @@ class Fleet:
     engines: dict[str, EngineMember]
     holders: list[HolderPeer]
     nodes: list[str] = field(default_factory=list)
-    share: Callable[[object], object] = _itself
+    share: Callable[[object], object] = lambda value: value
     relays: list[RelayPeer] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
     deployments: Mapping[str, Sequence[str]] = field(default_factory=dict)

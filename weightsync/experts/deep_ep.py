@@ -132,12 +132,7 @@ class Buffer:
         *_: object,
         **__: object,
     ) -> tuple[
-        Rows,
-        torch.Tensor | None,
-        torch.Tensor | None,
-        list[int] | None,
-        DispatchHandle | None,
-        EventOverlap,
+        Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap
     ]:
         """Send each token once to each rank that needs it.
 

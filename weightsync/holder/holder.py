@@ -10,6 +10,7 @@ from weightsync import faults
 from weightsync.errors import StateError
 from weightsync.holder.connecting import ConnectingHolder
 from weightsync.holder.copy_digests import copy_digests
+from weightsync.holder.refill import open_refill
 from weightsync.holder.send_buffer import MappedSendBuffer, published_parts
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
@@ -174,7 +175,9 @@ class Holder(ConnectingHolder):
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, self._writing(staging, attempt), staging.queue():
             consumer = open_consumer(staging, feed, attempt, plan.slots, timeout_s, limit_s, snapshot)
-            return self._runs.run(plan, snapshot, self.snapshot_store, staging, consumer, may_map, timeout_s)
+            store = self.snapshot_store if may_map else None
+            opened = partial(open_refill, plan, snapshot, store, staging, consumer, may_map, timeout_s)
+            return self._runs.run(opened, staging, consumer)
 
     def stop_refill(self, cause: str) -> None:
         """End a running `refill` or `replicate`, which then raises TransportError."""
@@ -197,10 +200,7 @@ class Holder(ConnectingHolder):
                 each.abort(cause)
 
     def close(self) -> None:
-        """End running work, leave the communicators and free the memory.
-
-        `watch` returns.
-        """
+        """End running work, leave the communicators and free the memory. `watch` returns."""
         self.abort(cause := f"{self.name} is closed")
         self.stop_refill(cause)
         self._watched.set()

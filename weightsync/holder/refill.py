@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from weightsync import faults
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
@@ -295,24 +295,18 @@ def _inject(sink: RefillSink, bucket: int) -> None:
         faults.inject("refill", bucket=bucket, num_buckets=sink.num_buckets, data=data)
 
 
+AnyRefill: TypeAlias = Refill | Restore | BucketRestore | SecondCopyRestore
+
+
 class RefillRuns:
     """The refills of one holder's engine rank, one at a time, and the holder's copies for its host."""
 
     def __init__(self, holder: str) -> None:
         self._holder = holder
-        self._running: list[Refill | Restore | BucketRestore | SecondCopyRestore] = []
+        self._running: list[AnyRefill] = []
 
-    def run(
-        self,
-        plan: Plan,
-        snapshot: Snapshot,
-        snapshots: SnapshotStore | None,
-        staging: Staging,
-        consumer: BucketConsumer,
-        may_map: bool,
-        timeout_s: float,
-    ) -> Refilled:
-        """Run the refill that `open_refill` returns for these. On an error the engine rank is told.
+    def run(self, opened: Callable[[], AnyRefill], staging: Staging, consumer: BucketConsumer) -> Refilled:
+        """Run the refill that `opened` returns, as `open_refill`. On an error the engine rank is told.
 
         Raises ReadError or DeadlineError naming the holder that failed when no other holder has the same
         part; TransportError when it was stopped.
@@ -320,8 +314,7 @@ class RefillRuns:
         The memory of the rank before it is unmapped afterwards.
         """
         try:
-            store = snapshots if may_map else None
-            return self._run(open_refill(plan, snapshot, store, staging, consumer, may_map, timeout_s))
+            return self._run(opened())
         except Exception as error:
             consumer.cancel(f"{self._holder}: {type(error).__name__}: {error}")
             raise
@@ -344,7 +337,7 @@ class RefillRuns:
         for each in [*self._running]:
             each.stop(cause)
 
-    def _run(self, refill: Refill | Restore | BucketRestore | SecondCopyRestore) -> Refilled:
+    def _run(self, refill: AnyRefill) -> Refilled:
         self._running.append(refill)
         try:
             return refill.run()
@@ -361,7 +354,7 @@ def open_refill(
     consumer: BucketConsumer,
     may_map: bool,
     timeout_s: float,
-) -> Refill | Restore | BucketRestore | SecondCopyRestore:
+) -> AnyRefill:
     """Return the refill of the engine rank from `snapshot`.
 
     `snapshots` is this holder's store, if the store's memory may be read. Raises StateError for a flat

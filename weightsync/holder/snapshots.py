@@ -19,13 +19,7 @@ from weightsync.errors import ReadError, TransportError, WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.decoding import decoded
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import (
-    Fingerprint,
-    LiveDigest,
-    Snapshot,
-    SnapshotHeader,
-    SnapshotPart,
-)
+from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 logger = logging.getLogger("weightsync.holder")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
     from weightsync.holder.direct_copy import DirectCopy
     from weightsync.holder.quantizing_copy import QuantizingCopy
+    from weightsync.quantising.quantizing_tables import QuantizingTables
 
     Direct: TypeAlias = DirectCopy | QuantizingCopy
     """Copies that digest the engine rank's resulting tensors."""
@@ -96,7 +97,7 @@ def open_consumer(
         if memory.writes or only is not None or (snapshot and snapshot.is_flat):
             return WriteConsumer(memory, feed, attempt, limit_s, only)
         if memory.quantizing and feed.is_writable():
-            return QuantizingConsumer(memory, feed, attempt, limit_s)
+            return WriteConsumer(memory, feed, attempt, limit_s, quantizing=memory.quantizing)
     return FeedConsumer(feed, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
@@ -181,9 +182,11 @@ class WriteConsumer(BucketConsumer):
         attempt: int,
         timeout_s: float,
         only: frozenset[int] | None = None,
+        quantizing: QuantizingTables | None = None,
     ) -> None:
+        """`quantizing`: quantises the buckets, and digests them."""
         self._memory, self._feed, self._only = memory, feed, only
-        self._attempt, self._timeout_s = attempt, timeout_s
+        self._attempt, self._timeout_s, self._quantizing = attempt, timeout_s, quantizing
 
     @property
     def taking(self) -> bool:
@@ -196,10 +199,11 @@ class WriteConsumer(BucketConsumer):
             self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
-        """Wait until everything is written, then tell the engine rank."""
+        """Wait until everything is written, then tell the engine rank, with the digests if there are any."""
         self._memory.wait_written(self._timeout_s)
+        digests = self._quantizing or live
         if self._feed and self.taking:
-            self._feed.written(self._attempt, live.result() if live else None)
+            self._feed.written(self._attempt, digests.result() if digests else None)
 
     def cancel(self, cause: str) -> None:
         if self._feed:
@@ -208,16 +212,6 @@ class WriteConsumer(BucketConsumer):
             except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
                 logger.warning("what was begun may still be written: %s", error)
             self._feed.cancel(self._attempt, cause)
-
-
-class QuantizingConsumer(WriteConsumer):
-    """Quantises buckets into a participating engine rank's memory, and sends the rank the digests."""
-
-    def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
-        """Wait until everything is written, then tell the engine rank the digests."""
-        self._memory.wait_written(self._timeout_s)
-        if self._feed and self.taking and self._memory.quantizing:
-            self._feed.written(self._attempt, self._memory.quantizing.result())
 
 
 def run_update(

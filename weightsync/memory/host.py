@@ -84,7 +84,9 @@ class SharedBuffer:
     def close(self) -> None:
         """Close this process's descriptor and tensor. The last mapping frees the memory."""
         if self._fd >= 0:
-            self._unpin()
+            while self._pinned:
+                runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(int(runtime.cudaHostUnregister(self._pinned.pop())))
             os.close(self._fd)
             self._fd = -1
             self.tensor = self.tensor[:0].clone()
@@ -110,11 +112,6 @@ class SharedBuffer:
         except BaseException:
             self.close()
             raise
-
-    def _unpin(self) -> None:
-        while self._pinned:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(self._pinned.pop())))
 
 
 def open_memory(handle: BufferHandle, flags: int) -> int:

@@ -19,8 +19,6 @@ from weightsync.plan.direct.alike import Alike
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.peers import SharedAlike, SharedLayout, SharedPlan, SharedTable, SharedTerms
 
-__all__ = ["Method", "methods_of"]
-
 _SHARED: Mapping[object, type] = {
     SharedPlan: Plan,
     SharedTerms: CrossHostTerms,

@@ -19,8 +19,6 @@ from weightsync.channel.wire import SentError
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.decoding import decoded
 
-__all__ = ["decode", "encode"]
-
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _NUMBERS = "biuf"
 """Kinds of dtypes of arrays, as of `numpy.dtype.kind`."""

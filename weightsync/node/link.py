@@ -43,8 +43,6 @@ from weightsync.protocol.ports import listen
 from weightsync.protocol.timing import left_s
 from weightsync.protocol.tls import accepting
 
-__all__ = ["Link", "Links"]
-
 logger = logging.getLogger("weightsync.node")
 
 

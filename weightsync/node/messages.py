@@ -10,26 +10,6 @@ from weightsync.channel.wire import SentError
 from weightsync.config import TlsFiles
 from weightsync.protocol.decoding import decoded
 
-__all__ = [
-    "Answer",
-    "Ask",
-    "Drop",
-    "FromNode",
-    "Hello",
-    "Join",
-    "JoinRank",
-    "Late",
-    "NodeOffer",
-    "Notice",
-    "Place",
-    "Raised",
-    "Refused",
-    "Tell",
-    "ToNode",
-    "Welcome",
-]
-__all__ += ["from_node", "joined", "joining", "to_node"]
-
 MAX_NBYTES = 1 << 30
 """The limit of a message, once the node has shown its secret: a plan of 70,000 tensors has tens of MB."""
 

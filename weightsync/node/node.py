@@ -42,8 +42,6 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.log_level import use_log_level
 from weightsync.protocol.stream import Stream
 
-__all__ = ["Node", "serve"]
-
 logger = logging.getLogger("weightsync.node")
 
 _PAUSE_S = 0.2
@@ -162,13 +160,9 @@ class Node:
         except OSError as error:
             logger.debug("the connection to the driver is lost: %s", error)
             return self._dial(self._again_s)
-        self._wake_another(self._stream)
-        return asked
-
-    def _wake_another(self, stream: Stream) -> None:
-        """Have the next message wake one thread."""
         with contextlib.suppress(ValueError):  # the node has ended
-            self._poll.modify(stream, _ONCE)
+            self._poll.modify(self._stream, _ONCE)  # the next message wakes one thread
+        return asked
 
     def _take(self, came: Sequence[bytes]) -> list[Ask]:
         """Handle messages that came together. Returns calls that were not dropped."""
@@ -337,11 +331,9 @@ class _Told:
         self._tell, self._is_done = tell, False
 
     def done(self) -> bool:
-        """Return True if the driver was told."""
         return self._is_done
 
     def set_result(self, _: None) -> None:
-        """Tell the driver."""
         self._is_done = True
         self._tell()
 

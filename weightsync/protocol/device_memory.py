@@ -134,11 +134,6 @@ class Export:
         """The rank's layout."""
         return self.table.rank_layout()
 
-    @property
-    def buffers(self) -> Mapping[str, DeviceHandle]:
-        """The handles of the buffers."""
-        return self.memory.handles()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMemory:
@@ -196,11 +191,6 @@ class LiveExport:
     kind: str
     memory: DeviceMemory
     places: StoredExport | None = None
-
-    @property
-    def parameters(self) -> Mapping[str, DeviceHandle]:
-        """The handles of the parameters."""
-        return self.memory.handles()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,10 +109,7 @@ class HolderPeer(Protocol):
     async def accept(self, timeout_s: float, engine: DeviceMemory | None = None) -> None: ...
     async def warm_up(self, timeout_s: float) -> None: ...
     async def route(
-        self,
-        reads: LocalReads,
-        memory: Mapping[int, DeviceMemory],
-        alike: SharedAlike | None = None,
+        self, reads: LocalReads, memory: Mapping[int, DeviceMemory], alike: SharedAlike | None = None
     ) -> None: ...
     async def exchange(
         self, terms: SharedTerms, rank: int, sent: Mapping[int, BundleTable], received: SharedTable | None

@@ -21,12 +21,7 @@ from weightsync.plan.layout.formats import TOGETHER, Format
 from weightsync.protocol.messages import HolderDigests
 from weightsync.quantising.launch_graph import LaunchGraph
 from weightsync.quantising.piece_memory import SlotPieces
-from weightsync.quantising.quantize_kernels import (
-    MatrixDigests,
-    QuantizedMatrix,
-    QuantizeTable,
-    can_quantize,
-)
+from weightsync.quantising.quantize_kernels import MatrixDigests, QuantizedMatrix, QuantizeTable, can_quantize
 from weightsync.quantising.stored_places import StoredPlaces
 
 _ALIGN = 256

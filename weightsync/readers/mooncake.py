@@ -32,19 +32,13 @@ class MooncakeServer:
     """A process with registered memory, which peers read without asking a process."""
 
     def __init__(
-        self,
-        buffer: SharedBuffer,
-        holder: str,
-        host: str,
-        protocol: str,
-        device: str,
-        ports: Ports | None,
+        self, buffer: SharedBuffer, holder: str, host: str, protocol: str, device: str, ports: Ports | None
     ) -> None:
         """Raises TransportError if Mooncake does not work on this host, ConfigError if no port is free."""
         # A process that reaches the port could also write. Over TCP a read-only mapping prevents writes.
         writable = protocol == "rdma"
         self._child = MooncakeProcess(protocol, host, device, [buffer], writable=writable, ports=ports)
-        if ports and not _is_within(self._child.endpoint, ports):
+        if ports and not ports[0] <= int(self._child.endpoint.rpartition(":")[2]) <= ports[1]:
             self._child.close()
             remedy = f"Mooncake took {self._child.endpoint} instead: give ports outside {_NOT_MOONCAKES}"
             raise ConfigError("sync.ports", f"{ports[0]}-{ports[1]}", f"{remedy}, or refill: zeromq")
@@ -124,10 +118,6 @@ class MooncakeReader(ClosableReader):
             child.kill()
         for child in self._children.values():
             child.close()
-
-
-def _is_within(endpoint: str, ports: Ports) -> bool:
-    return ports[0] <= int(endpoint.rpartition(":")[2]) <= ports[1]
 
 
 def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:

@@ -80,11 +80,7 @@ class ZeroMqServer(HandshakeServer):
         problem, encrypts = f"{holder} cannot serve", protocol == ENCRYPTED
         super().__init__(host, ports, MAX_FRAME_NBYTES, problem, encrypts=encrypts)
         self.offer = Offer(
-            holder=holder,
-            protocol=protocol,
-            memory=handle,
-            endpoint=self.endpoint,
-            secret=self.secret,
+            holder=holder, protocol=protocol, memory=handle, endpoint=self.endpoint, secret=self.secret
         )
 
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:

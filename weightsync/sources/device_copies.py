@@ -15,10 +15,7 @@ class DeviceCopies:
     """One epoch's pieces on a GPU. They are digested there, and copied to the send buffer."""
 
     def __init__(
-        self,
-        plan: Plan,
-        copies: Sequence[tuple[Piece, torch.Tensor, torch.Tensor]],
-        device: torch.device,
+        self, plan: Plan, copies: Sequence[tuple[Piece, torch.Tensor, torch.Tensor]], device: torch.device
     ) -> None:
         """`copies` has each piece, its memory on `device`, and its place in the send buffer, of one shape."""
         self._copies, self._device = [(held, place) for _, held, place in copies], device

@@ -38,6 +38,7 @@ class PieceCopies:
 
     Attributes:
         copies: all parts.
+        has_device_copies: whether some of the pieces are on a GPU.
     """
 
     def __init__(
@@ -91,12 +92,8 @@ class PieceCopies:
             )
             for gpu, its in on_gpus.items()
         )
+        self.has_device_copies = bool(on_gpus)
         self.copies = (*by_table, *others, *(copy for its in on_gpus.values() for _, copy, _ in its))
-
-    @property
-    def has_device_copies(self) -> bool:
-        """Return True if some of the pieces are on a GPU."""
-        return bool(self._device_copies)
 
     def place(self, copy: PieceCopy) -> torch.Tensor:
         """Return a part's place in the copy, 1-D, in the dtype that travels."""
@@ -172,7 +169,6 @@ class PieceCopies:
 
 
 def _run(table: HostTable, threads: ThreadPoolExecutor, count: bool) -> Digests:
-    """Run a table, and return the digests."""
     list(threads.map(lambda each: table.run(each[0], each[1], count), table.ranges))  # raises an error
     return table.digests()
 

@@ -129,7 +129,6 @@ class TensorSource(ABC):
         return self.model
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the live tensors of `_weights`."""
         return self._weights().tensors
 
     def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
@@ -227,7 +226,6 @@ class TensorSource(ABC):
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
-        """Prepare the copies to the send buffer."""
         assert self._plan is not None
         assert self._guard is not None
         assert self._layout_now is not None

@@ -113,7 +113,6 @@ def _make(store: ObjectStore, folder: LocalFolder, version: int, wanted: Stored,
 
 
 def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> None:
-    """Download an object."""
 
     def parts() -> Iterator[memoryview]:
         for part in store.stream(stored.name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as Late
@@ -17,7 +18,7 @@ from weightsync.memory import cuda
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.store import StoreServer
-from weightsync.transports.watchdog import Gate, Watch, WatchedTransport
+from weightsync.transports.watchdog import Watch, WatchedTransport
 
 logger = logging.getLogger("weightsync.transports")
 
@@ -27,6 +28,32 @@ _SPIN_S = 0.02
 _LEAVE_S = 0.5
 """A call inside NCCL for longer than this waits for peers. Only an abort frees the call."""
 _ABORT_S = 10.0
+
+
+class Gate:
+    """Counts calls inside a library, and can be shut against new ones."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside, self._is_shut = 0, False
+
+    def enter(self) -> bool:
+        """Enter unless the gate is shut, without blocking. If this returns True, the caller must `leave`."""
+        with self._changed:
+            self._inside += not self._is_shut
+            return not self._is_shut
+
+    def leave(self) -> None:
+        """Count the caller's call as returned."""
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def shut(self, timeout_s: float) -> None:
+        """Refuse new calls; wait until no call is inside, at most `timeout_s` seconds."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.wait_for(lambda: self._inside == 0, timeout_s)
 
 
 class NcclTransport(WatchedTransport):

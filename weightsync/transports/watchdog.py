@@ -19,33 +19,6 @@ from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import Absence, RollCall, ranks_text
 from weightsync.transports.store import NetworkStore, StoreServer
 
-
-class Gate:
-    """Counts calls inside a library, and can be shut against new ones."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside, self._is_shut = 0, False
-
-    def enter(self) -> bool:
-        """Enter unless the gate is shut, without blocking. If this returns True, the caller must `leave`."""
-        with self._changed:
-            self._inside += not self._is_shut
-            return not self._is_shut
-
-    def leave(self) -> None:
-        """Count the caller's call as returned."""
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
-
-    def shut(self, timeout_s: float) -> None:
-        """Refuse new calls; wait until no call is inside, at most `timeout_s` seconds."""
-        with self._changed:
-            self._is_shut = True
-            self._changed.wait_for(lambda: self._inside == 0, timeout_s)
-
-
 logger = logging.getLogger("weightsync.transports")
 
 SLACK_S = 1.0
@@ -182,13 +155,10 @@ class Watch:
             elif now - max(self._lost_at, operation.started) > LOST_S:
                 self.end(self._host_gone(number, "is gone"))
             else:
-                self._ask_library()
-
-    def _ask_library(self) -> None:
-        try:
-            self._probe()
-        except TransportError as error:
-            self._fault = str(error)
+                try:
+                    self._probe()
+                except TransportError as error:
+                    self._fault = str(error)
 
     def _call_roll(self, number: int) -> None:
         self._late.set()

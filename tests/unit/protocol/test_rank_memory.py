@@ -44,7 +44,7 @@ def test_an_export_is_whole_again_where_its_layout_and_its_memory_meet() -> None
     handles = {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 16)}
     table = LayoutTable.of(layout)
     export = RankMemory(table.own(), DeviceMemory.of(handles)).export(table)
-    assert (export.layout, export.buffers) == (layout, handles)
+    assert (export.layout, export.memory.handles()) == (layout, handles)
 
 
 @given(st.lists(HANDLES, min_size=1, max_size=8))

@@ -142,21 +142,14 @@ async def _open(
     with clock.phase("prepare"):
         shared_plan = SharedPlan(fleet.share(plan))
         sources = {holder: layouts.trainers[rank].device for rank, (_, holder) in enumerate(fleet.trainers)}
-        calls = {
-            f"holder {i}": holder.prepare(shared_plan, i, sources.get(i, ""))
-            for i, holder in enumerate(fleet.holders)
-        }
+        peers = enumerate(fleet.holders)
+        calls = {f"holder {i}": each.prepare(shared_plan, i, sources.get(i, "")) for i, each in peers}
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         holders = fleet.named_holders()
-        lending = asyncio.ensure_future(_serve_snapshots(holders, config))
-        joining = asyncio.ensure_future(_join(holders, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, config))
-        parts: dict[str, Awaitable[object]] = {
-            "serve_snapshots": lending,
-            "join": joining,
-            "attach": attaching,
-        }
+        parts: dict[str, Awaitable[object]] = {"serve_snapshots": _serve_snapshots(holders, config)}
+        parts |= {"join": _join(holders, prepared, config, clock), "attach": attaching}
         # Each of the three calls has its own deadlines. A lost process ends the wait for all of them.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         exports, served = attaching.result()
@@ -224,10 +217,6 @@ def _kinds(ranks: Served) -> Sequence[str]:
     return [each.kind for each in ranks if isinstance(each, LiveMemory)]
 
 
-def _of_plan(ranks: Served) -> Exports:
-    return [each if isinstance(each, RankMemory) else None for each in ranks]
-
-
 def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
     members = Members(
         num_holders=len(fleet.holders),
@@ -252,10 +241,8 @@ def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_sl
 async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
     """Have holders serve snapshots now, so that a wrong setting fails at connect."""
     if config.keep_versions > 1:
-        calls = {
-            process: holder.serve_snapshots(config.refill, config.rdma_device)
-            for process, holder in holders.items()
-        }
+        how = config.refill, config.rdma_device
+        calls = {process: holder.serve_snapshots(*how) for process, holder in holders.items()}
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
@@ -286,9 +273,7 @@ async def _attach(
         answer = await call
         return answer.known_by(names) if answer.export else answer
 
-    async def attach_ranks(
-        call: Coroutine[object, object, Sequence[Attached]],
-    ) -> Sequence[Attached]:
+    async def attach_ranks(call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
         return [each.known_by(names) if each.export else each for each in await call]
 
     calls = {
@@ -309,7 +294,8 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan.digest(), digests)
-    exports = _of_plan(_exported(layouts.trainers, [*attached.values()]))
+    sources = _exported(layouts.trainers, [*attached.values()])
+    exports = [each if isinstance(each, RankMemory) else None for each in sources]
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
     if layouts.differ:
         require_casts(plan.tensors, layouts.joined, found)
@@ -343,22 +329,16 @@ async def _meet(
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
             raise
 
+    async def accept(name: str, holder: HolderPeer) -> Sequence[Attached]:
+        await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
+        return ()
+
     calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
-    calls |= {name: _accept(name, holder, timeout_s, ahead) for name, holder in holders.items()}
+    calls |= {name: accept(name, holder) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
     answers = met.require()
     return {name: answers[name] for name in engines}
-
-
-async def _accept(
-    name: str,
-    holder: HolderPeer,
-    timeout_s: float,
-    ahead: asyncio.Future[Mapping[str, DeviceMemory]] | None,
-) -> Sequence[Attached]:
-    await holder.accept(timeout_s, (await ahead).get(name) if ahead else None)
-    return ()
 
 
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:

@@ -340,7 +340,6 @@ class Router:
         return local, whole if len(its) < len(by_trainer) else None
 
     def _memory(self, trainers: Collection[int]) -> dict[int, DeviceMemory]:
-        """Return the memory of trainer ranks that are read."""
         exports = {trainer: self._exports[trainer] for trainer in sorted(trainers)}
         return {trainer: export.memory for trainer, export in exports.items() if export}
 

@@ -78,12 +78,7 @@ Way: TypeAlias = Direct | Joining | Later | Broadcast
 
 
 def obstacle(
-    config: SyncConfig,
-    demoted: str,
-    failed: str,
-    trainers_export: bool,
-    engine_exports: bool,
-    converts: str,
+    config: SyncConfig, demoted: str, failed: str, trainers_export: bool, engine_exports: bool, converts: str
 ) -> str:
     """Return why an engine may not read the trainers' memory directly, or "".
 

@@ -114,10 +114,10 @@ class Healer:
     async def _heal(self, name: str, failure: WeightSyncError) -> None:
         clock, respawned_at, cause = PhaseClock(), None, str(failure)
         # Every respawn after a slow update has used up an attempt.
-        first = max(1, self._controller.engine_group.num_slow(name) - 1)
+        first = max(1, self._controller.engine_group.num_slow[name] - 1)
         for attempt in range(first, self._config.heal_attempts + 2):
             # A running update may still commit. From then on its version can be refilled.
-            await self._controller.idle()
+            await self._controller.update_lock.idle()
             await self._controller.snapshot_index.settled()
             if name not in self._fleet.engines:
                 return
@@ -194,7 +194,7 @@ class Healer:
     async def _fill(self, name: str) -> SyncReport | None:
         """Adopt and refill the engine. Returns None if an update did it, or the next one has to."""
         while True:
-            await self._controller.idle()
+            await self._controller.update_lock.idle()
             member = self._fleet.engines[name]
             if member.record.state in _WHOLE:
                 return None

@@ -112,7 +112,9 @@ def decide(
     wishes = _wishes(failure, is_dead)[attempt > 1] if attempt <= max_attempts else ()
     for action in wishes:
         if possible[action]:
-            return Decision(action, _delay(attempt, backoff_s))
+            # 2 ** 63 times any useful pause exceeds the limit; higher powers would overflow a float.
+            delay_s = 0.0 if attempt == 1 else min(_LONGEST_S, backoff_s * 2 ** min(attempt - 1, 63))
+            return Decision(action, delay_s)
     return Decision(Action.DROP if num_live >= min_engines else Action.RAISE, 0.0)
 
 
@@ -140,8 +142,3 @@ def _wishes(failure: WeightSyncError, is_dead: bool) -> _Wishes:
 
 def _is_peer(name: str) -> bool:
     return name.startswith(("holder ", "trainer "))
-
-
-def _delay(attempt: int, backoff_s: float) -> float:
-    # 2 ** 63 times any useful pause exceeds the limit; higher powers would overflow a float.
-    return 0.0 if attempt == 1 else min(_LONGEST_S, backoff_s * 2 ** min(attempt - 1, 63))

@@ -53,7 +53,6 @@ class _Version:
     damaged: set[Copy] = field(default_factory=set)
 
     def add(self, layout: str, part: int, offer: Offer, host: str) -> None:
-        """Add an offer of a holder on `host`."""
         self.offers[layout].setdefault(part, []).append(offer)
         self.hosts[offer.holder] = host
         self.damaged.discard((offer.holder, part))
@@ -66,7 +65,6 @@ class _Version:
                     parts[number] = [offer for offer in offers if offer.holder != holder]
 
     def drop(self, damaged: Sequence[Copy]) -> None:
-        """Offer damaged copies no more."""
         for holder, part in damaged:
             where = f"[{holder} · v{self.number}]"
             logger.warning("%s its copy of part %d is damaged, and not used any more", where, part)
@@ -113,9 +111,8 @@ class SnapshotIndex:
                     "failure it waits for the next update; sync.stage host keeps one",
                     name,
                 )
-        parts = {
-            home: header.part for header, homes in self._parts(0, connection, everyone=True) for home in homes
-        }
+        every = self._parts(0, connection, everyone=True)
+        parts = {home: header.part for header, homes in every for home in homes}
         # Engines of equal layout are filled from one copy.
         readers = {
             holder: part
@@ -249,13 +246,12 @@ class SnapshotIndex:
         choice = self._candidates(version, connection, engine).choose()
         flat = connection.flat_layouts.get(engine)
         if flat and (connection.in_place or choice.first.live):
-            first, num_ranks = (
-                SnapshotHeader(version, flat.layout, flat.first),
+            first = SnapshotHeader(version, flat.layout, flat.first)
+            num_ranks, live = (
                 len(self._fleet.engines[engine].holders),
+                (choice.first.live, choice.reserve.live),
             )
-            async with self.live_sources.offered(
-                version, flat, choice.first.live, choice.reserve.live
-            ) as offers:
+            async with self.live_sources.offered(version, flat, *live) as offers:
                 yield choice.snapshot(first, num_ranks, is_flat=True, live=offers)
         else:
             first = SnapshotHeader(version, _layout(connection, engine), 0)
@@ -282,10 +278,8 @@ class SnapshotIndex:
             number: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
             for number, name in enumerate(calls)
         }
-        versions, ranks = (
-            {header.version for shares in found.values() for header in shares},
-            _ranks(self._fleet),
-        )
+        versions = {header.version for shares in found.values() for header in shares}
+        ranks = _ranks(self._fleet)
         for version in sorted(versions, reverse=True):
             now = _Version(version)
             for header, homes in self._parts(version, connection, everyone=True):
@@ -428,13 +422,8 @@ class SnapshotIndex:
                 limit_s = self._config.timeout_s + GRACE_S
                 outcome = await gather_named({f"holder {place}": call}, "replicate", limit_s)
                 for error in outcome.failures.values():
-                    logger.warning(
-                        "[holder %d · v%d] does not replicate part %d: %s",
-                        place,
-                        header.version,
-                        header.part,
-                        error,
-                    )
+                    about = "[holder %d · v%d] does not replicate part %d: %s"
+                    logger.warning(about, place, header.version, header.part, error)
                     _tell(self._events, error)
                 for offer in outcome.answers.values():
                     now.add(header.layout, header.part, offer, nodes[place])
@@ -473,7 +462,6 @@ async def _give_up(task: asyncio.Task[None] | None, timeout_s: float) -> None:
 
 
 async def _ended(task: asyncio.Task[None] | None) -> None:
-    """Wait until `task` has ended, if there is one."""
     if task and not task.done():
         await asyncio.wait([task])
 

@@ -89,7 +89,7 @@ class Candidates:
         near, far = self._near(), self._near(others=True)
         copied = [{*map(self._host, offers)} for offers in self.copies.values()]
         has_all = set.intersection(*copied) if copied else set()
-        if self._are_all_here(near):
+        if near and all(self._needs(part) <= {*map(self._host, its)} for part, its in near.items()):
             return SourceChoice(Sources(near), Sources(far), is_near=True)
         if own := self.live.get(self.nodes[0]):
             rest = [name for name in self.live.values() if name != own]
@@ -141,6 +141,3 @@ class Candidates:
     @property
     def _are_whole(self) -> bool:
         return bool(self.copies) and all(self.copies.values())
-
-    def _are_all_here(self, near: Parts) -> bool:
-        return bool(near) and all(self._needs(part) <= {*map(self._host, its)} for part, its in near.items())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.deltas.density import densities
@@ -17,7 +16,7 @@ from weightsync.driver.connecting.ways import settled
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
-from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import Stager
@@ -51,6 +50,7 @@ class Controller:
     Attributes:
         version: the newest committed version, 0 before the first.
         connected: whether an update may run; False before ``connect`` and after a holder is lost or new.
+        update_lock: exclusive in an update, shared in work on one engine.
         engine_group: the engines, and which of them failed.
         snapshot_index: the holders' snapshots of the committed version.
     """
@@ -61,8 +61,8 @@ class Controller:
         self.connected = False
         self.events = Events()
         self.events.subscribe(HolderSilent, lambda _: self._disconnect())
-        self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
-        self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
+        self.update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
+        self.engine_group = EngineGroup(config, fleet, self.events, self.update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events, self.engine_group)
         self._trainers = Trainers(config, fleet)
         self._comparison = Comparison(config, fleet, self._trainers, self.snapshot_index.live)
@@ -72,8 +72,10 @@ class Controller:
             self.events,
             self.engine_group,
             self.snapshot_index,
-            self._update_lock,
+            self.update_lock,
             self._comparison,
+            self.connection,
+            lambda: self.version,
         )
         self._epoch = self._nbytes = 0
         self._frozen: FrozenTensors | None = None
@@ -134,26 +136,15 @@ class Controller:
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
-        async with self._update_lock.exclusive() as late:
+        async with self.update_lock.exclusive() as late:
             for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
             yield
 
-    async def idle(self) -> None:
-        """Wait until the exclusive lock is free."""
-        await self._update_lock.idle()
-
-    def shared(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the shared lock for engine `name`. No update and no other task works on it."""
-        return self._update_lock.shared(name)
-
     async def update(
-        self,
-        version: int,
-        when_held: Callable[[], None] = lambda: None,
-        joint: JointMember | None = None,
+        self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
     ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
@@ -182,13 +173,23 @@ class Controller:
             raise StateError(f"{alive}, sync.min_engines is {least}")
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
-        update = partial(self._update, version, takers, clock, when_held, joint)
+
+        async def once() -> SyncReport:
+            update = Update(self._parts(), version, takers, clock, when_held, joint)
+            try:
+                await update.run(self.version)
+            finally:
+                self.connected = self.connected and not update.breaks_connection
+                if update.has_committed:
+                    self.version = version
+            return self._report(clock, update)
+
         with collector_paused:  # a collection takes long, and engines are paused
             if not asleep:
-                return await self._connecting_again(update, version)
+                return await self._connecting_again(once, version)
             watching = {holder for member in asleep for holder in member.holders}
             async with sampled(self._fleet, watching, clock.now) as seen:
-                report = await self._connecting_again(update, version)
+                report = await self._connecting_again(once, version)
         return replace(report, peak_memory=peaks(seen, clock.spans))
 
     async def _connecting_again(
@@ -201,23 +202,6 @@ class Controller:
             logger.info("[driver · v%d] connecting again: %s", version, error)
         await self.connect()
         return await update()
-
-    async def _update(
-        self,
-        version: int,
-        takers: Mapping[str, EngineMember],
-        clock: PhaseClock,
-        when_held: Callable[[], None],
-        joint: JointMember | None,
-    ) -> SyncReport:
-        update = Update(self._parts(), version, takers, clock, when_held, joint)
-        try:
-            await update.run(self.version)
-        finally:
-            self.connected = self.connected and not update.breaks_connection
-            if update.has_committed:
-                self.version = version
-        return self._report(clock, update)
 
     def _parts(self) -> Parts:
         return Parts(
@@ -307,7 +291,7 @@ class Controller:
         Raises PlanError if the plan has no engine of this layout: then the whole fleet has to ``connect``
         again. Also raises the other errors of ``connect``.
         """
-        await self._refiller.adopt(self.connection, lambda: self.version, name)
+        await self._refiller.adopt(name)
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the committed version without trainers, from snapshots or engines that serve.
@@ -317,7 +301,7 @@ class Controller:
         """
         clock = PhaseClock()
         await self.snapshot_index.settled()
-        refilled = await self._refiller.refill(self.connection, lambda: self.version, name, clock)
+        refilled = await self._refiller.refill(name, clock)
         return self._report(clock, refilled=refilled)
 
     def _disconnect(self) -> None:

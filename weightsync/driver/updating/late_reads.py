@@ -26,15 +26,20 @@ class LateReads:
     """
 
     def __init__(
-        self, fleet: Fleet, events: Events, engine_group: EngineGroup, update_lock: UpdateLock
+        self,
+        fleet: Fleet,
+        events: Events,
+        engine_group: EngineGroup,
+        update_lock: UpdateLock,
+        connected: Callable[[], Connection],
     ) -> None:
-        self._fleet, self._events = fleet, events
+        self._fleet, self._events, self._connected = fleet, events, connected
         self._engine_group, self._update_lock = engine_group, update_lock
         self._tasks = set[asyncio.Task[None]]()
 
-    def begin(self, connected: Callable[[], Connection], name: str) -> None:
+    def begin(self, name: str) -> None:
         """Start to plan the reads of engine `name`, which was adopted."""
-        task = asyncio.create_task(self._plan_between_updates(connected, name), name=name)
+        task = asyncio.create_task(self._plan_between_updates(name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -46,11 +51,11 @@ class LateReads:
         await asyncio.gather(*(self._plan(connection, name) for name in self._fleet.live()))
         return connection.router.suffices
 
-    async def _plan_between_updates(self, connected: Callable[[], Connection], name: str) -> None:
+    async def _plan_between_updates(self, name: str) -> None:
         async with self._update_lock.shared(name):
             if not (member := self._fleet.engines.get(name)):
                 return  # it was removed
-            await self._plan(connected(), name)
+            await self._plan(self._connected(), name)
         if member.attached or self._fleet.engines.get(name) is not member:
             return
         if member.record.state is EngineState.SERVING:  # an update went on without it

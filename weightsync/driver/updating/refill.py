@@ -51,37 +51,36 @@ class Refiller:
         snapshot_index: SnapshotIndex,
         update_lock: UpdateLock,
         comparison: Comparison,
+        connected: Callable[[], Connection],
+        committed: Callable[[], int],
     ) -> None:
+        """`connected` and `committed` return the connection and the version of the last update.
+
+        They are called once no update runs, since an update may connect again.
+        """
         self._config, self._fleet, self._events = config, fleet, events
-        self._engine_group, self._snapshot_index, self._update_lock = (
-            engine_group,
-            snapshot_index,
-            update_lock,
-        )
-        self._comparison = comparison
-        self.late_reads = LateReads(fleet, events, engine_group, update_lock)
+        self._engine_group, self._snapshot_index = engine_group, snapshot_index
+        self._update_lock, self._comparison = update_lock, comparison
+        self._connected, self._committed = connected, committed
+        self.late_reads = LateReads(fleet, events, engine_group, update_lock, connected)
         self._first_of_host: dict[tuple[str, FlatLayout], asyncio.Event] = {}
 
-    async def adopt(
-        self, connected: Callable[[], Connection], committed: Callable[[], int], name: str
-    ) -> None:
+    async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted, or whose experts moved.
 
-        Raises the errors of `driver.connect.adopt`.
-
-        `connected` is called once no update runs, since an update may connect again. If the engine would be
-        refused again, such as for its draft, it is DEAD: the other engines connect without it.
+        Raises the errors of `driver.connect.adopt`. If the engine would be refused again, such as for its
+        draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
-            if not self._fleet.engines[name].attached or await self._have_moved(connected(), name):
+            if not self._fleet.engines[name].attached or await self._have_moved(self._connected(), name):
                 try:
-                    await adopt(self._fleet, connected(), name, self._config)
+                    await adopt(self._fleet, self._connected(), name, self._config)
                 except ConfigError:
                     self._engine_group.enter([name], EngineState.DEAD)
                     raise
         is_asleep = self._fleet.engines[name].record.state is EngineState.ASLEEP
-        if is_asleep or not self._snapshot_index.can_fill(committed(), connected(), name):
-            self.late_reads.begin(connected, name)  # no refill follows
+        if is_asleep or not self._snapshot_index.can_fill(self._committed(), self._connected(), name):
+            self.late_reads.begin(name)  # no refill follows
 
     async def _have_moved(self, connection: Connection, name: str) -> bool:
         if name not in connection.moving:
@@ -89,14 +88,8 @@ class Refiller:
         moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
         return await moved.have_moved(name)
 
-    async def refill(
-        self,
-        connected: Callable[[], Connection],
-        committed: Callable[[], int],
-        name: str,
-        clock: PhaseClock,
-    ) -> Refilled:
-        """Fill one engine with the version `committed()`. Returns the sum of the ranks' reads.
+    async def refill(self, name: str, clock: PhaseClock) -> Refilled:
+        """Fill one engine with the committed version. Returns the sum of the ranks' reads.
 
         If a copy is damaged, the copy is dropped, and the engine is filled from other sources.
 
@@ -110,33 +103,31 @@ class Refiller:
         try:
             while True:
                 try:
-                    return await self._refill(connected, committed, name, clock)
+                    return await self._refill(name, clock)
                 except _DamagedCopyError as error:
                     # A holder whose next copy is damaged, too, may damage all.
-                    can_fill = self._snapshot_index.can_fill(committed(), connected(), name)
+                    can_fill = self._snapshot_index.can_fill(self._committed(), self._connected(), name)
                     if error.peer in blamed or not can_fill:
                         raise ReadError(*error.args) from error
                     blamed.add(error.peer)
         finally:
-            if connected().router.joining(name):
-                self.late_reads.begin(connected, name)
+            if self._connected().router.joining(name):
+                self.late_reads.begin(name)
 
-    async def _refill(
-        self,
-        connected: Callable[[], Connection],
-        committed: Callable[[], int],
-        name: str,
-        clock: PhaseClock,
-    ) -> Refilled:
+    async def _refill(self, name: str, clock: PhaseClock) -> Refilled:
         async with (
-            self._turn(connected(), committed, name) as waited,
+            self._turn(self._connected(), name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):
             # An update may have run since, and connected again. Waiting here would keep the next one waiting.
             if self._snapshot_index.is_reserving:
                 raise GaveWayError(f"engine {name} was not filled: an update connected again")
             await self._snapshot_index.copied()
-            connection, version, record = connected(), committed(), self._fleet.engines[name].record
+            connection, version, record = (
+                self._connected(),
+                self._committed(),
+                self._fleet.engines[name].record,
+            )
             if waited and (record.state, record.version) == (EngineState.SERVING, version):
                 raise GaveWayError(f"engine {name} got version {version} from an update while it waited")
             await self._snapshot_index.bring_near(version, connection, name)
@@ -159,9 +150,7 @@ class Refiller:
                 return refilled
 
     @asynccontextmanager
-    async def _turn(
-        self, connection: Connection, committed: Callable[[], int], name: str
-    ) -> AsyncIterator[bool]:
+    async def _turn(self, connection: Connection, name: str) -> AsyncIterator[bool]:
         """Let one engine of a host read from other hosts, for all engines alike on the host.
 
         Engines alike wait until the first engine's refill ends, which has its own deadlines. Yields whether
@@ -172,7 +161,7 @@ class Refiller:
         if flat is None:
             yield waited
             return
-        while not (is_near := self._snapshot_index.is_near(committed(), connection, name)):
+        while not (is_near := self._snapshot_index.is_near(self._committed(), connection, name)):
             if not (first := self._first_of_host.get((host, flat))):
                 break
             await first.wait()
@@ -284,9 +273,7 @@ class Refiller:
                 {name: member}, phase, load, self._engine_group.drop, limit_s
             )
             # The load has ended, so each holder has ended or been told to: a silent one hangs.
-            read = await gather_named(
-                {holder: _answer(task) for holder, task in reads.items()}, "refill", GRACE_S
-            )
+            read = await gather_named(reads, "refill", GRACE_S)
         finally:
             for task in reads.values():
                 task.cancel()
@@ -306,10 +293,6 @@ def _of_rank(snapshot: Snapshot, rank: int) -> Snapshot:
     part = min(snapshot.parts) + rank
     reserve = {part: snapshot.reserve[part]} if part in snapshot.reserve else {}
     return replace(snapshot, parts={part: snapshot.parts[part]}, reserve=reserve)
-
-
-async def _answer(task: asyncio.Task[Refilled]) -> Refilled:
-    return await task
 
 
 async def _while_read(

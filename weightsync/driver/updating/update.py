@@ -202,7 +202,12 @@ class Update:
             self._engines.enter(verified, EngineState.STALE)
             raise self._engines.first_failure()
         with self._clock.phase("commit"):
-            await self._meet_before_commit(verified)
+            if self._joint:
+                try:
+                    await self._joint.before_commit()
+                except WeightSyncError as error:
+                    self._give_up(verified, str(error))
+                    raise
             num_serving = await self._engines.resume(verified, self._version)
         if num_serving:
             self._has_committed()
@@ -226,15 +231,6 @@ class Update:
     @property
     def _expected(self) -> Fingerprint:
         return self._published.fingerprint
-
-    async def _meet_before_commit(self, verified: Sequence[str]) -> None:
-        if not self._joint:
-            return
-        try:
-            await self._joint.before_commit()
-        except WeightSyncError as error:
-            self._give_up(verified, str(error))
-            raise
 
     async def _move_and_publish(self, takers: Sequence[str], committed: int) -> Mapping[str, LoadReport]:
         """Move the version; publish it meanwhile if it is not published. Returns the engines' answers."""

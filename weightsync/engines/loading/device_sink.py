@@ -9,7 +9,6 @@ import torch
 from weightsync.channel.sink import PieceView
 from weightsync.engines.loading.live_writer import LiveWriter
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.messages import Digests, HolderDigests
 
 
 class DeviceSink:
@@ -35,11 +34,9 @@ class DeviceSink:
             bucket: memory on the device, of a slot's size or more. Several sinks may take turns with it.
         """
         self._plan, self._slots, self._bucket = plan, slots, bucket
-        self._writer = LiveWriter(plan, layout, live, [bucket] * len(slots))
-
-    def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
-        """Start a load, as `LiveWriter.begin`."""
-        self._writer.begin(live)
+        self._writer = writer = LiveWriter(plan, layout, live, [bucket] * len(slots))
+        self.begin, self.written = writer.begin, writer.written
+        self.finish, self.digests = writer.finish, writer.digests
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy one bucket to the device, then into the live parameters."""
@@ -55,15 +52,3 @@ class DeviceSink:
                 self._bucket[piece.offset : piece.offset + piece.nbytes].copy_(held)
         torch.cuda.current_stream().synchronize()  # the kernel runs on another stream
         self._writer.take(bucket, pieces)
-
-    def written(self, by_holder: HolderDigests | None = None) -> None:
-        """Note that all further buckets are in memory."""
-        self._writer.written(by_holder)
-
-    def finish(self) -> None:
-        """Check that every bucket came, as `LiveWriter.finish`."""
-        self._writer.finish()
-
-    def digests(self) -> Digests:
-        """Return the digests of live memory."""
-        return self._writer.digests()

@@ -179,6 +179,11 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
             yield from module.named_parameters(path, recurse=False)
 
 
+def addresses_of(model: torch.nn.Module) -> list[int]:
+    """Return the addresses of `parameters_of` a model."""
+    return [each.data_ptr() for _, each in parameters_of(model)]
+
+
 def _has_cache(module: torch.nn.Module) -> bool:
     return any(hasattr(module, name) for name in _OF_CACHES)
 

@@ -50,7 +50,7 @@ def segment_of(
     offset = [source.storage_offset() // step % size for step, size in zip(steps, shape, strict=True)]
     extent, strides = [1] * len(shape), [meta.itemsize] * len(shape)
     for count, step, target_step in dims:
-        axis = _axis(shape, steps, step)
+        axis = next((k for k, size in enumerate(shape) if size > 1 and steps[k] == step), None)
         while True:
             if axis is None or extent[axis] != 1:
                 raise UnprovableError(f"{buffer}: the loader reads a non-rectangular part of {meta.name}")
@@ -129,10 +129,6 @@ def _row_major(shape: tuple[int, ...]) -> list[int]:
     for axis in reversed(range(len(shape) - 1)):
         steps[axis] = steps[axis + 1] * shape[axis + 1]
     return steps
-
-
-def _axis(shape: tuple[int, ...], steps: list[int], step: int) -> int | None:
-    return next((k for k, size in enumerate(shape) if size > 1 and steps[k] == step), None)
 
 
 _ATEN = torch.ops.aten
@@ -254,7 +250,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return self._live.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
     def _is_placeholder(self, tensor: torch.Tensor) -> bool:
-        return self._current is not None and _same_storage(tensor, self._current[1])
+        held = self._current[1].untyped_storage().data_ptr() if self._current else None
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == held
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         found = self._find(target)
@@ -304,10 +301,6 @@ def _by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
         if buffer.numel():
             live.setdefault(buffer.untyped_storage().data_ptr(), (name, buffer))
     return live
-
-
-def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.numel()) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _offset(live: torch.Tensor, view: torch.Tensor) -> int:

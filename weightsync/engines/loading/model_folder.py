@@ -92,7 +92,8 @@ class ModelFolder:
         of_hub = {"revision": self.revision} if self.revision else {}
         try:
             stored, _ = transformers.PreTrainedConfig.get_config_dict(self.path, **of_hub)
-            kind = None if self._has_code(stored) else _named_class({**stored, **self.overrides})
+            has_code = self.trust_remote_code and stored.get("auto_map")
+            kind = None if has_code else _named_class({**stored, **self.overrides})
             given = {**of_hub, **self.overrides}
             if kind is None:
                 given["trust_remote_code"] = self.trust_remote_code
@@ -101,9 +102,6 @@ class ModelFolder:
         except Exception as error:  # transformers, the hub and a model's own code raise many kinds
             raise ConfigError("model", self.path, _remedy(str(error))) from error
         return self.change(config) if self.change else config, kind
-
-    def _has_code(self, stored: Mapping[str, Any]) -> bool:
-        return self.trust_remote_code and bool(stored.get("auto_map"))
 
     def _auto(self, config: Any) -> Any:  # noqa: ANN401 - transformers'
         """Return the first of transformers' classes that maps the type of `config`."""

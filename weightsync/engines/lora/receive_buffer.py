@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from weightsync.channel.sink import PieceView
 from weightsync.engines.loading.live_writer import LiveWriter
 from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.plan.layout.copies import Copies, box_copies
-from weightsync.protocol.messages import Digests, HolderDigests
 
 _NAME = "received"
 
@@ -81,29 +79,15 @@ class SlotSink:
         slots: Sequence[torch.Tensor],
     ) -> None:
         """Prepare the kernels' tables. `writer` writes `received`; the rest is as in `LiveWriter`."""
-        self._writer, self._slot = writer, LiveWriter(plan, layout, live, slots)
+        self._finish = writer.finish
+        self.begin, self.take, self.written = writer.begin, writer.take, writer.written
+        self.digests = LiveWriter(plan, layout, live, slots).digests
         copies = received.copies_to(layout, live)
         self._copies = CopyTable(copies, (0, len(copies)))
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
-        """Start a load, as `LiveWriter.begin`."""
-        self._writer.begin(live)
-
-    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """Copy one bucket to the receive buffer."""
-        self._writer.take(bucket, pieces)
-
-    def written(self, by_holder: HolderDigests | None = None) -> None:
-        """Note that holders have written all further buckets to the receive buffer."""
-        self._writer.written(by_holder)
-
     def finish(self) -> None:
         """Check that every bucket came, and copy them to the slot."""
-        self._writer.finish()
+        self._finish()
         self._copies.launch(0, self._stream)
         self._stream.synchronize()
-
-    def digests(self) -> Digests:
-        """Return the digests of the slot."""
-        return self._slot.digests()

@@ -67,7 +67,6 @@ class _Request:
             self.done.set_result(Completion(self.tokens, self.segments or [(version, 0)], logprobs, reason))
 
     def fail(self, error: Exception) -> None:
-        """Fail the request, unless it has ended."""
         if not self.done.done():
             self.done.set_exception(error)
 

@@ -115,10 +115,7 @@ class AdoptedSglang(AdoptedEngine, SglangSlots):
         raise ConfigError("sleep", "a server of SGLang", "leave it out: requests would end it")
 
     def _asked(
-        self,
-        method: str,
-        work: Callable[[Manager], Coroutine[Any, Any, T]],
-        wait_s: float | None = None,
+        self, method: str, work: Callable[[Manager], Coroutine[Any, Any, T]], wait_s: float | None = None
     ) -> T:
         with self._naming(method, FutureTimeoutError):
             return self._wait(self._alone(work), wait_s)

@@ -198,15 +198,11 @@ class Manager:
 
     async def pause(self, mode: str) -> None:
         """Pause. ``retract`` drops running requests' cache, ``in_place`` keeps it."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self.manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self.ask("pause_generation", "PauseGenerationReqInput", mode=mode)
 
     async def go_on(self) -> None:
         """End a pause."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        await self.ask("continue_generation", "ContinueGenerationReqInput", torch_empty_cache=False)
 
     async def forget(self) -> bool:
         """Drop cached prefixes. Returns False if SGLang does not, since requests hold them."""
@@ -312,15 +308,11 @@ class Manager:
 
     async def update_from_group(self, **fields: object) -> None:
         """Call ``update_weights_from_distributed``, in a session if there are any. Raises RuntimeError."""
+        request = "UpdateWeightsFromDistributedReqInput"
+        # Before 0.5.21, SGLang ends if it cannot flush because it holds requests.
+        given: Mapping[str, Any] = {"flush_cache": False, **fields}
         async with self.session():
-            _require(
-                await self.ask(
-                    "update_weights_from_distributed",
-                    "UpdateWeightsFromDistributedReqInput",
-                    # Before 0.5.21, SGLang ends if it cannot flush because it holds requests.
-                    **{"flush_cache": False, **fields},
-                )
-            )
+            _require(await self.ask("update_weights_from_distributed", request, **given))
 
     async def run(
         self,

@@ -15,12 +15,7 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.protocol.adapters import LORA_A, AdapterSpec, is_of_expert
 
-STACKS = (
-    "gate_up_lora_a_weights",
-    "gate_up_lora_b_weights",
-    "down_lora_a_weights",
-    "down_lora_b_weights",
-)
+STACKS = ("gate_up_lora_a_weights", "gate_up_lora_b_weights", "down_lora_a_weights", "down_lora_b_weights")
 """SGLang's names of a layer's slots, each [slots, experts, rows, columns]."""
 
 _OF_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<rest>.+)")
@@ -66,7 +61,7 @@ def of_one_layer(spec: AdapterSpec) -> frozenset[str]:
 def require_experts(model: torch.nn.Module, spec: AdapterSpec) -> None:
     """Raise ConfigError if this rank's slots do not take an adapter of experts, or SGLang would end at it."""
     found = spec.first_of_experts
-    layers = {path: module for path, module in model.named_modules() if _is_of_experts(module)}
+    layers = {path: module for path, module in model.named_modules() if hasattr(module, STACKS[0])}
     if not layers:
         remedy = (
             f"leave {found} out, or start SGLang with gate_proj, up_proj and down_proj in "
@@ -77,10 +72,6 @@ def require_experts(model: torch.nn.Module, spec: AdapterSpec) -> None:
     for path, module in layers.items():
         _require_plain(found, path, module)
         _require_places(found, path, module, last)
-
-
-def _is_of_experts(module: torch.nn.Module) -> bool:
-    return hasattr(module, STACKS[0])
 
 
 def _require_plain(found: str, path: str, module: Any) -> None:  # noqa: ANN401 - SGLang's

@@ -106,12 +106,7 @@ def peft_config(spec: AdapterSpec) -> dict[str, Any]:
     """Return the config of an adapter, in which all modules have the largest rank. Scaling is 1."""
     names = (meta.name for meta in spec.tensors if meta.name.endswith(LORA_A))
     modules = {name.removesuffix(LORA_A).rsplit(".", 1)[-1] for name in names}
-    return {
-        "peft_type": "LORA",
-        "r": spec.rank,
-        "lora_alpha": spec.rank,
-        "target_modules": sorted(modules),
-    }
+    return {"peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(modules)}
 
 
 def coordinates(spec: AdapterSpec, axis: int, base: int) -> dict[str, torch.Tensor]:
@@ -135,11 +130,7 @@ def _for_loader(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, tor
     of_experts = {name: each for name, each in tensors.items() if is_of_expert(name)}
     given = {name: _padded(each, name, rank) for name, each in tensors.items() if name not in of_experts}
     given |= expert_slots.stacked(of_experts, rank)
-    return {_peft_name(name): each for name, each in given.items()}
-
-
-def _peft_name(name: str) -> str:
-    return f"base_model.model.{name}"
+    return {f"base_model.model.{name}": each for name, each in given.items()}
 
 
 def _padded(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:

@@ -74,10 +74,7 @@ def _makes_experts(layer: Any, dtype: torch.dtype) -> bool:  # noqa: ANN401 - SG
     (gate, scale), (up, _) = (
         [each for _, each in stored] for stored in quantize_together(gate_up.chunk(2), [_GATE_AND_UP] * 2)
     )
-    wanted = {
-        "w13": (torch.cat([gate, up]), scale),
-        "w2": tuple(each for _, each in quantize(down, EXPERT)),
-    }
+    wanted = {"w13": (torch.cat([gate, up]), scale), "w2": tuple(each for _, each in quantize(down, EXPERT))}
     return all(
         are_same(getattr(made, f"{name}_weight")[0], values)
         and are_same(getattr(made, f"{name}_weight_scale"), scale)

@@ -48,10 +48,7 @@ class SglangRanks(EngineRanks):
 
     @abstractmethod
     def _asked(
-        self,
-        method: str,
-        work: Callable[[Manager], Coroutine[Any, Any, Any]],
-        wait_s: float | None = None,
+        self, method: str, work: Callable[[Manager], Coroutine[Any, Any, Any]], wait_s: float | None = None
     ) -> Any:  # noqa: ANN401 - SGLang's
         """Await `work` while no request is stepped. Raises EngineError and FutureTimeoutError."""
 

@@ -12,7 +12,7 @@ import torch
 from weightsync.config import Treatment
 from weightsync.engines.drafts.draft_model import DraftModel
 from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
-from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.live_digest import addresses_of
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.model_folder import ModelFolder
 from weightsync.engines.loading.whole_sink import Loader
@@ -166,7 +166,7 @@ class SglangHost:
     def places(self) -> StoredPlaces | None:
         if not self._stored.formats:
             return None
-        addresses = self._live_addresses()
+        addresses = addresses_of(self._model)
         if addresses != self._addresses:
             self._places = self._found_places()
             self._addresses = addresses
@@ -191,11 +191,8 @@ class SglangHost:
                 *online_option(self._online), f"{error}; or serve this model with vLLM"
             ) from error
         self._stored, self._places = found
-        self._addresses = self._live_addresses()
+        self._addresses = addresses_of(self._model)
         return self._stored.described(checkpoint)
-
-    def _live_addresses(self) -> Sequence[int]:
-        return [each.data_ptr() for _, each in parameters_of(self._model)]
 
     def loader(self, stored: bool) -> Loader:
         if not self._stored.formats:

@@ -20,11 +20,7 @@ class BatchWatch:
     """
 
     def __init__(
-        self,
-        settings: Sampling,
-        ends: Sequence[int],
-        tokenizer: Tokenizer | None,
-        is_cut: Callable[[], bool],
+        self, settings: Sampling, ends: Sequence[int], tokenizer: Tokenizer | None, is_cut: Callable[[], bool]
     ) -> None:
         """`ends` are all tokens that end a row. `is_cut` returns whether all rows end now."""
         self._settings, self._tokenizer = settings, tokenizer

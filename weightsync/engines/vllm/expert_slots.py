@@ -81,10 +81,7 @@ def _require_places(found: str, module: Any) -> None:  # noqa: ANN401 - vLLM's
 
 
 def _require_all(
-    names: Sequence[str],
-    found: Sequence[str],
-    loras: Mapping[str, Any],
-    num_projections: int,
+    names: Sequence[str], found: Sequence[str], loras: Mapping[str, Any], num_projections: int
 ) -> None:
     """Raise ConfigError if an expert of a layer has no adapter, or one of another rank.
 

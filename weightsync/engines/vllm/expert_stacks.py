@@ -8,13 +8,13 @@ saves an adapter of parameters. Sources: ``FusedMoE3DWithLoRA`` and ``LoRAModelM
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import LORA_A, is_of_expert
 
 _PROJECTIONS = ("gate_proj", "down_proj", "up_proj")
@@ -60,23 +60,9 @@ def _joined(experts: Sequence[Any], of_b: Sequence[torch.Tensor]) -> Any:  # noq
 
 def with_up_projections(layout: RankLayout) -> RankLayout:
     """Add the up projections' A to a slot's layout, at the place of the gate projections' A."""
-    return replace(
-        layout,
-        tensors=(*layout.tensors, *_of_up_metas(layout.tensors)),
-        segments=(*layout.segments, *_of_up_segments(layout.segments)),
-    )
-
-
-def _of_up_metas(metas: Sequence[TensorMeta]) -> Iterator[TensorMeta]:
-    for meta in metas:
-        if name := _of_up(meta.name):
-            yield replace(meta, name=name)
-
-
-def _of_up_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
-    for segment in segments:
-        if name := _of_up(segment.tensor):
-            yield replace(segment, tensor=name)
+    metas = (replace(each, name=up) for each in layout.tensors if (up := _of_up(each.name)))
+    segments = (replace(each, tensor=up) for each in layout.segments if (up := _of_up(each.tensor)))
+    return replace(layout, tensors=(*layout.tensors, *metas), segments=(*layout.segments, *segments))
 
 
 def _of_up(name: str) -> str:

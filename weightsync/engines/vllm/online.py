@@ -48,10 +48,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 
 def trace_online(
-    model: torch.nn.Module,
-    loaded: Loaded,
-    checkpoint: Checkpoint,
-    make_loader: Callable[[], Loader],
+    model: torch.nn.Module, loaded: Loaded, checkpoint: Checkpoint, make_loader: Callable[[], Loader]
 ) -> tuple[StoredCheckpoint, StoredPlaces]:
     """Find the tensors of a full-precision checkpoint that vLLM quantises, and their places.
 

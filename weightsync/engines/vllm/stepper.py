@@ -46,12 +46,7 @@ class Stepper:
         self._paused, self._scheduled = True, False
 
     async def run(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        params: object,
-        on_made: Callable[[Made], object],
-        salt: str,
+        self, name: str, prompt: Sequence[int], params: object, on_made: Callable[[Made], object], salt: str
     ) -> None:
         """Run a request, see `Server.run`.
 

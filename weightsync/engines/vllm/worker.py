@@ -14,7 +14,7 @@ import torch
 from weightsync.config import Treatment
 from weightsync.engines.drafts.draft_model import DraftModel
 from weightsync.engines.loading.checkpoint import Checkpoint, checkpoint_of
-from weightsync.engines.loading.live_digest import parameters_of
+from weightsync.engines.loading.live_digest import addresses_of
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.whole_sink import Loader
 from weightsync.engines.loading.wrapped import unwrapped
@@ -106,7 +106,7 @@ class VllmHost:
 
     def _quantised_online(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with vLLM's conversions. vLLM still loads full-precision tensors."""
-        if (addresses := self._live_addresses()) != self._addresses:
+        if (addresses := addresses_of(self.model())) != self._addresses:
             self._addresses = addresses
             self._online, self._places = self._found_online(checkpoint)
         self._stored = self._online
@@ -158,7 +158,7 @@ class VllmHost:
         model = self.converted()
         if model is None:
             return None
-        addresses = self._live_addresses()
+        addresses = addresses_of(self.model())
         if addresses != self._addresses and self._online.formats:
             assert self._whole
             self._addresses = addresses
@@ -181,9 +181,6 @@ class VllmHost:
         if self._whole is None or self._stored.formats:
             return ()
         return rehearse(self.model(), self._runner.model_config, self._device, self._whole.tensors)
-
-    def _live_addresses(self) -> Sequence[int]:
-        return [each.data_ptr() for _, each in parameters_of(self.model())]
 
     def _load(self) -> LayerwiseReload:
         return self._reload().witness()

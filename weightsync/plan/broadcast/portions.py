@@ -21,7 +21,9 @@ def needed_portions(plan: Plan, bucket: int, segments: Sequence[Sequence[Segment
     found: list[Portion] = []
     for portion in _portions(plan, bucket, segments):
         last = found[-1] if found else None
-        if last and _are_close(last, portion):
+        # A trainer rank's share of a bucket is one run of bytes, in both places.
+        is_same = last and last.part == portion.part
+        if last and is_same and portion.offset - (last.offset + last.nbytes) <= GAP_NBYTES:
             found[-1] = replace(last, nbytes=portion.offset + portion.nbytes - last.offset)
         else:
             found.append(portion)
@@ -44,8 +46,3 @@ def _range(piece: Piece, segments: Sequence[Segment], itemsize: int) -> tuple[in
             length = sum((extent - 1) * stride for extent, stride in zip(part.extent, strides, strict=True))
             first, end = min(first, start), max(end, start + length + itemsize)
     return first, end
-
-
-def _are_close(last: Portion, after: Portion) -> bool:
-    # A trainer rank's share of a bucket is one run of bytes, in both places.
-    return last.part == after.part and after.offset - (last.offset + last.nbytes) <= GAP_NBYTES

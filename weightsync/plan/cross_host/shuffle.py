@@ -221,12 +221,7 @@ def _parts(
 
 
 def capacities(
-    nbytes: Int64,
-    bundle: Int64,
-    end: Int64,
-    times: Int64,
-    max_message_bytes: int,
-    less: Int64 | None = None,
+    nbytes: Int64, bundle: Int64, end: Int64, times: Int64, max_message_bytes: int, less: Int64 | None = None
 ) -> Int64:
     """Return the largest message size of each bundle, in bytes.
 

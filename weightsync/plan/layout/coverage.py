@@ -34,12 +34,7 @@ def covers_all(layout: Layout) -> bool:
 
 
 def check_tiling(
-    tensors: Sequence[TensorMeta],
-    shape: Int64,
-    tensor: Int64,
-    offset: Int64,
-    extent: Int64,
-    rank: Int64,
+    tensors: Sequence[TensorMeta], shape: Int64, tensor: Int64, offset: Int64, extent: Int64, rank: Int64
 ) -> None:
     """Prove that the boxes of each tensor hold every element of the tensor exactly once.
 
@@ -221,11 +216,7 @@ def _padding_runs(layout: Layout) -> _Runs:
     live = layout.live
     shape = (len(live.pad_buffer), layout.extent.shape[1])
     return _Runs(
-        live.pad_buffer,
-        live.pad_offset,
-        live.pad_nbytes,
-        np.zeros(shape, np.int64),
-        np.ones(shape, np.int64),
+        live.pad_buffer, live.pad_offset, live.pad_nbytes, np.zeros(shape, np.int64), np.ones(shape, np.int64)
     )
 
 

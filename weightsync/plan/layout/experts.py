@@ -31,10 +31,6 @@ class _Kind:
         """Return the matrices that follow each other in the rows of `stack`."""
         return self.inner_leaves if stack == self.inner else (self.outer,)
 
-    def stack_of(self, leaf: str) -> str:
-        """Return the stack that has the matrix `leaf` of each expert."""
-        return self.outer if leaf == self.outer else self.inner
-
 
 _KINDS = (
     _Kind("gate_up_proj", ("gate_proj", "up_proj"), "down_proj"),
@@ -114,10 +110,7 @@ def stacked(
             tensors += made[0]
             stretches += made[1]
     alone = [index for index in range(len(metas)) if index not in taken]
-    return (
-        (*(metas[i] for i in alone), *tensors),
-        (*(whole[i] for i in alone), *stretches),
-    )
+    return ((*(metas[i] for i in alone), *tensors), (*(whole[i] for i in alone), *stretches))
 
 
 def stack_experts(layout: RankLayout, num_experts: int) -> RankLayout:
@@ -164,7 +157,7 @@ def _place(
     if not found or not kind:
         return meta, ()
     rows, columns = meta.shape
-    stack = kind.stack_of(found["leaf"])
+    stack = kind.outer if found["leaf"] == kind.outer else kind.inner
     leaves = kind.leaves(stack)
     whole = TensorMeta(f"{found['base']}.{stack}", meta.dtype, (num_experts, len(leaves) * rows, columns))
     return whole, (int(found["number"]), leaves.index(found["leaf"]) * rows)

@@ -382,7 +382,6 @@ def _largest(values: Int64) -> int:
 
 
 def _joined(columns: Sequence[Column]) -> Int64:
-    """Join the columns of all ranks."""
     return np.concatenate([np.empty(0, np.int64), *columns])
 
 

@@ -356,10 +356,5 @@ class RankLayout:
         """Return the layout of a rank that takes whole tensors of its own checkpoint."""
         segments = tuple(map(Segment.whole, self.stored))
         return RankLayout(
-            self.stored,
-            segments,
-            self.tied,
-            device=self.device,
-            converts=AS_STORED,
-            draft=self.draft,
+            self.stored, segments, self.tied, device=self.device, converts=AS_STORED, draft=self.draft
         )

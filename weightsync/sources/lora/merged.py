@@ -60,7 +60,10 @@ class Merged:
         before, self._adapted = self._adapted, {}
         for name in self._find(model, weights.layout.tied):
             live, known = local_tensor(weights.tensors[name]), before.get(name)
-            held = known.held if known and _is_alike(known.held, live) else _memory_like(live)
+            if known and _is_alike(known.held, live):
+                held = known.held
+            else:
+                held = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
             boxes = tuple(each for each in weights.layout.segments if each.buffer == name)
             self._adapted[name] = _Adapted(held, boxes)
         still = {name for name, tensor in named_tensors(model)[0].items() if _is_frozen(tensor)}
@@ -164,10 +167,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of A or B. If it is a DTensor, all ranks have to call this."""
     whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole
-
-
-def _memory_like(live: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

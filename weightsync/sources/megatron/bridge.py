@@ -82,7 +82,8 @@ class BridgedFamily(Family):
         asked = pattern.format(layer=_LAYER, expert=_EXPERT)
         for name in dict.fromkeys((asked, _aliased(asked))):
             if found := self.ask(name):
-                return [_with_fields(each) for each in found]
+                fields = (str(_LAYER), "{layer}"), (str(_EXPERT), "{expert}")
+                return [each.replace(*fields[0]).replace(*fields[1]) for each in found]
         remedy = "add a rule by extended(), as docs/trainers.md shows, or name it in exclude"
         raise ConfigError(f"a name of {self.name}", parameter, remedy)
 
@@ -159,7 +160,3 @@ def _aliased(parameter: str) -> str:
     for pattern, alias in _ALIASES:
         parameter = pattern.sub(alias, parameter)
     return parameter
-
-
-def _with_fields(name: str) -> str:
-    return name.replace(str(_LAYER), "{layer}").replace(str(_EXPERT), "{expert}")
