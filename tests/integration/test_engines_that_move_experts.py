@@ -265,6 +265,25 @@ def test_copies_that_fill_engines_follow_a_move_and_stay_if_it_fails() -> None:
         drive_hosts(work, "a", {"e0": "a"}, replace(HOSTS, keep_versions=2, refill="zeromq"))
 
 
+def test_a_version_is_not_compared_once_a_connect_has_numbered_the_tensors_otherwise() -> None:
+    """Tensors are numbered as they come in the first engine: other digests would blame a right engine."""
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await loop.controller.move_experts({"e0": [[1, 0]]})
+        await loop.controller.connect()
+        with pytest.raises(StateError, match="digests of version 1 are not kept"):
+            await loop.controller.move_experts({"e1": [[1, 0]]})
+        assert [loop.engines[name].serving() for name in ("e0", "e1")] == [1, 1]
+        assert not loop.controller.can_refill("e1")
+        await loop.update(2)
+        await loop.controller.move_experts({"e1": [[1, 0]]})
+        assert [loop.wrong(name) for name in ("e0", "e1")] == [[], []]
+
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, "a", {"e0": "a", "e1": "a"}, HOSTS)
+
+
 @pytest.mark.parametrize(("trainers", "are_near"), [("a", True), ("b", False)])
 def test_direct_reads_go_where_experts_are_now(trainers: str, are_near: bool) -> None:
     """Reads from other hosts are planned for all hosts together, so that all connect again."""

@@ -139,6 +139,10 @@ class SnapshotIndex:
         self._now, self._begun, self.expected = _Version(), staged.version, staged.expected
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
+    def forget(self) -> None:
+        """Forget the version, since the connection has other tensors: its digests number them otherwise."""
+        self._now, self.expected = _Version(), None
+
     @property
     def is_reserving(self) -> bool:
         """Return True if holders still allocate or map memory.
