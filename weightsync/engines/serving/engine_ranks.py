@@ -137,11 +137,15 @@ class EngineRanks(ABC):
         if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)
-        self._wake(CACHES)  # vLLM ignores a sleep call while it is half awake
+        self._wake_to_sleep()
         with self._naming("sleep"):
             self._release(level)
         self._asleep = [WEIGHTS, CACHES]
         self._whole = self._whole and level == 1
+
+    def _wake_to_sleep(self) -> None:
+        """Wake fully, since vLLM may ignore a sleep call while it is half awake."""
+        self._wake(CACHES)
 
     def require_awake(self, remedy: str) -> None:
         """Raise StateError while weights are asleep."""
