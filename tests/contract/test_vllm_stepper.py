@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
-from tests.contract.request_loops import TIMEOUT_S, FakeLlm, made, of
+from tests.contract.request_loops import TIMEOUT_S, FakeLlm, loop_of, made, make, of
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import DeadlineError, EngineError, RankLostError
 
@@ -49,6 +51,35 @@ def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest
     # The second token is of the step that may have begun.
     assert running.result(TIMEOUT_S)[0] in (made((1, 1), (2, 2)), made((1, 2), (2, 1)))
     assert fake.calls[3:] == ["reset True", "wake ['scheduling']"]
+
+
+class Ahead(FakeLlm):
+    """Has a step more in flight, as vLLM with asynchronous scheduling."""
+
+    flight: Sequence[SimpleNamespace] = ()
+
+    def step(self) -> list[SimpleNamespace]:
+        came, self.flight = self.flight, super().step()
+        for each in self.flight:
+            each.outputs[0].token_ids = [*each.outputs[0].token_ids]
+        return [*came]
+
+
+def test_tokens_of_a_step_in_flight_have_the_version_of_its_weights(threads) -> None:
+    fake = Ahead()
+    loop = loop_of(fake)
+    loop.resume(1, "salt")
+    running = threads.submit(loop.complete, [[1]], of(9))
+    make(fake, 3)
+    paused = threads.submit(loop.freeze, "keep", TIMEOUT_S)
+    fake.permits.release()  # the step that may have begun
+    paused.result(TIMEOUT_S)
+    ((tokens, _),) = fake.left.values()
+    launched = len(tokens)
+    loop.resume(2, "salt")
+    fake.permits.release(9)
+    assert running.result(TIMEOUT_S) == [made((1, launched), (2, 9 - launched))]
+    assert loop.thread.close(TIMEOUT_S)
 
 
 def test_caches_are_dropped_only_if_requests_may_have_left_something(fake, loop) -> None:

@@ -141,7 +141,7 @@ class SnapshotIndex:
 
     def forget(self) -> None:
         """Forget the version, since the connection has other tensors: its digests number them otherwise."""
-        self._now, self.expected = _Version(), None
+        self._now, self._taken, self.expected = _Version(), 0, None
 
     @property
     def is_reserving(self) -> bool:
