@@ -47,6 +47,7 @@ class EngineRanks(ABC):
         self._name = name
         self._asleep: list[str] = []
         self._whole = self._has_draft = self._moves_experts = False
+        self._num_loads = 0
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
@@ -85,8 +86,9 @@ class EngineRanks(ABC):
         """Load one attempt's buckets. Digests of whole tensors are of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
+        self._num_loads = number = self._num_loads + 1
         loaded: list[Loaded] = self.on_ranks("load", attempt, timeout_s)
-        self._whole = True
+        self._whole = number == self._num_loads  # else it was given up, and another one writes
         return loaded
 
     def experts(self) -> Experts:
