@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from types import SimpleNamespace
 
 import pytest
 
 from tests.contract.request_loops import TIMEOUT_S, FakeLlm, loop_of, made, make, of
+from weightsync.engines.serving.request_loop import RequestLoop
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import DeadlineError, EngineError, RankLostError
 
@@ -27,11 +29,8 @@ def test_a_call_of_which_one_prompt_fails_leaves_no_request_behind(fake, loop) -
     assert loop.complete([[3]], of(2)) == [made((1, 2))]
 
 
-def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop.resume(1)
-    running = threads.submit(loop.complete, [[1]], of(3))
-    fake.permits.release()
-    assert fake.made.acquire(timeout=TIMEOUT_S)
+def freeze(fake: FakeLlm, loop: RequestLoop, threads: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeze requests between two steps. One more may begin before it."""
     asked, call = threading.Event(), loop.server.loop.call_soon_threadsafe
 
     def noted(*args: object, **named: object) -> object:
@@ -44,6 +43,13 @@ def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest
     assert asked.wait(TIMEOUT_S)  # else a third step could begin before it
     fake.permits.release()  # the step that may have begun
     paused.result(TIMEOUT_S)
+
+
+def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(3))
+    make(fake, 1)
+    freeze(fake, loop, threads, monkeypatch)
     assert fake.calls == ["sleep 0 keep", "wake ['scheduling']", "sleep 0 keep"]
     assert not running.done()
     loop.resume(2)
@@ -65,15 +71,13 @@ class Ahead(FakeLlm):
         return [*came]
 
 
-def test_tokens_of_a_step_in_flight_have_the_version_of_its_weights(threads) -> None:
+def test_tokens_of_a_step_in_flight_have_the_version_of_its_weights(threads, monkeypatch) -> None:
     fake = Ahead()
     loop = loop_of(fake)
     loop.resume(1, "salt")
     running = threads.submit(loop.complete, [[1]], of(9))
     make(fake, 3)
-    paused = threads.submit(loop.freeze, "keep", TIMEOUT_S)
-    fake.permits.release()  # the step that may have begun
-    paused.result(TIMEOUT_S)
+    freeze(fake, loop, threads, monkeypatch)
     ((tokens, _),) = fake.left.values()
     launched = len(tokens)
     loop.resume(2, "salt")
