@@ -396,8 +396,9 @@ def _made(out: Mapping[str, Any], reason: str) -> Made:
 
     # The detokenizer may pass tokens on after the next version began.
     spans = told.get("weight_versions", ())
-    versions = [int(each["version"]) for each in spans for _ in range(each["start"], each["end"])]
-    return Made(out["output_ids"], logprobs, reason, versions)
+    labels = [each["version"] for each in spans for _ in range(each["start"], each["end"])]
+    are_ours = all(map(str.isdecimal, labels))  # a server may have begun with another label
+    return Made(out["output_ids"], logprobs, reason, [*map(int, labels)] if are_ours else ())
 
 
 def pack(value: object) -> bytes:
