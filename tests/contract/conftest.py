@@ -262,6 +262,11 @@ class Rig:
         return dataclasses.replace(self.plan, bucket_step=self.plan.bucket_step[:-1])
 
     @property
+    def has_tokenizer(self) -> bool:
+        """SGLang before 0.5.21 has none: it would not say which version made a token that comes late."""
+        return self.kind != "sglang" or self.engine.loop.server.forgets
+
+    @property
     def sleeps(self) -> bool:
         """vLLM has one engine that sleeps in a process, and SGLang wants a package: tests/gpu has them."""
         return self.kind == "torch"

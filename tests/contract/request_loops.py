@@ -105,7 +105,7 @@ class FakeLlm:
         self.left: dict[str, tuple[list[int], int]] = {}
         self.calls: list[str] = []
         self.salts: list[str | None] = []
-        self.stops, self.gives_up = 0, False
+        self.stops, self.gives_up, self.paused = 0, False, False
         self.error: Exception | None = None
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: int) -> None:
@@ -119,6 +119,8 @@ class FakeLlm:
             self.left.pop(number, None)
 
     def step(self) -> list[SimpleNamespace]:
+        if self.paused:
+            return []
         assert self.permits.acquire(timeout=TIMEOUT_S)
         if self.error:
             raise self.error
@@ -141,9 +143,11 @@ class FakeLlm:
 
     def sleep(self, level: int, mode: str) -> None:
         self.calls.append(f"sleep {level} {mode}")
+        self.paused = True
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {tags}")
+        self.paused = False
 
     def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]:
         return list(args)

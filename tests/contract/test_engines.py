@@ -315,12 +315,17 @@ def test_a_completion_says_why_it_ended(rig: Rig) -> None:
     assert ended(stop_token_ids=[rig.end]) == (until, "stop")
     assert ended(ignore_eos=False) == (until, "stop")
     assert ended(ignore_eos=False, stop_token_ids=[said[0]]) == (1, "stop")
-    assert ended(stop=f"w{rig.end}") == (until, "stop")
-    assert ended(stop=["w999", f"w{said[0]}"]) == (1, "stop")
+    if rig.has_tokenizer:
+        assert ended(stop=f"w{rig.end}") == (until, "stop")
+        assert ended(stop=["w999", f"w{said[0]}"]) == (1, "stop")
 
 
 def test_texts_are_answered_by_texts(rig: Rig) -> None:
     rig.update(rig.models[0], 1)
+    if not rig.has_tokenizer:
+        with pytest.raises(ConfigError, match="this engine has no tokenizer"):
+            rig.engine.generate(["w5"], {})
+        return
     settings = {"temperature": 0.0, "max_tokens": 16}
     by_ids = rig.engine.generate([ENDED], settings)
     by_text = rig.engine.generate([" ".join(f"w{token}" for token in ENDED)], settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import build_tiny_qwen3
+from tests.models import build_tiny_qwen3, save_tokenizer
 from tests.vllm_imports import import_vllm
 from weightsync.engines import make_engine
 from weightsync.errors import ConfigError
@@ -38,6 +38,19 @@ def test_options_that_do_not_fit_the_model_are_refused_in_vllms_own_words(tmp_pa
     with pytest.raises(ConfigError, match="vLLM says of it: Decode context parallelism") as told:
         make_engine("vllm", str(tmp_path), "e0", options)
     assert "\n" not in str(told.value)
+
+
+def test_sglang_that_does_not_tell_versions_takes_no_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    from weightsync.engines.sglang.api import server_args
+
+    build_tiny_qwen3(tmp_path)
+    save_tokenizer(tmp_path, [5])
+    given = {"device": "cpu"}
+    assert server_args(str(tmp_path), given, sessions=False)["skip_tokenizer_init"]
+    assert not server_args(str(tmp_path), given, sessions=True)["skip_tokenizer_init"]
+    with pytest.raises(ConfigError, match=r"options\.skip_tokenizer_init: False is not valid; give true"):
+        server_args(str(tmp_path), {**given, "skip_tokenizer_init": False}, sessions=False)
 
 
 @pytest.mark.parametrize("option", ["dp_size", "pp_size", "nnodes"])

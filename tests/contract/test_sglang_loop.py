@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 
 from tests.contract.request_loops import TIMEOUT_S, FakeServer, made, make, of, until
 from weightsync.engines.serving.request_loop import RequestLoop
+from weightsync.engines.serving.server_thread import Made
 from weightsync.errors import DeadlineError, EngineError, StateError
 
 
@@ -36,6 +40,32 @@ def test_keep_says_how_many_tokens_each_version_made(fake, loop, threads) -> Non
     assert running.result(TIMEOUT_S) == [made((1, 2), (2, 1))]
     assert held.result(TIMEOUT_S) == [made((2, 1))]
     assert fake.calls == ["pause retract", "go on", "pause retract", "go on"]
+
+
+class SaysVersions(FakeServer):
+    """Says at the end that the first two tokens are of version 1."""
+
+    async def run(
+        self, name: str, prompt: Sequence[int], params: int, on_made: Callable[[Made], object], salt: str
+    ) -> None:
+        def say(made: Made) -> object:
+            return on_made(replace(made, versions=(1, 1, 5, 5)) if made.finish_reason else made)
+
+        await super().run(name, prompt, params, say, salt)
+
+
+def test_tokens_that_come_late_have_the_version_that_made_them(threads) -> None:
+    fake = SaysVersions()
+    loop = RequestLoop("e0", lambda: fake, FakeServer.stop)
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1], [1]], [*of(4), *of(9, stops=(2,))])
+    until(lambda: loop.num_running == 2)
+    loop.freeze("keep", TIMEOUT_S)
+    loop.resume(2)
+    fake.permits.release(7)
+    segments = ((1, 2), (2, 2)), ((1, 2), (2, 1))
+    assert running.result(TIMEOUT_S) == [made(*segments[0]), made(*segments[1], reason="stop")]
+    assert loop.thread.close(TIMEOUT_S)
 
 
 def test_a_wait_that_is_too_long_lets_all_go_on(fake, loop, threads) -> None:

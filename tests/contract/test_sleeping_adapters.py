@@ -132,7 +132,7 @@ class Adopted(Settable, AdoptedVllm):
 # What each says of giving all back, of taking a part back, and of going on.
 WORDS = {
     Vllm: ("sleep {} keep", "wake ['{}']", ("reset True", "wake ['scheduling']")),
-    Adopted: ("sleep {} keep", "wake ['{}']", ("pause keep", "asleep", "go on")),
+    Adopted: ("sleep {} keep", "wake ['{}']", ("asleep", "go on")),
     Sglang: ("release weights kv_cache", "resume {}", ("label 1", "go on")),
 }
 Make = Callable[[type], Any]
@@ -196,18 +196,40 @@ def test_with_its_weights_on_the_host_it_serves_them_again(make: Make, calls: li
 
 
 @pytest.mark.parametrize("cls", WORDS)
-def test_who_is_half_awake_falls_asleep_as_a_whole(make: Make, calls: list[str], cls: type) -> None:
-    """As after a load that failed: to an engine that still sleeps in part, another sleep is nothing new."""
+def test_who_is_half_awake_falls_asleep_as_a_whole(
+    make: Make, calls: list[str], cls: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a load that failed: to an engine that still sleeps in part, another sleep is nothing new.
+
+    If somebody else's vLLM was awake as a whole, its core would make tokens of a mix.
+    """
+    monkeypatch.setattr("weightsync.engines.vllm.adopted.sleeps_half_awake", lambda: True)
     gives, takes, _ = WORDS[cls]
     engine = make(cls)
     engine.sleep(2, "wait", TIMEOUT_S)
     engine.pause("wait", TIMEOUT_S)
     calls.clear()
     engine.sleep(2, "wait", TIMEOUT_S)
-    paused = ["pause keep"] if cls is Adopted else []  # else vLLM's core would make tokens of a mix
-    assert calls[-2 - len(paused) :] == [takes.format("kv_cache"), *paused, gives.format(2)]
+    assert calls[-1] == gives.format(2)
+    assert (takes.format("kv_cache") in calls) is (cls is not Adopted)
     with pytest.raises(StateError, match="asleep"):
         engine.load(1, TIMEOUT_S)
+
+
+def test_a_vllm_of_somebody_else_that_would_ignore_it_is_not_told_to_sleep_half_awake(
+    make: Make, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.engines.vllm.adopted.sleeps_half_awake", lambda: False)
+    engine = make(Adopted)
+    engine.sleep(2, "wait", TIMEOUT_S)
+    engine.pause("wait", TIMEOUT_S)
+    calls.clear()
+    with pytest.raises(StateError, match=r"e0 is half awake: .*update or heal it first"):
+        engine.sleep(2, "wait", TIMEOUT_S)
+    assert not [call for call in calls if "wake" in call or "sleep" in call]
+    engine.load(1, TIMEOUT_S)
+    engine.resume(1)
+    engine.sleep(2, "wait", TIMEOUT_S)
 
 
 def test_requests_are_refused_while_asleep(make: Make) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from types import SimpleNamespace
 
 import pytest
 
-from tests.contract.request_loops import TIMEOUT_S, FakeLlm, made, of
+from tests.contract.request_loops import TIMEOUT_S, FakeLlm, loop_of, made, make, of
+from weightsync.engines.serving.request_loop import RequestLoop
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import DeadlineError, EngineError, RankLostError
 
@@ -25,11 +29,8 @@ def test_a_call_of_which_one_prompt_fails_leaves_no_request_behind(fake, loop) -
     assert loop.complete([[3]], of(2)) == [made((1, 2))]
 
 
-def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop.resume(1)
-    running = threads.submit(loop.complete, [[1]], of(3))
-    fake.permits.release()
-    assert fake.made.acquire(timeout=TIMEOUT_S)
+def freeze(fake: FakeLlm, loop: RequestLoop, threads: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeze requests between two steps. One more may begin before it."""
     asked, call = threading.Event(), loop.server.loop.call_soon_threadsafe
 
     def noted(*args: object, **named: object) -> object:
@@ -42,6 +43,13 @@ def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest
     assert asked.wait(TIMEOUT_S)  # else a third step could begin before it
     fake.permits.release()  # the step that may have begun
     paused.result(TIMEOUT_S)
+
+
+def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(3))
+    make(fake, 1)
+    freeze(fake, loop, threads, monkeypatch)
     assert fake.calls == ["sleep 0 keep", "wake ['scheduling']", "sleep 0 keep"]
     assert not running.done()
     loop.resume(2)
@@ -49,6 +57,33 @@ def test_keep_freezes_between_two_steps(fake, loop, threads, monkeypatch: pytest
     # The second token is of the step that may have begun.
     assert running.result(TIMEOUT_S)[0] in (made((1, 1), (2, 2)), made((1, 2), (2, 1)))
     assert fake.calls[3:] == ["reset True", "wake ['scheduling']"]
+
+
+class Ahead(FakeLlm):
+    """Has a step more in flight, as vLLM with asynchronous scheduling."""
+
+    flight: Sequence[SimpleNamespace] = ()
+
+    def step(self) -> list[SimpleNamespace]:
+        came, self.flight = self.flight, super().step()
+        for each in self.flight:
+            each.outputs[0].token_ids = [*each.outputs[0].token_ids]
+        return [*came]
+
+
+def test_tokens_of_a_step_in_flight_have_the_version_of_its_weights(threads, monkeypatch) -> None:
+    fake = Ahead()
+    loop = loop_of(fake)
+    loop.resume(1, "salt")
+    running = threads.submit(loop.complete, [[1]], of(9))
+    make(fake, 3)
+    freeze(fake, loop, threads, monkeypatch)
+    ((tokens, _),) = fake.left.values()
+    launched = len(tokens)
+    loop.resume(2, "salt")
+    fake.permits.release(9)
+    assert running.result(TIMEOUT_S) == [made((1, launched), (2, 9 - launched))]
+    assert loop.thread.close(TIMEOUT_S)
 
 
 def test_caches_are_dropped_only_if_requests_may_have_left_something(fake, loop) -> None:

@@ -16,13 +16,13 @@ from tests.fleets.slot_engine import SlotEngine, Stack
 from tests.hosts_fleet import Engine, Hosts
 from tests.hosts_fleet import drive as drive_hosts
 from tests.live_fleet import CONFIG as HOSTS
-from tests.live_fleet import commit
+from tests.live_fleet import commit, lose
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import EngineError, StateError, VerifyError
+from weightsync.errors import EngineError, ReadError, StateError, VerifyError
 from weightsync.plan import Layout, RankLayout
 from weightsync.plan.layout.arrangement import Arrangement, Experts, arrangement_key
 from weightsync.protocol.messages import Loaded
@@ -263,6 +263,51 @@ def test_copies_that_fill_engines_follow_a_move_and_stay_if_it_fails() -> None:
 
     with mock.patch("tests.hosts_fleet.Engine", Swapping):
         drive_hosts(work, "a", {"e0": "a"}, replace(HOSTS, keep_versions=2, refill="zeromq"))
+
+
+def test_a_version_is_not_compared_once_a_connect_has_numbered_the_tensors_otherwise() -> None:
+    """Tensors are numbered as they come in the first engine: other digests would blame a right engine."""
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await loop.controller.move_experts({"e0": [[1, 0]]})
+        await loop.controller.connect()
+        with pytest.raises(StateError, match="digests of version 1 are not kept"):
+            await loop.controller.move_experts({"e1": [[1, 0]]})
+        assert [loop.engines[name].serving() for name in ("e0", "e1")] == [1, 1]
+        assert not loop.controller.can_refill("e1")
+        await loop.update(2)
+        await loop.controller.move_experts({"e1": [[1, 0]]})
+        assert [loop.wrong(name) for name in ("e0", "e1")] == [[], []]
+
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, "a", {"e0": "a", "e1": "a"}, HOSTS)
+
+
+@pytest.mark.parametrize("sources", [["e1"], ["e1", "e2"]])
+def test_an_engine_is_not_blamed_for_the_places_of_a_sources_experts(sources: list[str]) -> None:
+    """The source's own balancer moved them since it was planned. Another source fills the engine."""
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        moving = loop.engines["e1"]
+        assert isinstance(moving, Swapping)
+        moving.move_experts([[1, 0]])
+        await lose(loop, "e0")
+        if len(sources) > 1:
+            await loop.controller.refill("e0")
+            assert loop.wrong("e0") == []
+        else:
+            with pytest.raises(ReadError, match=r"holder \d.*experts of engine e1 moved"):
+                await loop.controller.refill("e0")
+            with pytest.raises(StateError, match="no engine alike serves it"):
+                await loop.controller.refill("e0")
+        await loop.update(2)
+        assert [name for name in loop.engines if loop.wrong(name)] == []
+
+    hosts = dict(zip(["e0", *sources], "bcd", strict=False))
+    with mock.patch("tests.hosts_fleet.Engine", Swapping):
+        drive_hosts(work, "a", hosts, HOSTS)
 
 
 @pytest.mark.parametrize(("trainers", "are_near"), [("a", True), ("b", False)])

@@ -87,6 +87,41 @@ def test_a_slot_that_requests_use_is_not_written(engine: AdapterEngine, ranks: R
     update(engine, 3)
 
 
+def test_a_load_that_was_given_up_gives_no_version_to_the_other_slot(ranks: Ranks) -> None:
+    """The driver gave it up. It asks ranks once more, late, and finds what the next load wrote."""
+    late, go_on = threading.Event(), threading.Event()
+
+    def on_ranks(method: str, *args: Any) -> list[Any]:
+        if method == "outcome" and threading.current_thread() is given_up:
+            late.set()
+            assert go_on.wait(patient(10))
+        return ranks(method, *args)
+
+    engine = AdapterEngine("e0", SPEC, (7, 8), on_ranks)
+    update(engine, 1)
+    engine.pause("keep", patient(10))
+    ranks.late, refused = 1, list[StateError]()
+
+    def load() -> None:
+        try:
+            engine.load(2, patient(10))
+        except StateError as error:
+            refused.append(error)
+
+    given_up = threading.Thread(target=load)
+    given_up.start()
+    assert late.wait(patient(10))
+    engine.load(3, patient(10))
+    engine.resume(2)
+    engine.pause("keep", patient(10))
+    go_on.set()
+    given_up.join()
+    engine.resume(2)  # as after a pause of which nothing follows
+    with engine.use() as served:
+        assert (served.number, served.version) == (8, 2)
+    assert "a later load" in str(*refused)
+
+
 def test_an_update_goes_on_once_the_last_request_ended(engine: AdapterEngine) -> None:
     update(engine, 1)
     with engine.use():

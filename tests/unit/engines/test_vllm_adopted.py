@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -220,6 +221,36 @@ def test_one_that_waits_for_its_first_version_stays_paused_when_it_does_not_paus
     with pytest.raises(DeadlineError, match="pause"):
         engine.pause("wait", 0.05)
     assert llm.paused
+
+
+def test_a_load_that_was_given_up_does_not_call_the_mix_of_the_next_one_whole(adopted) -> None:
+    """The driver gave it up. It ends while the next one writes, which then fails."""
+    llm, engine = adopted
+    ask, begun = llm.collective_rpc, [threading.Event(), threading.Event()]
+    go_on, numbers = [asyncio.Event(), asyncio.Event()], iter(range(2))
+
+    async def asked(method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
+        if pickle.loads(args[0])[0] == "load":
+            number = next(numbers)
+            begun[number].set()
+            await go_on[number].wait()
+            llm.fails = EngineError("e0", "load", "half of it came", 1) if number else None
+        return await ask(method, args=args)
+
+    llm.collective_rpc = asked
+    engine.pause("keep", patient(5))
+    with ThreadPoolExecutor() as threads:
+        loads = []
+        for each in begun:
+            loads.append(threads.submit(engine.load, 1, patient(5)))
+            assert each.wait(patient(5))
+        for event, load in zip(go_on, loads, strict=True):
+            llm.loop.call_soon_threadsafe(event.set)
+            error = load.exception(patient(5))
+    assert "half of it came" in str(error)
+    llm.fails = None
+    with pytest.raises(StateError, match="no whole weights"):
+        engine.resume(1)
 
 
 def test_vllm_makes_no_tokens_of_a_mix_when_its_caches_wake_to_sleep_again(adopted) -> None:

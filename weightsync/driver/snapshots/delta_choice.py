@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,7 @@ class DeltaChoice:
         self._links: dict[Link, _Known] = {}
         self._made: dict[int, Delta] = {}
         self._num_without: dict[int, int] = {}
+        self._doubted: set[Link] = set()
 
     def makes(self, part: int, nbytes: int, homes: Collection[int]) -> bool:
         """Return whether a delta of `part`, of `nbytes` bytes, is worth making for the holders `homes`."""
@@ -72,6 +73,8 @@ class DeltaChoice:
     def takes(self, part: int, nbytes: int, home: int, made: Delta) -> bool:
         """Return whether holder `home` shall get this delta in place of the part. The delta is there now."""
         self._made[part] = made
+        if (part, home) in self._doubted:
+            return False
         if made.offer is None or self._mode == "always":
             return made.offer is not None
         return _gains(made, nbytes, self._known((part, home)), 0.0)
@@ -79,6 +82,8 @@ class DeltaChoice:
     def note(self, link: Link, copied: StagedPart, nbytes: int) -> None:
         """Learn from a copy of a part of `nbytes` bytes. Logs when a link changes to deltas, or back."""
         known, has_delta = self._known(link), copied.nbytes != nbytes
+        if not has_delta:
+            self._doubted.discard(link)
         seconds = seconds_of(copied.spans, "copy")
         if has_delta:
             known.apply_s = max(0.0, seconds - known.seconds(copied.nbytes))
@@ -90,6 +95,10 @@ class DeltaChoice:
             sizes = f"{size_text(copied.nbytes)} of {size_text(nbytes)}" if has_delta else size_text(nbytes)
             how = "only with its changes" if has_delta else "whole again"
             logger.info("[driver] part %d goes to holder %d %s: %s", part, home, how, sizes)
+
+    def doubt(self, links: Iterable[Link]) -> None:
+        """Send whole parts over `links` next: the bytes were wrong, as the committed version there may be."""
+        self._doubted.update(links)
 
     def _known(self, link: Link) -> _Known:
         return self._links.setdefault(link, _Known())

@@ -138,6 +138,10 @@ class SnapshotIndex:
         self._begins_deltas = self._config.deltas != "none"
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
+    def forget(self) -> None:
+        """Forget the version, since the connection has other tensors: its digests number them otherwise."""
+        self._now, self._taken, self.expected = _Version(), 0, None
+
     @property
     def is_reserving(self) -> bool:
         """Return True if holders still allocate or map memory.

@@ -268,6 +268,7 @@ class Stager:
                 continue
             published = {n: publication.answers[f"trainer {n}"].fingerprint for n in parts}
             wrong = [n for n in found if (found[n] != published[n]).any() and not connection.checkpoint]
+            self._choice.doubt((n, self._homes[node][n]) for n in wrong or parts)
             blamed = ", ".join(
                 f"part {n} (of trainer {n}) in holder {self._homes[node][n]}" for n in wrong or parts
             )

@@ -105,6 +105,8 @@ class Controller:
             made = await connect(self._fleet, config, self._epoch, demoted, self._connecting)
         finally:
             self._connecting = None
+        if self._connection and self._connection.plan.tensors != made.plan.tensors:
+            self.snapshot_index.forget()
         self._connection = made
         replicas = made.plan.replicas
         agreement = Agreement(self._config, self._fleet, made.plan, replicas) if replicas else None
@@ -250,8 +252,8 @@ class Controller:
 
         Raises:
             ConfigError: an engine does not move experts, or its slots cannot hold these.
-            StateError: an engine does not serve the committed version, nobody has the version's digests, or a
-                holder was lost.
+            StateError: an engine does not serve the committed version, nobody has the digests of the version
+                and these tensors, or a holder was lost.
             WeightSyncError: the first engine's failure. The engine serves with its experts in place, or is
                 STALE or DEAD.
         """
@@ -266,7 +268,7 @@ class Controller:
                     f"engine {name} does not serve version {self.version}: update or heal it first"
                 )
         if expected is None:
-            why = "another driver committed it"
+            why = "another driver committed it, or the trainers' tensors changed"
             raise StateError(f"digests of version {self.version} are not kept, since {why}: update first")
         await self.snapshot_index.writable([*experts])  # holders may still copy from the engines' memory
         group = self.engine_group

@@ -47,12 +47,15 @@ class MovedExperts:
         able = found.keys() - set(moved) | set(planned)
         return [name for name in paused if name in able or name not in members]
 
-    async def have_moved(self, name: str) -> bool:
-        """Return True if an engine's experts moved since it was planned. Raises if it does not answer."""
-        calls = {f"engine {name}": self._fleet.engines[name].peer.experts()}
+    async def among(self, names: Sequence[str]) -> list[str]:
+        """Return the engines of `names` whose experts moved since they were planned.
+
+        Raises if one does not answer.
+        """
+        calls = {f"engine {name}": self._fleet.engines[name].peer.experts() for name in names}
         found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
-        known = self._connection.moving[name]
-        return any(arrangement_key(experts) != known for experts in found.values())
+        planned_for = self._connection.moving
+        return [n for n in names if arrangement_key(found[f"engine {n}"]) != planned_for[n]]
 
     async def move(
         self,

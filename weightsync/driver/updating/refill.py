@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -86,7 +86,7 @@ class Refiller:
         if name not in connection.moving:
             return False
         moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
-        return await moved.have_moved(name)
+        return bool(await moved.among([name]))
 
     async def refill(self, name: str, clock: PhaseClock) -> Refilled:
         """Fill one engine with the committed version. Returns the sum of the ranks' reads.
@@ -193,17 +193,37 @@ class Refiller:
         with clock.phase("verify"):
             assert self._snapshot_index.expected is not None
             wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
-            if wrong.get(name) and (
-                peer := await self._snapshot_index.drop_damaged(connection, name, refilled.bytes_from)
-            ):
+            if wrong.get(name):
                 self._engine_group.enter([name], EngineState.STALE)
-                raise _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
+                if error := await self._of_source(connection, version, name, refilled.bytes_from):
+                    raise error
             verified = self._engine_group.judge(version, wrong, {})
         with clock.phase("commit"):
             await self._engine_group.resume(verified, version)
             if failure := self._engine_group.failures.get(name):
                 raise failure
         return refilled
+
+    async def _of_source(
+        self, connection: Connection, version: int, name: str, read: Collection[str]
+    ) -> _DamagedCopyError | None:
+        """Return the error of a holder in `read` if its bytes were wrong, and not engine `name`.
+
+        That holder's copy, or engine, is no source any more. Raises if an engine that was read is silent.
+        """
+        if peer := await self._snapshot_index.drop_damaged(connection, name, read):
+            return _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
+        served = {
+            other: peer
+            for other in connection.moving.keys() & self._fleet.live().keys() - {name}
+            for peer in (f"holder {i}" for i in self._fleet.engines[other].holders)
+            if peer in read
+        }
+        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
+        for other in await moved.among([*served]) if served else ():
+            self._snapshot_index.live_sources.left_out |= {other}
+            return _DamagedCopyError(served[other], f"experts of engine {other} moved since the last update")
+        return None
 
     async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
         """Have paused engines take a version from their hosts' memory, in parallel.

@@ -57,7 +57,7 @@ class AdapterEngine:
         self._announce, self._changed = announce, threading.Condition()
         self._running: Counter[int] = Counter()
         self._served: ServedAdapter | None = None
-        self._written = 0
+        self._written = self._attempt = 0
         self._loading = self._closed = False
 
     def layout(self) -> Sequence[LayoutTable]:
@@ -97,8 +97,12 @@ class AdapterEngine:
         """Write one attempt's buckets to the slot that serves no version. Returns digests of the slot."""
         self.pause("", timeout_s)
         with self._load():
-            loaded = self._outcomes(self._on_ranks("begin", self._next, attempt, timeout_s), timeout_s)
-            self._written = self._next
+            number, self._attempt = self._next, attempt
+            loaded = self._outcomes(self._on_ranks("begin", number, attempt, timeout_s), timeout_s)
+            with self._changed:
+                if attempt != self._attempt:  # the driver gave this one up, and the outcomes are of that one
+                    raise StateError(f"a later load of adapter {self._spec.name} began")
+                self._written = number
             return loaded
 
     @contextmanager

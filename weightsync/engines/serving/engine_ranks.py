@@ -47,6 +47,7 @@ class EngineRanks(ABC):
         self._name = name
         self._asleep: list[str] = []
         self._whole = self._has_draft = self._moves_experts = False
+        self._num_loads = 0
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
@@ -85,8 +86,9 @@ class EngineRanks(ABC):
         """Load one attempt's buckets. Digests of whole tensors are of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
+        self._num_loads = number = self._num_loads + 1
         loaded: list[Loaded] = self.on_ranks("load", attempt, timeout_s)
-        self._whole = True
+        self._whole = number == self._num_loads  # else it was given up, and another one writes
         return loaded
 
     def experts(self) -> Experts:
@@ -137,11 +139,15 @@ class EngineRanks(ABC):
         if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)
-        self._wake(CACHES)  # vLLM ignores a sleep call while it is half awake
+        self._wake_to_sleep()
         with self._naming("sleep"):
             self._release(level)
         self._asleep = [WEIGHTS, CACHES]
         self._whole = self._whole and level == 1
+
+    def _wake_to_sleep(self) -> None:
+        """Wake fully, since vLLM may ignore a sleep call while it is half awake."""
+        self._wake(CACHES)
 
     def require_awake(self, remedy: str) -> None:
         """Raise StateError while weights are asleep."""

@@ -44,10 +44,18 @@ class _Request:
     logprobs: Callable[[], list[float]] = list
     finish_reason: str = ""
     aborted: bool = False
+    stopped: bool = False
     done: Future[Completion] = field(default_factory=Future)
 
     def append(self, made: Made, version: int) -> bool:
-        """Store all tokens so far; new tokens are of `version`. Returns True for a new stop token."""
+        """Store all tokens so far; new tokens are of `version`. Returns True after a stop token."""
+        if not self.stopped:
+            self._append(made, version)
+        if made.versions:
+            self.segments = _as_made(self.segments, made.versions)
+        return self.stopped
+
+    def _append(self, made: Made, version: int) -> None:
         # There may be fewer tokens than before if the request was aborted as it waited.
         new = made.tokens[len(self.tokens) :]
         stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
@@ -57,7 +65,7 @@ class _Request:
             self.logprobs = made.logprobs
             before = self.segments.pop()[1] if self.segments and self.segments[-1][0] == version else 0
             self.segments.append((version, before + len(new)))
-        return stop is not None
+        self.stopped = stop is not None
 
     def end(self, version: int) -> None:
         """Complete the request, unless it has ended. `version` is the one of no tokens."""
@@ -195,8 +203,7 @@ class RequestLoop:
     async def _serve(self, name: str, request: _Request) -> None:
         def append(made: Made) -> None:
             if not request.done.done() and request.append(made, self._of_now()):
-                request.end(self._of_now())
-                self._abort(name)
+                self._abort(name)  # the end of the stream ends the request: it may say versions
 
         try:
             if not request.aborted:
@@ -278,6 +285,13 @@ class RequestLoop:
             if not self._running[name].aborted:
                 self._running[name].aborted = True
                 self.server.abort(name)
+
+
+def _as_made(segments: Segments, versions: Sequence[int]) -> Segments:
+    """Return `segments`, with earlier `versions` of tokens that came after the next version began."""
+    came = [version for version, count in segments for _ in range(count)]
+    made = [*map(min, came, versions), *came[len(versions) :]]
+    return [(version, len([*same])) for version, same in itertools.groupby(made)]
 
 
 def _too_late(mode: str, engine: str, timeout_s: float) -> DeadlineError:

@@ -23,11 +23,13 @@ class Made:
     Attributes:
         logprobs: returns the log-probabilities of `tokens`.
         finish_reason: why it ended, see `Rollout`; empty while it runs.
+        versions: the version of each token, if the engine says so at the end.
     """
 
     tokens: Sequence[int]
     logprobs: Callable[[], list[float]]
     finish_reason: str = ""
+    versions: Sequence[int] = ()
 
 
 class AsyncServer(Protocol):

@@ -112,7 +112,10 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
             raise ConfigError(f"options.{key}", given[key], f"leave it out: {why}")
     folder = model_folder(model_path, bool(given.get("trust_remote_code")), given.get("revision"))
     settings = {"dtype": "auto", "log_level": "warning", "tp_size": 1, **given}
-    settings.setdefault("skip_tokenizer_init", not (given.get("tokenizer_path") or folder.has_tokenizer()))
+    has_tokenizer = given.get("tokenizer_path") or folder.has_tokenizer()
+    if not settings.setdefault("skip_tokenizer_init", not (sessions and has_tokenizer)) and not sessions:
+        remedy = "give true: before 0.5.21 SGLang does not say which version made tokens that come late"
+        raise ConfigError("options.skip_tokenizer_init", False, remedy)
     if settings["dtype"] == "auto":
         # SGLang's own "auto" turns float32 into float16.
         dtype = folder.config().dtype or torch.bfloat16
@@ -383,7 +386,11 @@ def _made(out: Mapping[str, Any], reason: str) -> Made:
     def logprobs() -> list[float]:
         return [each[0] for each in told.get("output_token_logprobs", ())]
 
-    return Made(out["output_ids"], logprobs, reason)
+    # The detokenizer may pass tokens on after the next version began.
+    spans = told.get("weight_versions", ())
+    labels = [each["version"] for each in spans for _ in range(each["start"], each["end"])]
+    are_ours = all(map(str.isdecimal, labels))  # a server may have begun with another label
+    return Made(out["output_ids"], logprobs, reason, [*map(int, labels)] if are_ours else ())
 
 
 def pack(value: object) -> bytes:

@@ -12,7 +12,7 @@ from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
-from weightsync.engines.vllm.api import pause_waits
+from weightsync.engines.vllm.api import pause_waits, sleeps_half_awake
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
 from weightsync.protocol.messages import Loaded
@@ -20,8 +20,6 @@ from weightsync.protocol.messages import Loaded
 T = TypeVar("T")
 
 _WORKER = "weightsync.WeightSyncWorker"
-_TURNS = 4
-"""Turns of the loop in which vLLM sends a call: it makes a task for each core."""
 
 
 class AsyncVllm(Protocol):
@@ -143,15 +141,13 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
         self._wait(self._llm.sleep(level, "keep"))
 
     def _allocate(self, part: str) -> None:
-        self._wait(self._wake_caches() if part == CACHES else self._llm.wake_up([part]))
+        self._wait(self._llm.wake_up([part]))  # vLLM's core resumes once all is awake
 
-    async def _wake_caches(self) -> None:
-        """Wake the last part. Then vLLM's core resumes, also with a mix: it has the next call by then."""
-        waking = asyncio.ensure_future(self._llm.wake_up([CACHES]))
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        pause = self._pause_core or self._llm.pause_generation
-        await asyncio.gather(waking, pause(mode="keep", clear_cache=False))
+    def _wake_to_sleep(self) -> None:
+        """Stay half awake, since vLLM's core would resume, maybe with a mix."""
+        if CACHES in self._asleep and not sleeps_half_awake():
+            why = "is half awake: vLLM before 0.31 would make tokens before it sleeps"
+            raise StateError(f"engine {self._name} {why}: update or heal it first")
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         try:

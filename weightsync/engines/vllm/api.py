@@ -305,6 +305,15 @@ def pause_waits() -> bool:
     return hasattr(WorkerBase, "synchronize_device")
 
 
+def sleeps_half_awake() -> bool:
+    """Return True if this vLLM obeys a sleep call while only its caches sleep, as from 0.31 on."""
+    if not importlib.util.find_spec("vllm"):
+        return False
+    from vllm.v1.executor import abstract
+
+    return hasattr(abstract, "SLEEP_TAGS")
+
+
 def asleep() -> set[str]:
     """Return the parts of this worker's memory that sleep. Older versions of vLLM do not say it."""
     from vllm.device_allocator.cumem import CuMemAllocator

@@ -73,8 +73,9 @@ class Stepper:
         """Step no more, see `Server.pause`."""
         self._paused = True
         if mode == "retract":
-            # If vLLM's core runs in a separate process, the core steps without being asked.
             self.engine.sleep(0, "keep")
+            # With asynchronous scheduling vLLM has launched one step more. Its tokens are of these weights.
+            self._run()
 
     async def go_on(self) -> None:
         """End a pause."""
@@ -100,7 +101,11 @@ class Stepper:
 
     def _step(self) -> None:
         self._scheduled = False
-        if self._paused or not self._requests:
+        if not self._paused:
+            self._run()
+
+    def _run(self) -> None:
+        if not self._requests:
             return
         try:
             outputs = self.engine.step()
