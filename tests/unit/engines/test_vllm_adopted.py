@@ -23,6 +23,7 @@ from weightsync.engines.vllm.api import asleep, require_updatable
 from weightsync.engines.vllm.worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.faults import Fault
+from weightsync.protocol.daemon import on_daemon
 
 
 class FakeVllm:
@@ -107,6 +108,41 @@ def test_one_that_others_resumed_while_it_was_written_does_not_serve(adopted) ->
     engine.load(1, patient(1))
     engine.resume(1)
     assert engine.serving() == 1
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_it_is_resumed_without_a_wait_for_the_answer_whether_it_was_paused(adopted, paused: bool) -> None:
+    """vLLM asks its cores in further tasks, and the answer may come late."""
+    llm, engine = adopted
+    came: list[str] = []
+    resumed = asyncio.Event()
+
+    async def core_is_paused() -> bool:
+        came.append("is_paused")
+        was = llm.paused
+        await resumed.wait()
+        return was
+
+    async def core_resumes() -> None:
+        came.append("resume_generation")
+        llm.paused = False
+        resumed.set()
+
+    async def is_paused() -> bool:
+        return (await asyncio.gather(core_is_paused()))[0]
+
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.pause("keep", patient(1))
+    engine.load(1, patient(1))
+    llm.paused, llm.is_paused, llm.resume_generation = paused, is_paused, core_resumes
+    resuming = on_daemon(lambda: engine.resume(1), "resumes")
+    if paused:
+        resuming.result(patient(5))
+    else:
+        with pytest.raises(StateError, match=r"engine e0: somebody resumed vLLM.*mix"):
+            resuming.result(patient(5))
+    assert came == ["is_paused", "resume_generation"]
+    assert engine.serving() == int(paused)
 
 
 def test_one_that_can_sleep_and_that_others_resumed_while_it_was_written_fails_its_load(adopted) -> None:

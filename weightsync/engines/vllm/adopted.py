@@ -20,6 +20,8 @@ from weightsync.protocol.messages import Loaded
 T = TypeVar("T")
 
 _WORKER = "weightsync.WeightSyncWorker"
+_TURNS = 4
+"""Turns of the loop in which vLLM sends a call: it makes a task for each core."""
 
 
 class AsyncVllm(Protocol):
@@ -123,11 +125,12 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
     async def _resume(self) -> bool:
         """Resume vLLM, and return True if it was paused until then.
 
-        One call after the other: vLLM sends `is_paused` in a later task, so that a `resume_generation` of the
-        same moment would come first.
+        vLLM's core handles calls in the order in which they are sent: the second need not wait for an answer.
         """
-        was_paused = await self._llm.is_paused()
-        await self._llm.resume_generation()  # which changes nothing if it was not paused
+        asked = asyncio.ensure_future(self._llm.is_paused())
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        was_paused, _ = await asyncio.gather(asked, self._llm.resume_generation())
         return was_paused
 
     @property
