@@ -23,7 +23,7 @@ PUBLISH_GB_PER_S, SAVE_GB_PER_S, LAND_GB_PER_S = 52.0, 9.6, 28.0
 """Of one trainer that publishes, of one thread that saves a version without a delta, and of one engine rank
 that digests a version and copies it to the GPU.
 
-All together, 16.4 GB with 1 % changed take 2.2 s, and whole 15.5 s, where the link has 1.27 GB/s. Measured
+All together, 16.4 GB with 1 % changed take 2.2 s, and whole 15.6 s, where the link has 1.27 GB/s. Measured
 were 2.3 and 15.6: benchmarks/results/hosts-deltas-8b-4a905f55-2xh200-2026-11-30.json.
 """
 _UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}

@@ -102,9 +102,9 @@ class DeviceCoder:
         self._table = torch.empty((5, len(self._rows)), dtype=torch.int64, device=self._tiles.device)
 
     def between(self, old: torch.Tensor, new: torch.Tensor, to: torch.Tensor | None = None) -> DeviceChanges:
-        """Compare two versions of the memory, and copy `new` to `to` meanwhile. All are uint8, one dimension.
+        """Compare two versions of the memory, and copy the new one to `to` meanwhile.
 
-        Ignores bytes outside of the spans.
+        All are uint8, one dimension. Ignores bytes outside of the spans.
         """
         found: list[Found] = []
         with self._memory.lock:

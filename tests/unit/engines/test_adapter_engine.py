@@ -116,7 +116,7 @@ def test_a_load_that_was_given_up_gives_no_version_to_the_other_slot(ranks: Rank
     engine.pause("keep", patient(10))
     go_on.set()
     given_up.join()
-    engine.resume(2)  # as after a pause of which nothing follows
+    engine.resume(2)  # as after a pause without an update
     with engine.use() as served:
         assert (served.number, served.version) == (8, 2)
     assert "a later load" in str(*refused)
