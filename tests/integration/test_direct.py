@@ -332,7 +332,7 @@ class Asked(LocalTrainer):
         )
 
 
-def test_a_trainer_that_says_when_asked_that_it_may_be_read_is_called_to_publish_later() -> None:
+def test_a_trainer_that_says_when_asked_that_it_may_be_read_is_read_before_it_has_published() -> None:
     async def work(loop: Direct) -> None:
         trainer = Asked(loop.source)
         loop.fleet.trainers[0] = (trainer, loop.fleet.trainers[0][1])

@@ -79,14 +79,17 @@ def test_an_error_of_the_publication_ends_the_wait() -> None:
 
 
 @given(st.lists(st.sampled_from(["yes", "no", "raises", "nothing"]), min_size=1, max_size=4))
-def test_ranks_are_called_to_publish_later_only_if_all_say_that_they_may_be_read(says: Sequence[str]) -> None:
+def test_all_ranks_publish_at_once_and_only_those_that_say_that_they_may_be_read_are_not_waited_for(
+    says: Sequence[str],
+) -> None:
     async def work() -> None:
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
         readable: list[asyncio.Future[None]] = [loop.create_future() for _ in says]
+        end: asyncio.Future[Publication] = loop.create_future()
 
         async def publication() -> Publication:
             begun.set()
-            return DONE
+            return await end
 
         def ask() -> Sequence[asyncio.Future[bool]]:
             answers: list[asyncio.Future[bool]] = [loop.create_future() for _ in says]
@@ -101,8 +104,12 @@ def test_ranks_are_called_to_publish_later_only_if_all_say_that_they_may_be_read
             return answers
 
         publishing = Publishing(publication, readable, ask)
-        await publishing.readable()
-        assert begun.is_set() == (set(says) != {"yes"})
+        waiting = asyncio.create_task(publishing.readable())
+        await begun.wait()
+        await _steps()
+        assert waiting.done() == (set(says) == {"yes"})
+        end.set_result(DONE)
+        await waiting
         assert await publishing.publication() is DONE
         publishing.close()
 

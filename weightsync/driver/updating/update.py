@@ -1,7 +1,7 @@
 """One update: publish, pause, move, verify, commit.
 
-If trainers are read in place, engines pause while trainers finish writing, and trainers' digests are taken
-while bytes move.
+If trainers are read in place, engines pause while trainers finish writing. Trainers take digests while
+engines pause and bytes move.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Publication:
 class Publishing:
     """A version that trainers publish. Holders may read their memory before the digests are known.
 
-    Trainers are asked by sockets whether they may be read. If all may, they are called to publish once
-    somebody waits for that: while bytes move, since those calls take long.
+    Trainers are asked by sockets whether they may be read, then called to publish: they take digests while
+    engines pause and bytes move.
     """
 
     def __init__(
@@ -76,8 +76,6 @@ class Publishing:
         """
         if asked := self._ask():
             await asyncio.wait(asked, timeout=_EARLY_S)
-        if asked and all(each.done() for each in self._readable):
-            return
         publication = self._begin()
         for each in self._readable:  # most are readable by the time that the first is
             if not each.done() and not publication.done():
