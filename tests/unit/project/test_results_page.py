@@ -12,5 +12,5 @@ def test_the_page_is_what_the_program_makes() -> None:
 
 
 def test_an_older_commit_beside_a_newer_one_gives_way() -> None:
-    assert "latency-vllm-1b-9e215aa7-2xh200" in page()
-    assert "latency-vllm-1b-f4274909-with-9e215aa7" not in page()
+    assert "sync-tiny-2970f4f3-2xh200" in page()
+    assert "sync-tiny-9d96285b-with-2970f4f3" not in page()
