@@ -311,18 +311,20 @@ def run(folder: Path, program: str, configured: Sequence[str]) -> list[dict[str,
     ours = "VERL_USE_EXTERNAL_MODULES"
     variables[ours] = ",".join(filter(None, [os.environ.get(ours), variables[ours]]))
     variables["RAY_ADDRESS"] = "local"  # else verl joins another cluster of this host, if there is one
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", program, *configured, *here(TRAIN.format(folder=folder))],
         cwd=folder,  # Hydra writes there
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
-    sys.stdout.write(done.stdout)
-    assert done.returncode == 0
-    steps = re.findall(r" step:\d+ - .*", done.stdout)
+    steps: list[str] = []
+    for line in process.stdout or ():
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        steps += re.findall(r" step:\d+ - .*", line)
+    assert process.wait() == 0
     return [dict(re.findall(r"([\w/]+):(\S+)", step)) for step in steps]
 
 
