@@ -177,9 +177,9 @@ class Controller:
         clock = PhaseClock()
 
         async def once() -> SyncReport:
-            update = Update(self._parts(), version, takers, clock, when_held, joint)
+            update = Update(self._parts(), version, self.version, takers, clock, when_held, joint)
             try:
-                await update.run(self.version)
+                await update.run()
             finally:
                 self.connected = self.connected and not update.breaks_connection
                 if update.has_committed:

@@ -78,7 +78,7 @@ class Publishing:
             await asyncio.wait(asked, timeout=_EARLY_S)
         if asked and all(each.done() for each in self._readable):
             return
-        publication = self._begin()
+        publication = self.publication()
         for each in self._readable:  # most are readable by the time that the first is
             if not each.done() and not publication.done():
                 either: list[asyncio.Future[Any]] = [each, publication]
@@ -86,11 +86,8 @@ class Publishing:
         if publication.done():
             publication.result()
 
-    async def publication(self) -> Publication:
-        """Wait for all ranks' digests. Raises as `Trainers.publish`."""
-        return await self._begin()
-
-    def _begin(self) -> asyncio.Task[Publication]:
+    def publication(self) -> asyncio.Task[Publication]:
+        """Call all ranks, unless they were called, and return the task. It raises as `Trainers.publish`."""
         if self._publication is None:
             self._publication = asyncio.create_task(self._publish())
         return self._publication
