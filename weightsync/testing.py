@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.config import Components, PrefixCache
 from weightsync.engines.base import (

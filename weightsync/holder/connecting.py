@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import faults
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
 from weightsync.config import Ports, TlsFiles
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import ExchangeEnd

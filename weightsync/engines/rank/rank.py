@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.config import Treatment
 from weightsync.engines.drafts.frozen_draft import FrozenDraft
 from weightsync.engines.loading.live_writer import LiveWriter, exported
