@@ -17,16 +17,15 @@ from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.copy_checks import Copy, CopyChecks
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.events import Events, HolderSilent
+from weightsync.driver.events import Events
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.host_copies import HostCopies, Wanted
 from weightsync.driver.snapshots.live_sources import LiveSources
 from weightsync.driver.snapshots.snapshot_memory import reserving
-from weightsync.driver.snapshots.source_choice import Candidates
+from weightsync.driver.snapshots.source_choice import Candidates, SourceChoice
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.verifying.live_digests import LiveDigests
-from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 
@@ -207,13 +206,9 @@ class SnapshotIndex:
         others = _give_up(self._reserving, 0), self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
-    def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
-        """Return True if `engine` can be filled with `version`, from copies or from engines that serve it."""
-        return self._candidates(version, connection, engine).choose().suffices
-
-    def is_near(self, version: int, connection: Connection, engine: str) -> bool:
-        """Return True if `engine` can be filled with `version` from its own host."""
-        return self._candidates(version, connection, engine).choose().is_near
+    def choice(self, version: int, connection: Connection, engine: str) -> SourceChoice:
+        """Choose the copies, and the engines that serve `version`, from which `engine` is filled."""
+        return self._candidates(version, connection, engine).choose()
 
     async def bring_near(self, version: int, connection: Connection, engine: str) -> None:
         """Have holders copy parts that several ranks on one host of `engine` need from other hosts.
@@ -247,7 +242,7 @@ class SnapshotIndex:
 
         Engines serve as sources while the body runs.
         """
-        choice = self._candidates(version, connection, engine).choose()
+        choice = self.choice(version, connection, engine)
         flat = connection.flat_layouts.get(engine)
         if flat and (connection.in_place or choice.first.live):
             first = SnapshotHeader(version, flat.layout, flat.first)
@@ -390,7 +385,7 @@ class SnapshotIndex:
             await self.host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
-            _tell(self._events, error)
+            self._events.holder_failed(error)
         return outcome.answers
 
     async def _keep_staged(self, staged: StagedVersion) -> None:
@@ -428,7 +423,7 @@ class SnapshotIndex:
                 for error in outcome.failures.values():
                     about = "[holder %d · v%d] does not replicate part %d: %s"
                     logger.warning(about, place, header.version, header.part, error)
-                    _tell(self._events, error)
+                    self._events.holder_failed(error)
                 for offer in outcome.answers.values():
                     now.add(header.layout, header.part, offer, nodes[place])
 
@@ -468,8 +463,3 @@ async def _give_up(task: asyncio.Task[None] | None, timeout_s: float) -> None:
 async def _ended(task: asyncio.Task[None] | None) -> None:
     if task and not task.done():
         await asyncio.wait([task])
-
-
-def _tell(events: Events, error: WeightSyncError) -> None:
-    if isinstance(error, (DeadlineError, PeerLostError)):
-        events.publish(HolderSilent())

@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping
 
 from weightsync.config import SyncConfig
-from weightsync.driver.events import Events, HolderSilent
+from weightsync.driver.events import Events
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import Outcome, gather_named
-from weightsync.errors import DeadlineError, PeerLostError
 from weightsync.protocol.handles import Offer
 
 logger = logging.getLogger("weightsync.driver")
@@ -42,8 +41,7 @@ def reserving(
     def tell(outcome: Outcome[Offer | None] | Outcome[None], what: str) -> None:
         for error in outcome.failures.values():
             logger.warning("[driver] %s: %s", what, error)
-            if isinstance(error, (DeadlineError, PeerLostError)):
-                events.publish(HolderSilent())
+            events.holder_failed(error)
 
     async def reserve() -> None:
         began = time.monotonic()

@@ -60,7 +60,7 @@ class Controller:
         self.version = 0
         self.connected = False
         self.events = Events()
-        self.events.subscribe(HolderSilent, lambda _: self._disconnect())
+        self.events.subscribe(HolderSilent, self._disconnect)
         self.update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
         self.engine_group = EngineGroup(config, fleet, self.events, self.update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events, self.engine_group)
@@ -285,7 +285,7 @@ class Controller:
     def can_refill(self, engine: str) -> bool:
         """Return True if snapshots or equal engines can fill `engine` with the committed version."""
         now = self._connection
-        return now is not None and self.snapshot_index.can_fill(self.version, now, engine)
+        return now is not None and self.snapshot_index.choice(self.version, now, engine).suffices
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted after ``connect``.
@@ -306,7 +306,7 @@ class Controller:
         refilled = await self._refiller.refill(name, clock)
         return self._report(clock, refilled=refilled)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, _: HolderSilent) -> None:
         self.connected = False
 
     def connection(self) -> Connection:
@@ -330,8 +330,7 @@ class Controller:
             nbytes=self._nbytes - left_out,
             seconds=clock.total(),
             phases=clock.seconds,
-            spans={"driver": tuple(clock.spans)}
-            | ({**made.spans, **update.spans} if made and update else {}),
+            spans={"driver": tuple(clock.spans)} | (update.spans if update else {}),
             verified=True,  # engines that failed the comparison were excluded above, or the update raised
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},

@@ -50,12 +50,13 @@ class MovedExperts:
     async def among(self, names: Sequence[str]) -> list[str]:
         """Return the engines of `names` whose experts moved since they were planned.
 
-        Raises if one does not answer.
+        Raises if an engine that moves experts does not answer.
         """
-        calls = {f"engine {name}": self._fleet.engines[name].peer.experts() for name in names}
-        found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
         planned_for = self._connection.moving
-        return [n for n in names if arrangement_key(found[f"engine {n}"]) != planned_for[n]]
+        asked = [name for name in names if name in planned_for]
+        calls = {f"engine {name}": self._fleet.engines[name].peer.experts() for name in asked}
+        found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
+        return [n for n in asked if arrangement_key(found[f"engine {n}"]) != planned_for[n]]
 
     async def move(
         self,

@@ -16,6 +16,7 @@ from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
+from weightsync.driver.snapshots.source_choice import SourceChoice
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.late_reads import LateReads
@@ -72,21 +73,22 @@ class Refiller:
         draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
-            if not self._fleet.engines[name].attached or await self._have_moved(self._connected(), name):
+            moved = self._moved_experts(self._connected())
+            if not self._fleet.engines[name].attached or await moved.among([name]):
                 try:
                     await adopt(self._fleet, self._connected(), name, self._config)
                 except ConfigError:
                     self._engine_group.enter([name], EngineState.DEAD)
                     raise
         is_asleep = self._fleet.engines[name].record.state is EngineState.ASLEEP
-        if is_asleep or not self._snapshot_index.can_fill(self._committed(), self._connected(), name):
+        if is_asleep or not self._choice(name).suffices:
             self.late_reads.begin(name)  # no refill follows
 
-    async def _have_moved(self, connection: Connection, name: str) -> bool:
-        if name not in connection.moving:
-            return False
-        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
-        return bool(await moved.among([name]))
+    def _choice(self, name: str) -> SourceChoice:
+        return self._snapshot_index.choice(self._committed(), self._connected(), name)
+
+    def _moved_experts(self, connection: Connection) -> MovedExperts:
+        return MovedExperts(self._config, self._fleet, self._engine_group, connection)
 
     async def refill(self, name: str, clock: PhaseClock) -> Refilled:
         """Fill one engine with the committed version. Returns the sum of the ranks' reads.
@@ -106,8 +108,7 @@ class Refiller:
                     return await self._refill(name, clock)
                 except _DamagedCopyError as error:
                     # A holder whose next copy is damaged, too, may damage all.
-                    can_fill = self._snapshot_index.can_fill(self._committed(), self._connected(), name)
-                    if error.peer in blamed or not can_fill:
+                    if error.peer in blamed or not self._choice(name).suffices:
                         raise ReadError(*error.args) from error
                     blamed.add(error.peer)
         finally:
@@ -161,7 +162,7 @@ class Refiller:
         if flat is None:
             yield waited
             return
-        while not (is_near := self._snapshot_index.is_near(self._committed(), connection, name)):
+        while not (is_near := self._choice(name).is_near):
             if not (first := self._first_of_host.get((host, flat))):
                 break
             await first.wait()
@@ -215,12 +216,11 @@ class Refiller:
             return _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
         served = {
             other: peer
-            for other in connection.moving.keys() & self._fleet.live().keys() - {name}
+            for other in self._fleet.live().keys() - {name}
             for peer in (f"holder {i}" for i in self._fleet.engines[other].holders)
             if peer in read
         }
-        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
-        for other in await moved.among([*served]) if served else ():
+        for other in await self._moved_experts(connection).among([*served]):
             self._snapshot_index.live_sources.left_out |= {other}
             return _DamagedCopyError(served[other], f"experts of engine {other} moved since the last update")
         return None
