@@ -180,9 +180,9 @@ class TensorMeta:
         return self.numel * self.itemsize
 
 
-def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """Like `nearest`, for the names of a whole model. Compares few names and shows fewer."""
-    return nearest(word, most_alike(word, known, num_shown))
+    return nearest(word, most_alike(word, known))
 
 
 def most_alike(word: str, known: Iterable[str], num_shown: int = 5) -> tuple[str, ...]:
