@@ -83,7 +83,7 @@ class PartSink:
 
 
 class Refill:
-    """The refill of one engine rank. A peer that fails is replaced by one with the same part."""
+    """The refill of one engine rank. Another peer with the same part replaces a peer that fails."""
 
     def __init__(self, snapshot: Snapshot, sink: RefillSink, may_map: bool, timeout_s: float) -> None:
         """`timeout_s`: the engine rank's wait for a bucket; `may_map`: map snapshots on this host."""
@@ -324,7 +324,7 @@ class RefillRuns:
     def copy(
         self, store: SnapshotStore, snapshot_part: SnapshotPart, others: Sequence[Offer], timeout_s: float
     ) -> Offer:
-        """Copy another holder's part to `store`, from it and from `others` as `Refill.run` reads."""
+        """Copy another holder's part to `store`. Reads this holder and `others`, as `Refill.run` does."""
         header, offers = snapshot_part.header, (snapshot_part.offer, *others)
         snapshot = Snapshot(header.version, header.layout, {header.part: offers})
         with store.receiving(snapshot_part) as (buffer, offer):

@@ -138,7 +138,7 @@ class SnapshotIndex:
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
     def forget(self) -> None:
-        """Forget the version, since the connection has other tensors: its digests number them otherwise."""
+        """Forget the version: the connection has other tensors, which the version's digests do not number."""
         self._now, self._taken, self.expected = _Version(), 0, None
 
     @property
@@ -319,7 +319,7 @@ class SnapshotIndex:
     async def drop_damaged(self, connection: Connection, engine: str, read: Collection[str]) -> str:
         """Forget damaged copies, since `engine` holds wrong bytes. It was filled from the holders in `read`.
 
-        Returns a holder of these whose copy was damaged, "" if none was.
+        Returns a holder in `read` whose copy was damaged, or "".
         """
         layout, flat = _layout(connection, engine), connection.flat_layouts.get(engine)
         version, copies, damaged = self._now.number, self._now.offers.get(layout, {}), list[Copy]()

@@ -150,9 +150,9 @@ class Controller:
     ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
-        `when_held` is called once trainers may change their weights: the holders have every byte or, where
-        trainers are read in place, the engines do. `joint` waits for other models, see `JointCommit`. If
-        trainers' weights moved to other addresses, the controller connects again and repeats the update.
+        `when_held` is called once trainers may change their weights: holders have every byte or, if trainers
+        are read in place, engines have. `joint` waits for other models, see `JointCommit`. If trainers'
+        weights moved to other addresses, the controller connects again and repeats the update.
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.

@@ -73,7 +73,7 @@ class Refiller:
         draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
-            moved = self._moved_experts(self._connected())
+            moved = MovedExperts(self._config, self._fleet, self._engine_group, self._connected())
             if not self._fleet.engines[name].attached or await moved.among([name]):
                 try:
                     await adopt(self._fleet, self._connected(), name, self._config)
@@ -86,9 +86,6 @@ class Refiller:
 
     def _choice(self, name: str) -> SourceChoice:
         return self._snapshot_index.choice(self._committed(), self._connected(), name)
-
-    def _moved_experts(self, connection: Connection) -> MovedExperts:
-        return MovedExperts(self._config, self._fleet, self._engine_group, connection)
 
     async def refill(self, name: str, clock: PhaseClock) -> Refilled:
         """Fill one engine with the committed version. Returns the sum of the ranks' reads.
@@ -220,7 +217,8 @@ class Refiller:
             for peer in (f"holder {i}" for i in self._fleet.engines[other].holders)
             if peer in read
         }
-        for other in await self._moved_experts(connection).among([*served]):
+        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
+        for other in await moved.among([*served]):
             self._snapshot_index.live_sources.left_out |= {other}
             return _DamagedCopyError(served[other], f"experts of engine {other} moved since the last update")
         return None

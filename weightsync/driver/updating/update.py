@@ -61,7 +61,7 @@ class Update:
     """Takes one version from the trainers to engines. Lives as long as the update.
 
     Attributes:
-        publication: the version, as its trainers published it.
+        publication: the version, as the trainers published it.
         spans: time spans per trainer rank, holder and engine rank.
         staged: the version in memory of the engines' hosts, if it was staged.
         num_buckets: the number of buckets that were broadcast.

@@ -48,15 +48,15 @@ class Publication:
 
     @property
     def samples(self) -> Sequence[Mapping[str, Sample]]:
-        """What ranks sampled of the changes since the version before, if they were asked to."""
+        """The ranks' samples of the changes since the version before, if ranks were asked for samples."""
         return [each.changed for each in self.answers.values() if each.changed]
 
 
 class Publishing:
-    """A version that trainers publish. Holders may read their memory before the digests are known.
+    """A version that trainers publish. Holders may read trainers' memory before the digests are known.
 
-    Trainers are asked by sockets whether they may be read. If all may, they are called to publish once
-    somebody waits for that: while bytes move, since those calls take long.
+    The driver asks trainers by sockets whether holders may read. If all trainers agree, the driver calls
+    `publish` once somebody waits for the result: while bytes move, since these calls take long.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Trainers:
         return Publishing(partial(self._publish, version, readable), readable, partial(self._look, readable))
 
     async def publish(self, version: int) -> Publication:
-        """Have all ranks publish `version`, and compare all that several of them hold.
+        """Have all ranks publish `version`, and compare all boxes that several ranks hold.
 
         Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError,
         ReplicasDifferError, or a rank's error: MovedError only if there is no other.
@@ -131,7 +131,7 @@ class Trainers:
         return await self.begin(version).publication()
 
     def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
-        """Ask ranks whether they may be read already. Returns nothing if some cannot be asked."""
+        """Ask ranks whether holders may read already. Returns nothing if some ranks cannot be asked."""
         if self._fleet.relays:
             return ()
         pairs = zip(self._fleet.trainers, readable, strict=True)
