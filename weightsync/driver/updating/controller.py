@@ -93,7 +93,7 @@ class Controller:
         return links(self.connection(), self._fleet)
 
     async def connect(self) -> None:
-        """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
+        """Plan and connect the current fleet. Raises the errors of `connect`."""
         self.connected = False
         await self.snapshot_index.ended()  # or holders would still allocate for the last connect
         self._epoch += 1

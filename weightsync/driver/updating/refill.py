@@ -69,7 +69,7 @@ class Refiller:
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted, or whose experts moved.
 
-        Raises the errors of `driver.connect.adopt`. If the engine would be refused again, such as for its
+        Raises the errors of `connecting.connect.adopt`. If the engine would be refused again, such as for its
         draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
