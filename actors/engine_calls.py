@@ -30,9 +30,9 @@ from weightsync.engines import (
 )
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
+from weightsync.engines.serving.engine_digests import EngineDigests
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
-from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
