@@ -1,4 +1,4 @@
-"""Brings one engine back while others serve: adopts it, then refills it from snapshots or from them."""
+"""Brings one engine back while others serve: adopts the engine, then refills it from copies or engines."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Refiller:
             self._turn(self._connected(), name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):
-            # An update may have run since, and connected again. Waiting here would keep the next one waiting.
+            # An update may have run since, and connected again. Waiting here would delay the next update.
             if self._snapshot_index.is_reserving:
                 raise GaveWayError(f"engine {name} was not filled: an update connected again")
             await self._snapshot_index.copied()
@@ -149,10 +149,10 @@ class Refiller:
 
     @asynccontextmanager
     async def _turn(self, connection: Connection, name: str) -> AsyncIterator[bool]:
-        """Let one engine of a host read from other hosts, for all engines alike on the host.
+        """Let one engine of a host read from other hosts, for all equal engines of the host.
 
-        Engines alike wait until the first engine's refill ends, which has its own deadlines. Yields whether
-        there was a wait.
+        Equal engines wait until the first engine's refill ends, which has deadlines. Yields whether there was
+        a wait.
         """
         flat, host = connection.flat_layouts.get(name), self._fleet.node(self._fleet.engines[name].holders[0])
         waited = False
@@ -205,9 +205,9 @@ class Refiller:
     async def _of_source(
         self, connection: Connection, version: int, name: str, read: Collection[str]
     ) -> _DamagedCopyError | None:
-        """Return the error of a holder in `read` if its bytes were wrong, and not engine `name`.
+        """Return an error if a holder in `read` had wrong bytes, and None if engine `name` is at fault.
 
-        That holder's copy, or engine, is no source any more. Raises if an engine that was read is silent.
+        The holder's copy, or engine, is no source any more. Raises if an engine that was read is silent.
         """
         if peer := await self._snapshot_index.drop_damaged(connection, name, read):
             return _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
@@ -226,7 +226,7 @@ class Refiller:
     async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
         """Have paused engines take a version from their hosts' memory, in parallel.
 
-        Returns the answers of those that did. The others are STALE or DEAD.
+        Returns the answers of engines that took it. Other engines are STALE or DEAD.
         """
         calls = {}
         for name in names:

@@ -27,7 +27,7 @@ _EARLY_S = 0.005
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication:
-    """One version, as its trainers published it.
+    """One version, as the trainers published it.
 
     Attributes:
         answers: each trainer's answer by its name, in rank order.

@@ -28,7 +28,7 @@ class Steppable(Protocol):
 
 
 class Stepper:
-    """A `Server` for a vLLM scheduler that runs in this process. Each step blocks the event loop.
+    """An `AsyncServer` for a vLLM scheduler that runs in this process. Each step blocks the event loop.
 
     Attributes:
         engine: vLLM's engine. Use it only on the loop's thread.
