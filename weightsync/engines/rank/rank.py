@@ -159,12 +159,8 @@ class Rank:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
-    def can_export(self, asleep: bool) -> bool:
-        """Return True if `attach` would export the live memory now. While `asleep`, there is none."""
-        return self.export(asleep) is not None
-
     def export(self, asleep: bool) -> DeviceMemory | None:
-        """Return the memory that `attach` would export now, unless tensors are cast."""
+        """Return the memory that `attach` would export now, unless tensors are cast. None while `asleep`."""
         return exported(self._live) if not asleep and self._own_layout().buffers else None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
