@@ -41,7 +41,7 @@ class _Coder(Protocol):
 
 
 @dataclass(slots=True)
-class Compared:
+class ComparedContent:
     """The content of a part, compared with the committed version while it is saved.
 
     Attributes:
@@ -110,7 +110,7 @@ class PartDeltas:
         self._plan, self._store, self._on_device = plan, store, on_device
         self._spans, self._coder = cache(self._find_spans), cache(self._make_coder)
 
-    def compared(self, header: SnapshotHeader, content: SnapshotContent) -> Compared | None:
+    def compared(self, header: SnapshotHeader, content: SnapshotContent) -> ComparedContent | None:
         """Return `content` in a form that `save` compares with the part's committed version.
 
         Returns None if no version with this layout is here. Allocates memory for the first one.
@@ -118,9 +118,9 @@ class PartDeltas:
         base = self._store.committed(header.part)
         if base is None or base.layout != header.layout or (held := self._store.own(base)) is None:
             return None
-        return Compared(content, held, self._coder(header.part))
+        return ComparedContent(content, held, self._coder(header.part))
 
-    def make(self, header: SnapshotHeader, compared: Compared) -> Delta | None:
+    def make(self, header: SnapshotHeader, compared: ComparedContent) -> Delta | None:
         """Save the changes of the staged part, unless they are as long as the tensors.
 
         Returns None if the committed version was replaced. `Delta.seconds` leave out the first delta's
