@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.report import HealReport
 
 E = TypeVar("E")
@@ -54,8 +54,3 @@ class Events:
         """Tell all subscribers before returning."""
         for handler in self._handlers[type(event)]:
             handler(event)
-
-    def holder_failed(self, error: WeightSyncError) -> None:
-        """Publish `HolderSilent` if the holder is lost, or did not answer."""
-        if isinstance(error, DeadlineError | PeerLostError):
-            self.publish(HolderSilent())

@@ -17,7 +17,7 @@ from weightsync.driver.connecting.connect import Connection
 from weightsync.driver.copy_checks import Copy, CopyChecks
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.events import Events
+from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.host_copies import HostCopies, Wanted
@@ -26,6 +26,7 @@ from weightsync.driver.snapshots.snapshot_memory import reserving
 from weightsync.driver.snapshots.source_choice import Candidates, SourceChoice
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.verifying.live_digests import LiveDigests
+from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 
@@ -385,7 +386,7 @@ class SnapshotIndex:
             await self.host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
-            self._events.holder_failed(error)
+            _tell(self._events, error)
         return outcome.answers
 
     async def _keep_staged(self, staged: StagedVersion) -> None:
@@ -423,7 +424,7 @@ class SnapshotIndex:
                 for error in outcome.failures.values():
                     about = "[holder %d · v%d] does not replicate part %d: %s"
                     logger.warning(about, place, header.version, header.part, error)
-                    self._events.holder_failed(error)
+                    _tell(self._events, error)
                 for offer in outcome.answers.values():
                     now.add(header.layout, header.part, offer, nodes[place])
 
@@ -463,3 +464,8 @@ async def _give_up(task: asyncio.Task[None] | None, timeout_s: float) -> None:
 async def _ended(task: asyncio.Task[None] | None) -> None:
     if task and not task.done():
         await asyncio.wait([task])
+
+
+def _tell(events: Events, error: WeightSyncError) -> None:
+    if isinstance(error, (DeadlineError, PeerLostError)):
+        events.publish(HolderSilent())

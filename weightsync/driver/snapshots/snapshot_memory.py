@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 
 from weightsync.config import SyncConfig
-from weightsync.driver.events import Events
+from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import Outcome, gather_named
+from weightsync.errors import DeadlineError, PeerLostError
 from weightsync.protocol.handles import Offer
 
 logger = logging.getLogger("weightsync.driver")
@@ -41,7 +42,8 @@ def reserving(
     def tell(outcome: Outcome[Offer | None] | Outcome[None], what: str) -> None:
         for error in outcome.failures.values():
             logger.warning("[driver] %s: %s", what, error)
-            events.holder_failed(error)
+            if isinstance(error, (DeadlineError, PeerLostError)):
+                events.publish(HolderSilent())
 
     async def reserve() -> None:
         began = time.monotonic()

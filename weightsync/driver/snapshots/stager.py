@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.connect import Connection
-from weightsync.driver.events import Events
+from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.delta_choice import DeltaChoice
@@ -168,8 +168,8 @@ class Stager:
             calls[f"holder {i}"] = self._fleet.holders[i].stage(task, self._config.timeout_s)
         outcome = await gather_named(calls, "stage", self._config.connect_timeout_s + GRACE_S)
         for name, error in outcome.failures.items():
-            self._events.holder_failed(error)
             if isinstance(error, DeadlineError | PeerLostError):
+                self._events.publish(HolderSilent())
                 raise error
             where = f"[driver · v{staged.version}] {name}"
             logger.warning("%s copies from its host while its engine is paused: %s", where, error)
@@ -249,8 +249,8 @@ class Stager:
             for i, task in tasks.items()
         }
         outcome = await gather_named(calls, "stage", limit_s + GRACE_S, together=True)
-        for error in outcome.failures.values():
-            self._events.holder_failed(error)
+        if any(isinstance(error, DeadlineError | PeerLostError) for error in outcome.failures.values()):
+            self._events.publish(HolderSilent())
         answers = outcome.require()
         return {i: answers[f"holder {i}"] for i in tasks}
 
