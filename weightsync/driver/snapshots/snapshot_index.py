@@ -189,14 +189,10 @@ class SnapshotIndex:
         else:
             await self.copied()
 
-    async def kept(self) -> None:
-        """Wait until the snapshots' memory is there, and they are copied."""
+    async def settled(self) -> None:
+        """Wait until the snapshots' memory is there, and they are copied and replicated."""
         await _ended(self._reserving)
         await self.copied()
-
-    async def settled(self) -> None:
-        """Wait until the snapshots are copied and replicated."""
-        await self.kept()
         await _ended(self._replicating)
 
     async def stop(self) -> None:
