@@ -31,7 +31,7 @@ class AdoptedTrainer(TrainerShard):
         return found(self._actor, "model", self._where)
 
 
-class AdoptedEngine(EngineCalls):
+class AdoptedEngineActor(EngineCalls):
     """An engine that belongs to another actor: an ``AsyncLLM``, or an `Engine`."""
 
     _llm: Any = None

@@ -30,9 +30,9 @@ from weightsync.engines import (
 )
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
+from weightsync.engines.serving.engine_digests import EngineDigests
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
-from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
 from weightsync.plan import Plan
@@ -67,7 +67,7 @@ class EngineCalls(Claimable):
 
         The argument is an object of Ray's store. Ray calls this once the host has it.
         """
-        layouts = await self._ask_layouts()
+        layouts = await self.sync_layout()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_outline(self, components: Components = MappingProxyType({})) -> Sequence[Outline]:
@@ -75,12 +75,11 @@ class EngineCalls(Claimable):
         tables = await self.sync_layout(components)
         return await asyncio.to_thread(lambda: [each.outline() for each in tables])
 
-    async def sync_layout(self, components: Components = MappingProxyType({})) -> Sequence[LayoutTable]:
-        """Return the layouts of all ranks, if components are treated so."""
-        return await self._ask_layouts(components)
+    async def sync_layout(self, components: Components | None = None) -> Sequence[LayoutTable]:
+        """Return the layouts of all ranks, if components are treated so; by default as before.
 
-    async def _ask_layouts(self, components: Components | None = None) -> Sequence[LayoutTable]:
-        """Ask the engine once: layouts only change with other `components`, and if experts moved."""
+        The engine is asked once: layouts only change with other `components`, and if experts moved.
+        """
         async with self._asking:
             wanted = self._components if components is None else components
             if wanted != self._components and isinstance(self._engine, HasComponents):
@@ -113,7 +112,7 @@ class EngineCalls(Claimable):
         """Return the ranks' exports ahead, see `ExportsAhead`; nothing if the engine does not know them."""
         if not isinstance(self._engine, ExportsAhead):
             return ()
-        await self._ask_layouts(components)  # a draft adds exports
+        await self.sync_layout(components)  # a draft adds exports
         async with self._asking:  # `attach` comes afterwards
             return await asyncio.to_thread(self._engine.export)
 
@@ -121,7 +120,7 @@ class EngineCalls(Claimable):
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, prefix_cache: PrefixCache = "drop"
     ) -> Sequence[Attached]:
         """Connect ranks to holders, see `Engine.attach` and `CachesPrefixes.use_prefix_cache`."""
-        layouts = await self._ask_layouts()
+        layouts = await self.sync_layout()
 
         def attach() -> Sequence[Attached]:
             inject("connect")
@@ -225,7 +224,7 @@ class EngineCalls(Claimable):
             part._name = f"{self._name} adapter {spec.name}".lstrip()
             part._slot, part._here = f"pid-{os.getpid()}", self._here
             self._parts = {**self._parts, spec.name: (spec, part)}
-        layouts = await part._ask_layouts()
+        layouts = await part.sync_layout()
         return layouts[0].rank_layout().tensors[0].dtype
 
     async def sync_keep_adapter(self, spec: AdapterSpec) -> None:

@@ -363,7 +363,7 @@ class Membership:
                 async with self._controller.exclusive():
                     await self.connect()
             if self._controller.version:  # else there is nothing to wait for
-                await self._controller.snapshot_index.kept()  # holders may have no copy of it yet
+                await self._controller.snapshot_index.settled()  # holders may have no copy of it yet
             return await self._controller.refill(name) if self._controller.can_refill(name) else None
         except WeightSyncError:
             self.engines.pop(name, None)

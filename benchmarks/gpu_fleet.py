@@ -34,7 +34,7 @@ from benchmarks.values import Held, count_wrong, fill, poison, touch
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.engines.loading.live_writer import LiveWriter, exported
 from weightsync.memory.kernels.device_kernels import load_digests
 from weightsync.memory.tensors import device_id

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.unit.plan.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.updating.controller import Controller

@@ -9,9 +9,9 @@ import torch
 
 from tests.quantised import same_bits
 from tests.quantised_rig import share
+from weightsync.engines.serving.engine_digests import DigestReduction
 from weightsync.holder.quantizing_copy import QuantizingCopy
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.kernels.engine_digests import DigestReduction
 from weightsync.memory.stacked_experts import as_loaded
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, RankLayout, Reshard, Segment, TensorMeta, make_plan

@@ -338,7 +338,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
         ("weightsync/holder/holder.py", "import weightsync.plugins.verl", "its framework imports"),
         ("weightsync/plugins/verl.py", "import weightsync.recipes.loops", "do not know each other"),
-        ("weightsync/channel/engine_end.py", "def f():\n    from pickle import loads", "never unpickled"),
+        ("weightsync/channel/feed.py", "def f():\n    from pickle import loads", "never unpickled"),
         (
             "actors/holders/weight_holder.py",
             "from multiprocessing.connection import Client",

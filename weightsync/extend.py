@@ -5,7 +5,7 @@ The names in `__all__` are public, like the names in `weightsync`. docs/extendin
 
 from __future__ import annotations
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.engines.base import Completion, Engine, Generates, Rollout
 from weightsync.engines.loading.live_writer import LiveWriter
 from weightsync.memory.host import SharedBuffer

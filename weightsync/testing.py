@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.config import Components, PrefixCache
 from weightsync.engines.base import (
@@ -22,12 +22,12 @@ from weightsync.engines.base import (
     Prompts,
     Rollout,
 )
+from weightsync.engines.serving.engine_digests import EngineDigests
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.texts import token_ids
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.kernels.engine_digests import EngineDigests
 from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, metas_of

@@ -30,7 +30,7 @@ Where: TypeAlias = str | Callable[[Any], Any]
 
 _KINDS = {
     "trainer": "weightsync.actors.adopted:AdoptedTrainer",
-    "engine": "weightsync.actors.adopted:AdoptedEngine",
+    "engine": "weightsync.actors.adopted:AdoptedEngineActor",
 }
 _SOON_S, _LATER_S = 0.002, 0.25
 _running: dict[str, Future[Any]] = {}

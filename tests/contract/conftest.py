@@ -22,7 +22,8 @@ from tests.models import build_tiny_qwen3, greedy, save_tokenizer
 from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from tests.vllm_imports import import_vllm
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
+from weightsync.channel.wire import Cancel, Ready
 from weightsync.config import Components
 from weightsync.engines import Engine, HasComponents, make_engine
 from weightsync.engines.serving.request_loop import RequestLoop
@@ -169,11 +170,11 @@ class Rig:
                 slot[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(torch.uint8)
             if self.on_gpu:
                 torch.cuda.synchronize()
-            self.feed.offer(self.attempt, bucket.index)
+            self.feed.send(Ready(self.attempt, bucket.index))
             self.feed.wait_done(self.attempt, bucket.index, TIMEOUT_S)
             slot.fill_(0xAA)  # whoever kept a view of it has garbage now
         if num_buckets is not None:
-            self.feed.cancel(self.attempt, "the test gave up")
+            self.feed.send(Cancel(self.attempt, "the test gave up"))
         (self.loaded,) = loaded.result(TIMEOUT_S)
         return self.loaded.digests
 

@@ -216,7 +216,6 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
         ("join", None),
         ("join", RankProcess(0, 7, 99)),
         ("addresses", {"w": 1 << 47}),
-        ("can_export", True),
         ("export", DeviceMemory.of({"w": DeviceHandle("cuda:0", 7, b"ipc", 0, 8)})),
         ("attach", Attached("ab", None)),
         ("settle", None),

@@ -23,7 +23,8 @@ from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from tests.rank_layouts import rank_layouts
 from tests.unit.sources.test_lora import published
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
+from weightsync.channel.wire import Ready
 from weightsync.engines.lora.adapter_engine import AdapterEngine
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.errors import ConfigError
@@ -126,7 +127,7 @@ class Fed:
                 cut = tensors[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
                 slot[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(torch.uint8)
             for feed in self.feeds:
-                feed.offer(self.attempt, bucket.index)
+                feed.send(Ready(self.attempt, bucket.index))
             for feed in self.feeds:
                 feed.wait_done(self.attempt, bucket.index, TIMEOUT_S)
         found = [each.digests for each in loaded.result(TIMEOUT_S)]

@@ -60,4 +60,4 @@ def test_a_rank_that_is_stopped_is_named_to_all_who_ask_and_the_engine_ends(engi
     begun = time.monotonic()
     engine.close()
     assert time.monotonic() < begun + TIMEOUT_S
-    assert not any(rank.state() for rank in engine.rank_processes)
+    assert not any(rank.state() for rank in engine.watch.ranks)

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tests.fleets.actors import Counting, Engine, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
 from weightsync.driver.engine_state import EngineState
 from weightsync.engines.rank import rank_process
 from weightsync.errors import StateError, WeightSyncError

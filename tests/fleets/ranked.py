@@ -47,7 +47,7 @@ class QwenTrainer(TrainerShard):
 
 class RankedEngine(EngineActor):
     async def rank_pids(self) -> list[int]:
-        return [rank.pid for rank in self._engine.rank_processes]
+        return [rank.pid for rank in self._engine.watch.ranks]
 
 
 class Ranked:

@@ -12,7 +12,7 @@ from torch import nn
 
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.engines.loading.arranged_experts import ExpertSlot, arranged
 from weightsync.engines.loading.live_writer import LiveWriter
 from weightsync.memory.tensors import meta_of

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from tests.contract.conftest import source_layout
 from tests.patience import patient
 from tests.rank_layouts import rank_layouts
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
+from weightsync.channel.wire import Ready
 from weightsync.engines import make_engine
 from weightsync.engines.loading.whole_sink import synchronize
 from weightsync.memory.device import DeviceBuffer
@@ -84,7 +85,7 @@ class FedEngine:
                     )
                 synchronize(slots[index].tensor.device)
             for feed in self.feeds:
-                feed.offer(self.version, bucket.index)
+                feed.send(Ready(self.version, bucket.index))
             for feed in self.feeds:
                 feed.wait_done(self.version, bucket.index, TIMEOUT_S)
             for slots in self.slots:

@@ -17,8 +17,8 @@ import torch
 from tests.fleets.loop import Loop, drive
 from tests.forked import said_by
 from tests.patience import patient
-from weightsync.channel import engine_end as module
-from weightsync.channel.engine_end import EngineFeed, HolderFeed
+from weightsync.channel import feed as module
+from weightsync.channel.feed import EngineFeed, HolderFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import Outcome, gather_named
 from weightsync.driver.healing.healing_policy import Action, decide
@@ -56,7 +56,7 @@ def holder(plan: Plan) -> Iterator[HolderFeed]:
 
 
 class Clock:
-    """The clock of `weightsync.channel.engine_end`, which a test may set forward."""
+    """The clock of `weightsync.channel.feed`, which a test may set forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0

@@ -20,8 +20,8 @@ import zmq
 from tests.foreign import NASTY
 from tests.forked import said_by
 from tests.patience import patient
-from weightsync.channel.engine_end import EngineFeed, HolderFeed
-from weightsync.channel.wire import FeedHello, encode
+from weightsync.channel.feed import EngineFeed, HolderFeed
+from weightsync.channel.wire import Cancel, FeedHello, Ready, encode
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -153,7 +153,7 @@ def test_a_stray_clients_bytes_are_refused_and_logged_and_hurt_nothing(
     assert not errors
     strays[0].send(wrong)
     for bucket in range(plan.num_buckets):
-        holder.offer(1, bucket)
+        holder.send(Ready(1, bucket))
     assert len(engine.receive(1, Sink(plan), patient(5))) == 2
     context.destroy(linger=0)
     engine.close()
@@ -210,14 +210,14 @@ def test_a_cancelled_attempt_ends_the_engines_wait_and_the_next_one_reads_past_i
     holder: HolderFeed, plan: Plan
 ) -> None:
     engine = _connected(holder, plan)
-    holder.offer(1, 0)
-    holder.cancel(1, "a peer was lost")
+    holder.send(Ready(1, 0))
+    holder.send(Cancel(1, "a peer was lost"))
     sink = Sink(plan)
     with pytest.raises(TransportError, match="a peer was lost"):
         engine.receive(1, sink, patient(5))
-    holder.offer(1, 1)
+    holder.send(Ready(1, 1))
     for bucket in range(plan.num_buckets):
-        holder.offer(2, bucket)
+        holder.send(Ready(2, bucket))
     assert len(engine.receive(2, sink, patient(5))) == 2
     assert not sink.tensors["b"].any()
     engine.close()
@@ -252,7 +252,7 @@ def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
     raised: list[Exception] = []
     sink, took = Sink(plan), threading.Event()
     sink.on_write = lambda _: took.set()
-    holder.offer(1, 0)
+    holder.send(Ready(1, 0))
 
     def load() -> None:
         try:

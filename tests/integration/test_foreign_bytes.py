@@ -23,7 +23,7 @@ from tests.patience import patient
 from tests.unit.channel.test_wire import MESSAGES
 from tests.unit.protocol.test_decoding import REPLIES
 from weightsync.actors.ray.loop import LoopThread
-from weightsync.channel.engine_end import EngineFeed, HolderFeed
+from weightsync.channel.feed import EngineFeed, HolderFeed
 from weightsync.channel.wire import encode
 from weightsync.engines.sglang.rank_calls import Replies, reply, sockets
 from weightsync.errors import ReadError, TransportError, WireError

@@ -12,7 +12,7 @@ from tests.fleets.direct import Shared, Source
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.fleets.quantising import Mapped, Staging, drive_mapped, use_exports
 from tests.kernel_doubles import Stream, use_doubles
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.updating.controller import Controller

@@ -1,4 +1,4 @@
-"""What changes from one version of some memory to a later version, as bytes to send and to store."""
+"""Changes from one version of memory to a later version, as bytes to send and to store."""
 
 from __future__ import annotations
 

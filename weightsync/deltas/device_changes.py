@@ -29,7 +29,7 @@ class _Chunk:
 
 
 class _Turn:
-    """Memory of the GPU for a chunk of two versions, and for what changed."""
+    """Memory of the GPU for a chunk of two versions, and for the changes."""
 
     def __init__(self, nbytes: int) -> None:
         self.tiles = DeviceTiles(nbytes // TILE, nbytes)
@@ -49,7 +49,7 @@ class _Turn:
         return [to.data_ptr() - begin for to, begin in zip(held, begins, strict=True)]
 
     def save(self, number: int, chunk: _Chunk, to: torch.Tensor) -> None:
-        """Start to copy back the chunk of version `number`, of those that `load` got."""
+        """Start to copy back the chunk of version `number`, as numbered by `load`."""
         self._copy(to[chunk.first :], self._sides[number][: chunk.nbytes])
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class _Turn:
 
 
 class CodingMemory:
-    """What `DeviceCoder` needs of the current GPU. Coders may share it.
+    """Memory of the current GPU that `DeviceCoder` uses. Coders may share it.
 
     There are two of everything: a chunk is copied while the GPU works on the one before.
     """
@@ -121,7 +121,7 @@ class DeviceCoder:
         return DeviceChanges(found)
 
     def rebuild(self, data: torch.Tensor, base: torch.Tensor, to: torch.Tensor) -> None:
-        """Write to `to` what the delta `data` makes of `base`. All are uint8, one dimension.
+        """Apply the delta `data` to `base`, and write the result to `to`: all uint8, one dimension.
 
         Bytes outside of the spans are undefined. Raises WireError if the delta is damaged. Some of `to` may
         have been written then.

@@ -89,7 +89,7 @@ _NO_INDEX = np.empty(0, np.uint8)
 
 
 def difference(old: Elements, new: Elements) -> Tile:
-    """Return the shortest code for what turns tile `old` into `new`."""
+    """Return the shortest code of the changes from tile `old` to `new`."""
     changed = old != new
     places = np.flatnonzero(changed)
     if len(new) / 8 < len(places) and 4 * np.count_nonzero(changed[1:] > changed[:-1]) > len(new) / 8:

@@ -19,7 +19,7 @@ logger = logging.getLogger("weightsync.driver")
 
 
 class Agreement:
-    """Which boxes the ranks that hold them compare next: all of them first, then one round in each update."""
+    """Chooses the boxes that ranks compare next: all boxes first, then one round in each update."""
 
     def __init__(self, config: SyncConfig, fleet: Fleet, plan: Plan, replicas: Replicas) -> None:
         self._config, self._fleet, self._plan = config, fleet, plan
@@ -61,7 +61,7 @@ class Agreement:
             self._round = (rounds[-1] + 1) % self._replicas.num_rounds
 
     async def _differing(self, replicas: Replicas, rounds: tuple[int, ...]) -> list[tuple[str, list[str]]]:
-        """Ask ranks for their digests. Returns the names of those that differ, and of the tensors."""
+        """Ask ranks for their digests. Returns the ranks that differ, and their tensors."""
         calls = {f"trainer {i}": each.replica_digests() for i, (each, _) in enumerate(self._fleet.trainers)}
         outcome = await gather_named(calls, "verify", self._config.timeout_s)
         for name, error in outcome.failures.items():

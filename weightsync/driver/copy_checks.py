@@ -92,7 +92,7 @@ class CopyChecks:
 def differing(found: Found, expected: Fingerprint) -> list[Copy]:
     """Return the copies that do not add up to the version's fingerprint `expected`.
 
-    If copies of a part differ, those are right that add up with the other parts. If none do, all are
+    If copies of a part differ, the right copies add up with the other parts. If none do, all are
     returned: nothing can be filled from them. If nothing is known of a part, copies without a header are.
     """
     kinds = [{each.tobytes(): each for each in its.values() if each is not None} for its in found.values()]

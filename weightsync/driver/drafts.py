@@ -20,7 +20,7 @@ class Drafts:
     """The drafts that engines reported. Digests are remembered after an engine is gone.
 
     Attributes:
-        by_engine: the drafts of each engine's ranks that have one.
+        by_engine: the drafts of each engine's ranks, without ranks that have no draft.
     """
 
     def __init__(self) -> None:

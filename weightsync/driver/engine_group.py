@@ -74,7 +74,7 @@ class EngineGroup:
             self._version[name] = version
 
     async def pause(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
-        """Pause engines in parallel; return the names of those that did. Late pauses are undone."""
+        """Pause engines in parallel; return the names of paused engines. Late pauses are undone."""
         how = self._config.pause, self._config.timeout_s
         calls = {
             name: self._halt(name, each, partial(each.peer.pause, *how)) for name, each in takers.items()

@@ -43,7 +43,7 @@ class Outcome(Generic[T]):
     def require(self) -> dict[str, T]:
         """Return all answers, or raise the failure nearest to the cause, see `remoteness`.
 
-        One DeadlineError names all late peers, without those that answered and only missed others.
+        One DeadlineError names all late peers, except peers that answered and only missed other peers.
         """
         late = {name: error for name, error in self.failures.items() if isinstance(error, DeadlineError)}
         silent = {name for name, error in late.items() if name in error.missing}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import faults
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
 from weightsync.config import Ports, TlsFiles
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import ExchangeEnd
@@ -19,9 +19,9 @@ from weightsync.holder.refill import RefillRuns
 from weightsync.holder.send_buffer import (
     MappedSendBuffer,
     SendBuffer,
+    buffer_handle,
     send_buffer_for,
     snapshot_content,
-    written,
 )
 from weightsync.holder.snapshots import SnapshotContent
 from weightsync.holder.staging import HostStaging, Staging
@@ -122,7 +122,7 @@ class ConnectingHolder(HolderProcess):
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer, self._published = self._send_buffer, None, None
         self._send_buffer = send_buffer_for(plan, sender, source, before, send_buffer)
-        self._published, handle = snapshot_content(self._send_buffer), written(self._send_buffer)
+        self._published, handle = snapshot_content(self._send_buffer), buffer_handle(self._send_buffer)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -155,7 +155,7 @@ class ConnectingHolder(HolderProcess):
             if self._feed:
                 self._feed.close()
             self.staging.forget_engine()
-            self._feed = self._open_feed(engine, self.staging, written(self._send_buffer))
+            self._feed = self._open_feed(engine, self.staging, buffer_handle(self._send_buffer))
             return self._feed.ticket
 
     def link(

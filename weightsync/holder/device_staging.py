@@ -138,7 +138,7 @@ class DeviceStaging:
 
     @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
-        """Take the engine rank's memory for the previous one's, which is unmapped.
+        """Use the engine rank's memory in place of the previous rank's, which is unmapped.
 
         A mapping of the same memory by `map_ahead` is used. Else it is mapped at once if buckets are written
         to it, or when it is used. Raises TransportError if that fails.

@@ -52,7 +52,7 @@ class LiveSnapshot:
 
 
 class LiveSource:
-    """The server of one engine rank's live memory. There is one between `offer` and whatever ends it.
+    """Serves one engine rank's live memory, from an offer until a write or a withdrawal.
 
     Attempts order the driver's calls, of which some may arrive late: an offer is refused once a write or a
     withdrawal of a later attempt has begun.

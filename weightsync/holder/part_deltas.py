@@ -1,4 +1,4 @@
-"""Deltas of staged parts: what changed in one's own, for other holders, and what changed in theirs."""
+"""Makes deltas of the holder's own staged parts, and applies deltas of other holders' parts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class _Coder(Protocol):
 
 
 @dataclass(slots=True)
-class Compared:
+class ComparedContent:
     """The content of a part, compared with the committed version while it is saved.
 
     Attributes:
-        changes: once it is saved, what changed, and the seconds to find it.
+        changes: after `save`, the changes, and the seconds to find them.
     """
 
     content: SnapshotContent
@@ -110,21 +110,21 @@ class PartDeltas:
         self._plan, self._store, self._on_device = plan, store, on_device
         self._spans, self._coder = cache(self._find_spans), cache(self._make_coder)
 
-    def compared(self, header: SnapshotHeader, content: SnapshotContent) -> Compared | None:
-        """Return `content`, which compares itself with the part's committed version as it is saved.
+    def compared(self, header: SnapshotHeader, content: SnapshotContent) -> ComparedContent | None:
+        """Return `content` in a form that `save` compares with the part's committed version.
 
         Returns None if no version with this layout is here. Allocates memory for the first one.
         """
         base = self._store.committed(header.part)
         if base is None or base.layout != header.layout or (held := self._store.own(base)) is None:
             return None
-        return Compared(content, held, self._coder(header.part))
+        return ComparedContent(content, held, self._coder(header.part))
 
-    def make(self, header: SnapshotHeader, compared: Compared) -> Delta | None:
-        """Save what changed in the staged part, unless it is no shorter than the tensors.
+    def make(self, header: SnapshotHeader, compared: ComparedContent) -> Delta | None:
+        """Save the changes of the staged part, unless they are as long as the tensors.
 
-        Returns None if the committed version was replaced. The first delta allocates memory, which its
-        `seconds` leave out. Raises TransportError when memory is short.
+        Returns None if the committed version was replaced. `Delta.seconds` leave out the first delta's
+        allocation of memory. Raises TransportError when memory is short.
         """
         base, offer = self._store.committed(header.part), None
         if base is None or compared.base.header != base or compared.changes is None:

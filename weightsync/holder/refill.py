@@ -32,6 +32,28 @@ STEP_NBYTES = 16 << 20
 """Bytes of one read. Each read has a deadline, and after a failed read another source continues."""
 
 
+class RefillSink(Protocol):
+    """Brings buckets to the engine rank. `Refill` calls it, bucket by bucket, `targets` in turn."""
+
+    @property
+    def num_buckets(self) -> int: ...
+
+    @property
+    def targets(self) -> Sequence[SharedBuffer]: ...
+
+    def portions(self, bucket: int) -> Sequence[Portion]:
+        """Return the portions to read for a bucket."""
+
+    def wait_free(self, bucket: int) -> None:
+        """Wait until the bucket's target may be written."""
+
+    def land(self, bucket: int) -> None:
+        """Start moving a bucket, complete in its target, to the destination."""
+
+    def finish(self) -> None:
+        """Wait until all buckets are there, then tell the engine rank."""
+
+
 class PartSink:
     """Writes a part into memory that others read, behind the header.
 
@@ -61,16 +83,16 @@ class PartSink:
 
 
 class Refill:
-    """The refill of one engine rank. A peer that fails is replaced by one with the same part."""
+    """The refill of one engine rank. Another peer with the same part replaces a peer that fails."""
 
-    def __init__(self, snapshot: Snapshot, intake: RefillSink, may_map: bool, timeout_s: float) -> None:
+    def __init__(self, snapshot: Snapshot, sink: RefillSink, may_map: bool, timeout_s: float) -> None:
         """`timeout_s`: the engine rank's wait for a bucket; `may_map`: map snapshots on this host."""
-        self._kept, self._sink, self._may_map = snapshot, intake, may_map
+        self._snapshot, self._sink, self._may_map = snapshot, sink, may_map
         self._timeout_s = timeout_s
         self._peers, self._reserve = _by_peer(snapshot.parts), _by_peer(snapshot.reserve)
         most = [len(self._peers[part]) + len(self._reserve.get(part, ())) for part in self._peers]
         self._scratch = SharedBuffer.create(HEADER_NBYTES * sum(most))
-        self._targets = [*intake.targets, self._scratch]
+        self._targets = [*sink.targets, self._scratch]
         self._reader: Reader | None = None
         self._lock, self._stopped = threading.Lock(), ""
         self._nbytes: Counter[str] = Counter()
@@ -148,7 +170,7 @@ class Refill:
         peers = {peer: part for part, known in self._peers.items() for peer in known}
         found = read_headers(reader, [*peers], self._scratch, len(self._targets) - 1, self._patience)
         for peer, part in peers.items():
-            wanted = SnapshotHeader(self._kept.version, self._kept.layout, part)
+            wanted = SnapshotHeader(self._snapshot.version, self._snapshot.layout, part)
             if found[peer] != wanted:
                 raise ReadError(peer, f"it holds {found[peer] or 'no snapshot'}, not {wanted}")
 
@@ -199,28 +221,6 @@ def cut_portion(portion: Portion, num_cuts: int) -> list[Portion]:
         Portion(portion.part, portion.source + at, portion.offset + at, min(step, portion.nbytes - at))
         for at in range(0, portion.nbytes, step)
     ]
-
-
-class RefillSink(Protocol):
-    """Brings buckets to the engine rank. `Refill` calls it, bucket by bucket, `targets` in turn."""
-
-    @property
-    def num_buckets(self) -> int: ...
-
-    @property
-    def targets(self) -> Sequence[SharedBuffer]: ...
-
-    def portions(self, bucket: int) -> Sequence[Portion]:
-        """Return the portions to read for a bucket."""
-
-    def wait_free(self, bucket: int) -> None:
-        """Wait until the bucket's target may be written."""
-
-    def land(self, bucket: int) -> None:
-        """Start moving a bucket, complete in its target, to the destination."""
-
-    def finish(self) -> None:
-        """Wait until all buckets are there, then tell the engine rank."""
 
 
 class BucketSink:
@@ -324,7 +324,7 @@ class RefillRuns:
     def copy(
         self, store: SnapshotStore, snapshot_part: SnapshotPart, others: Sequence[Offer], timeout_s: float
     ) -> Offer:
-        """Copy another holder's part to `store`, from it and from `others` as `Refill.run` reads."""
+        """Copy another holder's part to `store`. Reads this holder and `others`, as `Refill.run` does."""
         header, offers = snapshot_part.header, (snapshot_part.offer, *others)
         snapshot = Snapshot(header.version, header.layout, {header.part: offers})
         with store.receiving(snapshot_part) as (buffer, offer):

@@ -263,6 +263,6 @@ def published_parts(
     return send_buffer.held()
 
 
-def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
+def buffer_handle(send_buffer: SendBuffer | None) -> BufferHandle | None:
     """Return the handle of the memory that a trainer rank publishes into, if any."""
     return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None

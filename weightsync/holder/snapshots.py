@@ -256,7 +256,7 @@ class SnapshotStore:
         return next((held for held in found if held.header == header), None)
 
     def committed(self, part: int) -> SnapshotHeader | None:
-        """Return what is saved of a part, if anything is: a committed version, staged ones are left out."""
+        """Return the header of a part's committed version, if one is saved. Ignores staged versions."""
         return kept.header if (kept := self._kept.get(part)) else None
 
     def parts(self, snapshot: Snapshot) -> Mapping[int, Held] | None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from weightsync import faults
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
+from weightsync.channel.wire import Cancel, GoingOn, Ready
 from weightsync.errors import DeadlineError, EngineError, SlowError, StateError, WeightSyncError
 from weightsync.faults import inject
 from weightsync.holder.cross_host import ExchangeEnd
@@ -130,7 +131,7 @@ class FeedConsumer(BucketConsumer):
 
     def offer(self, bucket: int) -> None:
         if self._feed:
-            self._feed.offer(self._attempt, bucket, self._whole)
+            self._feed.send(Ready(self._attempt, bucket, self._whole))
 
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         self._wait_read(num_buckets)
@@ -166,7 +167,7 @@ class FeedConsumer(BucketConsumer):
 
     def cancel(self, cause: str) -> None:
         if self._feed:
-            self._feed.cancel(self._attempt, cause)
+            self._feed.send(Cancel(self._attempt, cause))
 
 
 class WriteConsumer(BucketConsumer):
@@ -196,7 +197,7 @@ class WriteConsumer(BucketConsumer):
         if self.taking and (self._only is None or bucket in self._only):
             self._memory.write(bucket)
         if self._feed and self.taking:
-            self._feed.go_on(self._attempt)
+            self._feed.send(GoingOn(self._attempt))
 
     def finish(self, num_buckets: int, is_all: bool = True, live: Direct | None = None) -> None:
         """Wait until everything is written, then tell the engine rank, with the digests if there are any."""
@@ -211,7 +212,7 @@ class WriteConsumer(BucketConsumer):
                 self._memory.wait_written(self._timeout_s)
             except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
                 logger.warning("what was begun may still be written: %s", error)
-            self._feed.cancel(self._attempt, cause)
+            self._feed.send(Cancel(self._attempt, cause))
 
 
 def run_update(

@@ -178,13 +178,13 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed in a part since `base`, in a holder's memory.
+    """The changes of a part since version `base`, in a holder's memory.
 
     Attributes:
-        base: the version before.
+        base: the committed version with which the part was compared.
         offer: the offer of the memory; None if the delta is not shorter than the part, and is not kept.
         nbytes: the bytes of the delta.
-        seconds: how long it took to find them.
+        seconds: the seconds to find and to save the changes.
     """
 
     base: int
@@ -244,7 +244,7 @@ class StagedPart:
         nbytes: the bytes that were copied.
         spans: when the holder began to ``save`` the part and make its ``delta``, or to ``copy`` it, and to
             ``digest`` it, and the durations.
-        delta: what changed in the saved part, if the task asked for it and a committed version is there.
+        delta: the changes of the saved part, if the task asked for a delta and a committed version is there.
     """
 
     part: int
@@ -369,7 +369,7 @@ class PublishReport(msgspec.Struct, frozen=True):
         nonfinite, written: as in `Published`.
         spans: when it began, and its duration.
         agreement: as in `Compared`; None if nothing was compared.
-        changed: what was sampled of the changes since the version before, by group of tensors.
+        changed: samples of the changes since the version before, by group of tensors.
     """
 
     fingerprint: Fingerprint

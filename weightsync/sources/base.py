@@ -47,8 +47,7 @@ class Source(Protocol):
 class ModelSource(Source, Protocol):
     """A source that `TrainerShard` makes for ``self.model``, by the model's type.
 
-    It is made with the model, `exclude`, `names`, `frozen`, `offloads` and `hf_config`, which are those of
-    `TrainerShard`.
+    Arguments: the model, `exclude`, `names`, `frozen`, `offloads` and `hf_config`, as in `TrainerShard`.
 
     Attributes:
         model: the model. Its weights may change between calls.
@@ -59,7 +58,7 @@ class ModelSource(Source, Protocol):
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.
 
-        `publish` raises StateError if its layout is not that of the previous model.
+        `publish` raises StateError if the layout differs from the previous model's.
         """
 
 
@@ -67,7 +66,7 @@ class ModelSource(Source, Protocol):
 class ExportsWeights(Protocol):
     """A source whose memory holders can read in place, before `publish` has digested it.
 
-    What it digests is `weightsync.plan.share_in_place`.
+    `publish` digests the boxes of `weightsync.plan.share_in_place`.
     """
 
     def trial_handle(self) -> DeviceHandle | None:
@@ -81,7 +80,7 @@ class ExportsWeights(Protocol):
         """Finish writing the weights. Returns whether they are read in place.
 
         Called before `publish`, which then runs while holders already read: if it raises, engines that took
-        bytes do not serve them. If this returns False, holders wait for `publish`. Raises what it raises.
+        bytes do not serve them. If this returns False, holders wait for `publish`. Raises as `publish`.
         """
 
 
@@ -89,7 +88,7 @@ class ExportsWeights(Protocol):
 class ComparesReplicas(Protocol):
     """A source that also digests the boxes which other ranks hold.
 
-    Without this, ranks of a source of your own that hold different bytes of one box are not found.
+    For a source without this method, nobody finds ranks that hold different bytes of one box.
     """
 
     def compare_replicas(self, rounds: Sequence[int]) -> Compared:
@@ -104,7 +103,7 @@ class MeasuresDensity(Protocol):
     """A source that samples how many elements change from one version to the next."""
 
     def changed(self) -> Mapping[str, Sample]:
-        """Return what was sampled of the changes since the last call, by group of tensors.
+        """Return samples of the changes since the last call, by group of tensors.
 
         Called after `publish`. Returns nothing the first time after `attach`.
         """

@@ -133,6 +133,7 @@ class NetworkStore(Store):
         self._ticket = 0
         self._stream: Stream | None = None
         self._lost = False
+        self._gone = f"the connection to the store at {self._place} broke, or there is none"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of `key`."""
@@ -193,7 +194,7 @@ class NetworkStore(Store):
                 return self._answer(request, time.monotonic() + self._timeout_s)
             except OSError as error:  # another process may have the port by now
                 self._lost = True
-                raise RuntimeError(self._gone()) from error
+                raise RuntimeError(self._gone) from error
             except WireError as error:
                 raise RuntimeError(f"the store at {self._place} failed: {error}") from error
 
@@ -216,10 +217,7 @@ class NetworkStore(Store):
         if self._closing.is_set():
             raise RuntimeError("the store is closed")
         if self._lost:
-            raise RuntimeError(self._gone())
-
-    def _gone(self) -> str:
-        return f"the connection to the store at {self._place} broke, or there is none"
+            raise RuntimeError(self._gone)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fleets.loop import Loop, drive
 from weightsync.channel import private_socket
-from weightsync.channel.engine_end import HolderFeed
+from weightsync.channel.feed import HolderFeed
 from weightsync.channel.private_socket import MAX_PATH_NBYTES, PrivateDirectory
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.errors import ConfigError

@@ -18,9 +18,9 @@ from tests.patience import patient
 from weightsync.channel.sink import PieceView
 from weightsync.engines.loading import host_writer as host_live
 from weightsync.engines.loading.live_writer import LiveWriter, exported
+from weightsync.engines.serving.engine_digests import DigestReduction
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.kernels.engine_digests import DigestReduction
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.plan.layout.layout_table import LayoutTable

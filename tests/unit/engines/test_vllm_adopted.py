@@ -162,13 +162,11 @@ def test_one_that_can_sleep_and_that_others_resumed_while_it_was_written_fails_i
 def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(adopted) -> None:
     llm, engine = adopted
     engine.can_export()
-    assert llm.asked[-1] == ("can_export", (False,))
+    assert llm.asked[-1] == ("export", (False,))
     llm.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
     llm.sleep = _at_once
     engine.sleep(1, "keep", patient(1))
     engine.can_export()
-    assert llm.asked[-1] == ("can_export", (True,))
-    engine.export()
     assert llm.asked[-1] == ("export", (True,))
 
 

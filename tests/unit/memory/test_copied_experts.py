@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.engines.loading.live_writer import LiveWriter
+from weightsync.engines.serving.engine_digests import DigestReduction
 from weightsync.memory.kernels.copied_experts import copy_factors
 from weightsync.memory.kernels.digests import tensor_digest
-from weightsync.memory.kernels.engine_digests import DigestReduction
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.plan.layout.arrangement import Arrangement
 from weightsync.plan.layout.layout_table import LayoutTable

@@ -122,7 +122,7 @@ def _needs_buckets(layouts: Layouts, trial: Trial) -> bool:
     """Return True if an engine takes broadcasts, of all tensors or of tensors of another dtype."""
     if any(trial.obstacles.values()):
         return True
-    # One engine is enough: if engines hold different dtypes, one that casts is kept from reading directly.
+    # One engine is enough: if engines hold different dtypes, an engine that casts may not read directly.
     return bool(same_dtype_tensors(layouts.source.stated, *next(iter(layouts.joined.items())))[1])
 
 
@@ -388,7 +388,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
 
 
 def _joined(connection: Connection, name: str, layouts: Sequence[LayoutTable]) -> Layout:
-    """Return the joined layouts of an engine that joins, and record those of an engine that moves experts.
+    """Return the joined layout of a joining engine, and record it if the engine moves experts.
 
     Raises PlanError if the plan has no engine of this layout, places of experts aside.
     """

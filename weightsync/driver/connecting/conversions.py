@@ -53,7 +53,7 @@ def with_casts(
 def _first_cast(engine: Layout, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, str] | None:
     """Return a tensor of an engine that travels in another dtype, and that dtype; None if there is none.
 
-    `tensors` are those that travel.
+    `tensors`: all tensors that travel.
     """
     before = dtypes(tensors)
     pairs = ((meta, before.get(meta.name, meta.dtype)) for meta in engine.tensors)

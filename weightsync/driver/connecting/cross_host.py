@@ -25,7 +25,7 @@ class CrossHostExchange:
     """Messages between holders of different hosts, in one communicator.
 
     Attributes:
-        members: the holder of each rank of the communicator; those that serve trainers come first.
+        members: the holder of each rank of the communicator; holders of trainers come first.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Router:
         self._alike.pop(engine, None)
 
     def joining(self, name: str) -> Joining | None:
-        """Return what is known of engine `name` if it has joined and has no planned reads yet."""
+        """Return the facts about engine `name`, if it has joined and has no planned reads yet."""
         way = self.ways.get(name)
         coming = way.then if isinstance(way, Broadcast) else way
         return coming if isinstance(coming, Joining) else None

@@ -38,7 +38,7 @@ async def run_trial(
     """Have holders map trainers' memory, for engines that nothing else keeps from it.
 
     No process is called if there is no such engine. Raises DeadlineError with the names of members that did
-    not answer within ``config.connect_timeout_s``, and the errors of lost ones.
+    not answer within ``config.connect_timeout_s``, and the errors of lost members.
 
     Args:
         trainers: the layouts of the trainer ranks.

@@ -25,7 +25,7 @@ Link = tuple[int, int]
 
 @dataclass(slots=True)
 class _Known:
-    """What was measured of a link.
+    """Measurements of a link.
 
     Attributes:
         rate: bytes per second when the whole part was copied; None before.

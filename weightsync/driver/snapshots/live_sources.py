@@ -43,7 +43,7 @@ class LiveSources:
         self._withdrawing: set[asyncio.Future[None]] = set()
 
     def by_host(self, version: int, connection: Connection, engine: str) -> dict[str, str]:
-        """Return engines like `engine` that can fill it, one for each host of their first ranks."""
+        """Return equal engines that can fill `engine`, one for each host of a first rank."""
         flat = connection.flat_layouts[engine]
         found: dict[str, str] = {}
         for name, member in self._fleet.engines.items():

@@ -23,7 +23,7 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.host_copies import HostCopies, Wanted
 from weightsync.driver.snapshots.live_sources import LiveSources
 from weightsync.driver.snapshots.snapshot_memory import reserving
-from weightsync.driver.snapshots.source_choice import Candidates
+from weightsync.driver.snapshots.source_choice import Candidates, SourceChoice
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.verifying.live_digests import LiveDigests
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
@@ -139,7 +139,7 @@ class SnapshotIndex:
         self._copying = asyncio.create_task(self._keep_staged(staged))
 
     def forget(self) -> None:
-        """Forget the version, since the connection has other tensors: its digests number them otherwise."""
+        """Forget the version: the connection has other tensors, which the version's digests do not number."""
         self._now, self._taken, self.expected = _Version(), 0, None
 
     @property
@@ -189,14 +189,10 @@ class SnapshotIndex:
         else:
             await self.copied()
 
-    async def kept(self) -> None:
-        """Wait until the snapshots' memory is there, and they are copied."""
+    async def settled(self) -> None:
+        """Wait until the snapshots' memory is there, and they are copied and replicated."""
         await _ended(self._reserving)
         await self.copied()
-
-    async def settled(self) -> None:
-        """Wait until the snapshots are copied and replicated."""
-        await self.kept()
         await _ended(self._replicating)
 
     async def stop(self) -> None:
@@ -207,13 +203,9 @@ class SnapshotIndex:
         others = _give_up(self._reserving, 0), self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
-    def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
-        """Return True if `engine` can be filled with `version`, from copies or from engines that serve it."""
-        return self._candidates(version, connection, engine).choose().suffices
-
-    def is_near(self, version: int, connection: Connection, engine: str) -> bool:
-        """Return True if `engine` can be filled with `version` from its own host."""
-        return self._candidates(version, connection, engine).choose().is_near
+    def choice(self, version: int, connection: Connection, engine: str) -> SourceChoice:
+        """Choose the copies, and the engines that serve `version`, from which `engine` is filled."""
+        return self._candidates(version, connection, engine).choose()
 
     async def bring_near(self, version: int, connection: Connection, engine: str) -> None:
         """Have holders copy parts that several ranks on one host of `engine` need from other hosts.
@@ -247,7 +239,7 @@ class SnapshotIndex:
 
         Engines serve as sources while the body runs.
         """
-        choice = self._candidates(version, connection, engine).choose()
+        choice = self.choice(version, connection, engine)
         flat = connection.flat_layouts.get(engine)
         if flat and (connection.in_place or choice.first.live):
             first = SnapshotHeader(version, flat.layout, flat.first)
@@ -324,7 +316,7 @@ class SnapshotIndex:
     async def drop_damaged(self, connection: Connection, engine: str, read: Collection[str]) -> str:
         """Forget damaged copies, since `engine` holds wrong bytes. It was filled from the holders in `read`.
 
-        Returns a holder of these whose copy was damaged, "" if none was.
+        Returns a holder in `read` whose copy was damaged, or "".
         """
         layout, flat = _layout(connection, engine), connection.flat_layouts.get(engine)
         version, copies, damaged = self._now.number, self._now.offers.get(layout, {}), list[Copy]()

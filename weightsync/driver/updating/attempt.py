@@ -18,8 +18,9 @@ _FINAL = (PeerLostError, RankLostError, DeadlineError)
 class Attempt:
     """The calls of one attempt, run in parallel.
 
-    An engine's time runs while its holders wait for it and after their moves end, not while they wait for
-    others. A holder has its own deadline for each wait; a holder that misses the deadline is silent.
+    An engine's time runs while holders wait for the engine, and after the holders' moves end. It does not run
+    while holders wait for other engines. A holder has a deadline for each wait, and is silent if it misses
+    the deadline.
     """
 
     def __init__(

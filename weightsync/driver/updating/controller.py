@@ -60,7 +60,7 @@ class Controller:
         self.version = 0
         self.connected = False
         self.events = Events()
-        self.events.subscribe(HolderSilent, lambda _: self._disconnect())
+        self.events.subscribe(HolderSilent, self._disconnect)
         self.update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
         self.engine_group = EngineGroup(config, fleet, self.events, self.update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events, self.engine_group)
@@ -93,7 +93,7 @@ class Controller:
         return links(self.connection(), self._fleet)
 
     async def connect(self) -> None:
-        """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
+        """Plan and connect the current fleet. Raises the errors of `connect`."""
         self.connected = False
         await self.snapshot_index.ended()  # or holders would still allocate for the last connect
         self._epoch += 1
@@ -150,9 +150,9 @@ class Controller:
     ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
-        `when_held` is called once trainers may change their weights: the holders have every byte or, where
-        trainers are read in place, the engines do. `joint` waits for other models, see `JointCommit`. If
-        trainers' weights moved to other addresses, the controller connects again and repeats the update.
+        `when_held` is called once trainers may change their weights: holders have every byte or, if trainers
+        are read in place, engines have. `joint` waits for other models, see `JointCommit`. If trainers'
+        weights moved to other addresses, the controller connects again and repeats the update.
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
@@ -177,9 +177,9 @@ class Controller:
         clock = PhaseClock()
 
         async def once() -> SyncReport:
-            update = Update(self._parts(), version, takers, clock, when_held, joint)
+            update = Update(self._parts(), version, self.version, takers, clock, when_held, joint)
             try:
-                await update.run(self.version)
+                await update.run()
             finally:
                 self.connected = self.connected and not update.breaks_connection
                 if update.has_committed:
@@ -285,7 +285,7 @@ class Controller:
     def can_refill(self, engine: str) -> bool:
         """Return True if snapshots or equal engines can fill `engine` with the committed version."""
         now = self._connection
-        return now is not None and self.snapshot_index.can_fill(self.version, now, engine)
+        return now is not None and self.snapshot_index.choice(self.version, now, engine).suffices
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted after ``connect``.
@@ -306,7 +306,7 @@ class Controller:
         refilled = await self._refiller.refill(name, clock)
         return self._report(clock, refilled=refilled)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, _: HolderSilent) -> None:
         self.connected = False
 
     def connection(self) -> Connection:
@@ -330,8 +330,7 @@ class Controller:
             nbytes=self._nbytes - left_out,
             seconds=clock.total(),
             phases=clock.seconds,
-            spans={"driver": tuple(clock.spans)}
-            | ({**made.spans, **update.spans} if made and update else {}),
+            spans={"driver": tuple(clock.spans)} | (update.spans if update else {}),
             verified=True,  # engines that failed the comparison were excluded above, or the update raised
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},

@@ -1,4 +1,4 @@
-"""One commit of several models: no engine serves a version before engines of all models hold theirs."""
+"""One commit of several models: no engine serves a new version before engines of all models have one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JointCommit:
         self.failed = ""
 
     def member(self, model: str) -> JointMember:
-        """Return the waits of one model. They raise StateError, which names one, if a model has failed."""
+        """Return the waits of one model. If a model fails, the waits raise a StateError that names it."""
         return JointMember(partial(self._meet, self._pause, model), partial(self._meet, self._commit, model))
 
     async def _meet(self, meeting: _Meeting, model: str) -> None:

@@ -29,7 +29,7 @@ class MovedExperts:
         self._connection = connection
 
     async def follow(self, paused: Sequence[str]) -> Sequence[str]:
-        """Plan those of the paused engines again whose experts moved since they were planned.
+        """Plan the paused engines again whose experts moved since the last plan.
 
         Returns the engines that can take weights. The others are STALE or DEAD. If an engine cannot be
         planned alone, since it reads from trainers on other hosts, all engines resume, and this raises a
@@ -50,12 +50,13 @@ class MovedExperts:
     async def among(self, names: Sequence[str]) -> list[str]:
         """Return the engines of `names` whose experts moved since they were planned.
 
-        Raises if one does not answer.
+        Raises if an engine that moves experts does not answer.
         """
-        calls = {f"engine {name}": self._fleet.engines[name].peer.experts() for name in names}
-        found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
         planned_for = self._connection.moving
-        return [n for n in names if arrangement_key(found[f"engine {n}"]) != planned_for[n]]
+        asked = [name for name in names if name in planned_for]
+        calls = {f"engine {name}": self._fleet.engines[name].peer.experts() for name in asked}
+        found = (await gather_named(calls, "layout", self._config.timeout_s)).require()
+        return [n for n in asked if arrangement_key(found[f"engine {n}"]) != planned_for[n]]
 
     async def move(
         self,
@@ -92,7 +93,7 @@ class MovedExperts:
             return self._engines.judge(version, wrong, {})
 
     async def _plan(self, names: Sequence[str]) -> list[str]:
-        """Plan engines with the layouts that they have now. Returns those for which that worked."""
+        """Plan engines with their present layouts. Returns the planned engines."""
         done = await asyncio.gather(*map(self._plan_one, names), return_exceptions=True)
         failures = {name: error for name, error in zip(names, done, strict=True) if error}
         for error in failures.values():

@@ -1,4 +1,4 @@
-"""Brings one engine back while others serve: adopts it, then refills it from snapshots or from them."""
+"""Brings one engine back while others serve: adopts the engine, then refills it from copies or engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
+from weightsync.driver.snapshots.source_choice import SourceChoice
 from weightsync.driver.snapshots.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.driver.updating.late_reads import LateReads
@@ -68,25 +69,23 @@ class Refiller:
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted, or whose experts moved.
 
-        Raises the errors of `driver.connect.adopt`. If the engine would be refused again, such as for its
+        Raises the errors of `connecting.connect.adopt`. If the engine would be refused again, such as for its
         draft, it is DEAD: the other engines connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
-            if not self._fleet.engines[name].attached or await self._have_moved(self._connected(), name):
+            moved = MovedExperts(self._config, self._fleet, self._engine_group, self._connected())
+            if not self._fleet.engines[name].attached or await moved.among([name]):
                 try:
                     await adopt(self._fleet, self._connected(), name, self._config)
                 except ConfigError:
                     self._engine_group.enter([name], EngineState.DEAD)
                     raise
         is_asleep = self._fleet.engines[name].record.state is EngineState.ASLEEP
-        if is_asleep or not self._snapshot_index.can_fill(self._committed(), self._connected(), name):
+        if is_asleep or not self._choice(name).suffices:
             self.late_reads.begin(name)  # no refill follows
 
-    async def _have_moved(self, connection: Connection, name: str) -> bool:
-        if name not in connection.moving:
-            return False
-        moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
-        return bool(await moved.among([name]))
+    def _choice(self, name: str) -> SourceChoice:
+        return self._snapshot_index.choice(self._committed(), self._connected(), name)
 
     async def refill(self, name: str, clock: PhaseClock) -> Refilled:
         """Fill one engine with the committed version. Returns the sum of the ranks' reads.
@@ -106,8 +105,7 @@ class Refiller:
                     return await self._refill(name, clock)
                 except _DamagedCopyError as error:
                     # A holder whose next copy is damaged, too, may damage all.
-                    can_fill = self._snapshot_index.can_fill(self._committed(), self._connected(), name)
-                    if error.peer in blamed or not can_fill:
+                    if error.peer in blamed or not self._choice(name).suffices:
                         raise ReadError(*error.args) from error
                     blamed.add(error.peer)
         finally:
@@ -119,7 +117,7 @@ class Refiller:
             self._turn(self._connected(), name) as waited,
             self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
         ):
-            # An update may have run since, and connected again. Waiting here would keep the next one waiting.
+            # An update may have run since, and connected again. Waiting here would delay the next update.
             if self._snapshot_index.is_reserving:
                 raise GaveWayError(f"engine {name} was not filled: an update connected again")
             await self._snapshot_index.copied()
@@ -151,17 +149,17 @@ class Refiller:
 
     @asynccontextmanager
     async def _turn(self, connection: Connection, name: str) -> AsyncIterator[bool]:
-        """Let one engine of a host read from other hosts, for all engines alike on the host.
+        """Let one engine of a host read from other hosts, for all equal engines of the host.
 
-        Engines alike wait until the first engine's refill ends, which has its own deadlines. Yields whether
-        there was a wait.
+        Equal engines wait until the first engine's refill ends, which has deadlines. Yields whether there was
+        a wait.
         """
         flat, host = connection.flat_layouts.get(name), self._fleet.node(self._fleet.engines[name].holders[0])
         waited = False
         if flat is None:
             yield waited
             return
-        while not (is_near := self._snapshot_index.is_near(self._committed(), connection, name)):
+        while not (is_near := self._choice(name).is_near):
             if not (first := self._first_of_host.get((host, flat))):
                 break
             await first.wait()
@@ -207,20 +205,20 @@ class Refiller:
     async def _of_source(
         self, connection: Connection, version: int, name: str, read: Collection[str]
     ) -> _DamagedCopyError | None:
-        """Return the error of a holder in `read` if its bytes were wrong, and not engine `name`.
+        """Return an error if a holder in `read` had wrong bytes, and None if engine `name` is at fault.
 
-        That holder's copy, or engine, is no source any more. Raises if an engine that was read is silent.
+        The holder's copy, or engine, is no source any more. Raises if an engine that was read is silent.
         """
         if peer := await self._snapshot_index.drop_damaged(connection, name, read):
             return _DamagedCopyError(peer, f"its copy of version {version} has wrong bytes")
         served = {
             other: peer
-            for other in connection.moving.keys() & self._fleet.live().keys() - {name}
+            for other in self._fleet.live().keys() - {name}
             for peer in (f"holder {i}" for i in self._fleet.engines[other].holders)
             if peer in read
         }
         moved = MovedExperts(self._config, self._fleet, self._engine_group, connection)
-        for other in await moved.among([*served]) if served else ():
+        for other in await moved.among([*served]):
             self._snapshot_index.live_sources.left_out |= {other}
             return _DamagedCopyError(served[other], f"experts of engine {other} moved since the last update")
         return None
@@ -228,7 +226,7 @@ class Refiller:
     async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
         """Have paused engines take a version from their hosts' memory, in parallel.
 
-        Returns the answers of those that did. The others are STALE or DEAD.
+        Returns the answers of engines that took it. Other engines are STALE or DEAD.
         """
         calls = {}
         for name in names:

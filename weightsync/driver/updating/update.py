@@ -61,7 +61,7 @@ class Update:
     """Takes one version from the trainers to engines. Lives as long as the update.
 
     Attributes:
-        publication: the version, as its trainers published it.
+        publication: the version, as the trainers published it.
         spans: time spans per trainer rank, holder and engine rank.
         staged: the version in memory of the engines' hosts, if it was staged.
         num_buckets: the number of buckets that were broadcast.
@@ -74,15 +74,20 @@ class Update:
         self,
         parts: Parts,
         version: int,
+        committed: int,
         takers: Mapping[str, EngineMember],
         clock: PhaseClock,
         when_held: Callable[[], None],
         joint: JointMember | None,
     ) -> None:
-        """See `Controller.update`. `takers`: the engines that take part, by name."""
+        """See `Controller.update`.
+
+        `committed`: the last version that committed. `takers`: the engines that take part, by name.
+        """
         self._parts, self._config, self._fleet = parts, parts.config, parts.fleet
         self._connection, self._engines, self._joint = parts.connection, parts.engine_group, joint
-        self._version, self._takers, self._clock, self._when_held = version, takers, clock, when_held
+        self._version, self._committed, self._takers = version, committed, takers
+        self._clock, self._when_held = clock, when_held
         self._publishing: Publishing | None = None
         self.publication: Publication | None = None
         self.spans: dict[str, Sequence[Span]] = {}
@@ -91,38 +96,36 @@ class Update:
         self.sends_frozen = True
         self.has_committed = self.breaks_connection = False
 
-    async def run(self, committed: int) -> None:
-        """Take the version to the engines. `committed`: the last version that committed.
-
-        Raises as `Controller.update`.
-        """
+    async def run(self) -> None:
+        """Take the version to the engines. Raises as `Controller.update`."""
         self._engines.failures = {}
         if self._parts.frozen and not self._parts.stager:
-            self.sends_frozen = not self._parts.frozen.are_held(self._connection, self._takers, committed)
+            held = self._parts.frozen.are_held(self._connection, self._takers, self._committed)
+            self.sends_frozen = not held
         self._engines.begin(self._takers, self._version)
         if self._connection.in_place:
-            await self._run_in_place(committed)
+            await self._run_in_place()
         else:
-            await self._run_published(committed)
+            await self._run_published()
 
-    async def _run_in_place(self, committed: int) -> None:
+    async def _run_in_place(self) -> None:
         if self._joint:
             await self._joint.before_pause()
         try:
             with self._clock.phase("publish"):
                 await self._parts.snapshot_index.writable()
-                paused = await self._ready_and_pause(committed)
-            verified = await self._move_and_verify(paused, committed)
+                paused = await self._ready_and_pause()
+            verified = await self._move_and_verify(paused)
             self._when_held()
             await self._commit(verified)
         finally:
             if self._publishing:
                 self._publishing.close()
 
-    async def _run_published(self, committed: int) -> None:
+    async def _run_published(self) -> None:
         with self._clock.phase("publish"):
             await self._parts.snapshot_index.writable()
-            publication = await self._publish(committed)
+            publication = await self._publish()
         self._when_held()
         if self._parts.stager:
             with self._clock.phase("stage"):
@@ -133,17 +136,17 @@ class Update:
             await self._joint.before_pause()
         with self._clock.phase("pause"):
             paused = await self._engines.pause_together(self._takers)
-        await self._commit(await self._move_and_verify(paused, committed))
+        await self._commit(await self._move_and_verify(paused))
 
-    async def _publish(self, committed: int) -> Publication:
+    async def _publish(self) -> Publication:
         publication = await (self._publishing or self._parts.trainers.begin(self._version)).publication()
         if self._parts.frozen:
-            await self._parts.frozen.check(self._connection, committed, publication.frozen)
+            await self._parts.frozen.check(self._connection, self._committed, publication.frozen)
         self.publication = publication
         self.spans |= publication.spans
         return publication
 
-    async def _ready(self, committed: int) -> None:
+    async def _ready(self) -> None:
         """Have weights ready to be read in place, and published if publishing must come first.
 
         The likely reasons to refuse a version must be known before a byte moves: NaN, frozen tensors,
@@ -154,12 +157,12 @@ class Update:
             self._publishing = trainers.begin(self._version)
             await self._publishing.readable()
         else:
-            await self._publish(committed)
+            await self._publish()
 
-    async def _ready_and_pause(self, committed: int) -> Sequence[str]:
+    async def _ready_and_pause(self) -> Sequence[str]:
         """Ask trainers and pause engines in parallel: neither takes long."""
         ready, paused = await asyncio.gather(
-            self._ready(committed), self._engines.pause_together(self._takers), return_exceptions=True
+            self._ready(), self._engines.pause_together(self._takers), return_exceptions=True
         )
         if isinstance(paused, BaseException):
             raise paused
@@ -168,7 +171,7 @@ class Update:
             raise ready
         return paused
 
-    async def _move_and_verify(self, paused: Sequence[str], committed: int) -> Sequence[str]:
+    async def _move_and_verify(self, paused: Sequence[str]) -> Sequence[str]:
         """Move the version to paused engines. Returns the engines that have it."""
         if self._connection.moving:
             moved = MovedExperts(self._config, self._fleet, self._engines, self._connection)
@@ -179,9 +182,7 @@ class Update:
             raise self._engines.first_failure()
         with self._clock.phase("move"):
             was_published = self.publication is not None
-            loaded = await self._move_and_publish(
-                [name for name in self._takers if name in paused], committed
-            )
+            loaded = await self._move_and_publish([name for name in self._takers if name in paused])
         with self._clock.phase("verify"):
             wrong = await self._parts.comparison.wrong(self._connection.plan, loaded, self._expected)
             if not was_published and any(wrong.values()):
@@ -210,11 +211,11 @@ class Update:
                     raise
             num_serving = await self._engines.resume(verified, self._version)
         if num_serving:
-            self._has_committed()
+            self._note_commit()
         if num_serving < least:
             raise self._engines.first_failure()
 
-    def _has_committed(self) -> None:
+    def _note_commit(self) -> None:
         self.has_committed = True
         if self._parts.frozen:
             self._parts.frozen.committed = self._published.frozen
@@ -232,15 +233,13 @@ class Update:
     def _expected(self) -> Fingerprint:
         return self._published.fingerprint
 
-    async def _move_and_publish(self, takers: Sequence[str], committed: int) -> Mapping[str, LoadReport]:
+    async def _move_and_publish(self, takers: Sequence[str]) -> Mapping[str, LoadReport]:
         """Move the version; publish it meanwhile if it is not published. Returns the engines' answers."""
         if self.staged:
             return self._timed(await self._parts.refiller.read_staged(takers, self.staged))
         if self.publication is not None:
             return await self._move(takers)
-        loaded, published = await asyncio.gather(
-            self._move(takers), self._publish(committed), return_exceptions=True
-        )
+        loaded, published = await asyncio.gather(self._move(takers), self._publish(), return_exceptions=True)
         if isinstance(loaded, BaseException):
             raise loaded
         if isinstance(published, BaseException):

@@ -15,7 +15,7 @@ _Place: TypeAlias = tuple[int, str]
 class LiveDigests:
     """The live digests of the last version, by rank and kind.
 
-    An engine that is refilled is compared with those that took the version before it, and with itself.
+    A refilled engine is compared with engines that took the version before, also with its own last digests.
 
     Attributes:
         right: the digests that engines agree on, and these engines. Empty if no engine converts tensors.

@@ -25,7 +25,7 @@ async def rewritten(
     suspects: frozenset[str],
     timeout_s: float,
 ) -> Rewritten:
-    """Compare the digests of trainers' memory, taken by holders now, with the published ones.
+    """Compare the digests of trainers' memory, taken by holders now, with the published digests.
 
     Holders are asked, since a trainer that writes may be busy for long. A holder that does not answer within
     `timeout_s` seconds is skipped.

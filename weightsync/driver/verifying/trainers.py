@@ -27,7 +27,7 @@ _EARLY_S = 0.005
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication:
-    """One version, as its trainers published it.
+    """One version, as the trainers published it.
 
     Attributes:
         answers: each trainer's answer by its name, in rank order.
@@ -48,15 +48,15 @@ class Publication:
 
     @property
     def samples(self) -> Sequence[Mapping[str, Sample]]:
-        """What ranks sampled of the changes since the version before, if they were asked to."""
+        """The ranks' samples of the changes since the version before, if ranks were asked for samples."""
         return [each.changed for each in self.answers.values() if each.changed]
 
 
 class Publishing:
-    """A version that trainers publish. Holders may read their memory before the digests are known.
+    """A version that trainers publish. Holders may read trainers' memory before the digests are known.
 
-    Trainers are asked by sockets whether they may be read, then called to publish: they take digests while
-    engines pause and bytes move.
+    The driver asks trainers by sockets whether holders may read, then calls `publish`: trainers take digests
+    while engines pause and bytes move.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Publishing:
         """
         if asked := self._ask():
             await asyncio.wait(asked, timeout=_EARLY_S)
-        publication = self._begin()
+        publication = self.publication()
         for each in self._readable:  # most are readable by the time that the first is
             if not each.done() and not publication.done():
                 either: list[asyncio.Future[Any]] = [each, publication]
@@ -84,11 +84,8 @@ class Publishing:
         if publication.done():
             publication.result()
 
-    async def publication(self) -> Publication:
-        """Wait for all ranks' digests. Raises as `Trainers.publish`."""
-        return await self._begin()
-
-    def _begin(self) -> asyncio.Task[Publication]:
+    def publication(self) -> asyncio.Task[Publication]:
+        """Call all ranks, unless they were called, and return the task. It raises as `Trainers.publish`."""
         if self._publication is None:
             self._publication = asyncio.create_task(self._publish())
         return self._publication
@@ -122,7 +119,7 @@ class Trainers:
         return Publishing(partial(self._publish, version, readable), readable, partial(self._look, readable))
 
     async def publish(self, version: int) -> Publication:
-        """Have all ranks publish `version`, and compare all that several of them hold.
+        """Have all ranks publish `version`, and compare all boxes that several ranks hold.
 
         Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, SourceChangedError,
         ReplicasDifferError, or a rank's error: MovedError only if there is no other.
@@ -132,7 +129,7 @@ class Trainers:
         return await self.begin(version).publication()
 
     def _look(self, readable: Sequence[asyncio.Future[None]]) -> Collection[asyncio.Future[bool]]:
-        """Ask ranks whether they may be read already. Returns nothing if some cannot be asked."""
+        """Ask ranks whether holders may read already. Returns nothing if some ranks cannot be asked."""
         if self._fleet.relays:
             return ()
         pairs = zip(self._fleet.trainers, readable, strict=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.engines.loading.live_digest import EqualLoads, LiveParameters
 from weightsync.engines.loading.quantizing_sink import QuantizingSink
 from weightsync.engines.loading.whole_sink import Loader, WholeSink

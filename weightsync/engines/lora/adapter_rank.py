@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.engines.loading.device_sink import DeviceSink
 from weightsync.engines.loading.live_writer import LiveWriter, exported
 from weightsync.engines.loading.load_errors import naming_load

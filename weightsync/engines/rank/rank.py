@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.config import Treatment
 from weightsync.engines.drafts.frozen_draft import FrozenDraft
 from weightsync.engines.loading.live_writer import LiveWriter, exported
@@ -159,12 +159,8 @@ class Rank:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
-    def can_export(self, asleep: bool) -> bool:
-        """Return True if `attach` would export the live memory now. While `asleep`, there is none."""
-        return self.export(asleep) is not None
-
     def export(self, asleep: bool) -> DeviceMemory | None:
-        """Return the memory that `attach` would export now, unless tensors are cast."""
+        """Return the memory that `attach` would export now, unless tensors are cast. None while `asleep`."""
         return exported(self._live) if not asleep and self._own_layout().buffers else None
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:

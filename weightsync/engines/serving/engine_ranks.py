@@ -70,7 +70,7 @@ class EngineRanks(ABC):
 
     def can_export(self) -> Sequence[bool]:
         """Return for each rank whether `attach` would export live memory now."""
-        return self.on_ranks("can_export", WEIGHTS in self._asleep)
+        return [each is not None for each in self.export()]
 
     def export(self) -> Sequence[DeviceMemory | None]:
         """Return for each rank the live memory that `attach` would export now."""

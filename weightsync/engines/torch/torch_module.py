@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.feed import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Completion, Prompts, Rollout
 from weightsync.engines.loading.live_writer import LiveWriter, exported

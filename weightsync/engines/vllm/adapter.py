@@ -80,7 +80,7 @@ class VllmEngine(SlotServing, VllmRanks):
         self.loop = RequestLoop(name, lambda: Stepper(start(arguments)), _stop)
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
-        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
+        self.watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
 
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it.
@@ -99,11 +99,6 @@ class VllmEngine(SlotServing, VllmRanks):
     def draft_counts(self) -> DraftCounts | None:
         """Return counts of drafted tokens, see `CountsDrafts.draft_counts`."""
         return self._call(draft_counts)
-
-    @property
-    def rank_processes(self) -> Sequence[RankProcess]:
-        """The ranks that have their own processes."""
-        return self._watch.ranks
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, see `Engine.pause`."""
@@ -125,9 +120,9 @@ class VllmEngine(SlotServing, VllmRanks):
 
     def close(self) -> None:
         """End vLLM and all its processes. Safe to call twice."""
-        self._watch.close()
+        self.watch.close()
         if self.loop.thread.is_lost or not self.loop.thread.close(_END_S):
-            self._watch.end()  # else vLLM would wait for the answer of a stopped rank
+            self.watch.end()  # else vLLM would wait for the answer of a stopped rank
             if not self.loop.thread.close(_END_S):
                 logger.warning("[engine %s] does not end", self._name)
 

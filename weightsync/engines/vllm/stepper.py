@@ -28,7 +28,7 @@ class Steppable(Protocol):
 
 
 class Stepper:
-    """A `Server` for a vLLM scheduler that runs in this process. Each step blocks the event loop.
+    """An `AsyncServer` for a vLLM scheduler that runs in this process. Each step blocks the event loop.
 
     Attributes:
         engine: vLLM's engine. Use it only on the loop's thread.
@@ -48,7 +48,7 @@ class Stepper:
     async def run(
         self, name: str, prompt: Sequence[int], params: object, on_made: Callable[[Made], object], salt: str
     ) -> None:
-        """Run a request, see `Server.run`.
+        """Run a request, see `AsyncServer.run`.
 
         Raises ValueError, RuntimeError if vLLM gives the request up, or the error of a step that failed.
         """
@@ -70,7 +70,7 @@ class Stepper:
         self._end(name)
 
     async def pause(self, mode: str) -> None:
-        """Step no more, see `Server.pause`."""
+        """Step no more, see `AsyncServer.pause`."""
         self._paused = True
         if mode == "retract":
             self.engine.sleep(0, "keep")

@@ -1,5 +1,5 @@
 // Compiled by NVRTC, without headers. Kernels that copy and digest work through a table of tiles: parts of 2-D
-// copies, small enough (see weightsync/memory/kernels.py) that 32-bit numbers count what is in one. A block
+// copies, small enough (`TILE_NBYTES` in digest_tiles.py) that 32-bit numbers count what is in one. A block
 // takes every gridDim-th tile. Except where a tile is transposed its threads never wait for each other, so
 // the next tile's loads start before the last one's stores have ended. KERNEL_name compiles only that kernel.
 
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
 template <typename Element>
 struct Transpose {
     static constexpr int kSize = sizeof(Element);
-    static constexpr int kSide = kSize <= 2 ? 128 : 64;  // `SIDES` in weightsync/memory/kernels.py
+    static constexpr int kSide = kSize <= 2 ? 128 : 64;  // `SIDES` in weightsync/memory/kernels/device_kernels.py
     static constexpr int kGroup = 16 / kSize;
     static constexpr int kPitch = kSide * kSize + 16;
     static constexpr int kNbytes = kSide * kPitch + kSide / kGroup * 16;

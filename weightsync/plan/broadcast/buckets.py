@@ -96,8 +96,8 @@ def cut(unit: Int64, nbytes: Int64, capacity: int) -> Int64:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrangement:
-    """Runs: the pieces of one trainer in one bucket. Ordered by bucket, then root, then trainer.
+class Runs:
+    """Each run has the pieces of one trainer in one bucket. Ordered by bucket, then root, then trainer.
 
     order: int64[n], pieces by run, inside a run in travel order; bounds: int64[num_runs + 1], a
     run's first piece; bucket, trainer, offset (in the bucket), nbytes, send_buffer_offset: int64[num_runs].
@@ -112,7 +112,7 @@ class Arrangement:
     send_buffer_offset: Int64
 
 
-def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arrangement:
+def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Runs:
     """Place pieces of `nbytes`, given in travel order; `roots` are holders, int64[num_trainers]."""
     turn = np.argsort(np.argsort(roots, kind="stable"))
     key = bucket * len(roots) + turn[trainer]
@@ -125,7 +125,7 @@ def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arran
     send_buffer_offset = np.empty_like(slots)
     send_buffer_offset[by_trainer] = _restart(slots[by_trainer], run_trainer[by_trainer])
     bounds = np.append(first, len(order))
-    return Arrangement(
+    return Runs(
         order, bounds, run_bucket, run_trainer, _restart(slots, run_bucket), sizes, send_buffer_offset
     )
 

@@ -90,7 +90,7 @@ class Plan:
         step_nbytes: int64[S], bytes of the step.
         step_send_buffer: int64[S], first byte in the trainer's send buffer.
         bucket_step: int32[num_buckets + 1], each bucket's first step.
-        frozen: indices into `tensors` of those that do not change after the first update. The last buckets
+        frozen: indices of the `tensors` that do not change after the first update. The last buckets
             have them, and no others.
         replicas: which ranks hold the same box and, without pieces, which of them digests it. None if each
             box is held by one.
@@ -314,6 +314,6 @@ def holding(segments: deque[Segment], box: Box) -> Segment:
 
 
 def all_portions(plan: Plan, bucket: int) -> list[Portion]:
-    """Return all of a bucket, one portion for each trainer rank that sends some of it."""
+    """Return the portions of a whole bucket, one for each trainer rank that sends."""
     steps = plan.bucket_steps(bucket)
     return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]

@@ -11,8 +11,6 @@ from weightsync.plan.layout.segment import AS_STORED, TensorMeta
 from weightsync.text import count_text
 
 IDENTITY, LOAD = "identity", "load"
-PLAIN = ("", IDENTITY, LOAD)
-"""Conversions that change no value."""
 
 Casts: TypeAlias = Mapping[tuple[str, str], int]
 """The number of tensors that are cast, by the dtypes before and after."""

@@ -180,17 +180,20 @@ class TensorMeta:
         return self.numel * self.itemsize
 
 
-def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
+_NUM_SHOWN = 5
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
     """Like `nearest`, for the names of a whole model. Compares few names and shows fewer."""
-    return nearest(word, most_alike(word, known, num_shown))
+    return nearest(word, most_alike(word, known))
 
 
-def most_alike(word: str, known: Iterable[str], num_shown: int = 5) -> tuple[str, ...]:
-    """Return the names that are most like `word`, `num_shown` at most."""
+def most_alike(word: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that are most like `word`, `_NUM_SHOWN` at most."""
     names = sorted(known)
-    if len(names) > num_shown:
-        alike = nlargest(10 * num_shown, names, key=lambda name: _num_shared(word, name))
-        names = get_close_matches(word, alike, n=num_shown, cutoff=0.0)
+    if len(names) > _NUM_SHOWN:
+        alike = nlargest(10 * _NUM_SHOWN, names, key=lambda name: _num_shared(word, name))
+        names = get_close_matches(word, alike, n=_NUM_SHOWN, cutoff=0.0)
     return tuple(names)
 
 

@@ -116,24 +116,21 @@ class HolderFeed:
                 )
             else:
                 self._peer = sender
-                self._send(FeedWelcome(self.ticket.holder))
+                self.send(FeedWelcome(self.ticket.holder))
         self._directory.remove()
 
-    def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
-        """Tell the engine rank that a bucket may be read. If `whole`, the slot has the whole bucket."""
-        self._send(Ready(attempt, bucket, whole))
-
-    def go_on(self, attempt: int) -> None:
-        """Tell the engine rank, which waits for `written`, that more buckets will follow."""
-        self._send(GoingOn(attempt))
+    def send(self, message: Message) -> None:
+        """Send a message to the engine rank, which `accept` has met."""
+        assert self._peer is not None
+        self._socket.send_multipart([self._peer, encode(message)])
 
     def written(self, attempt: int, by_holder: HolderDigests | None = None) -> None:
         """Tell the engine rank that all further buckets are in memory, with the holder's digests."""
         if by_holder is None:
-            self._send(Written(attempt))
+            self.send(Written(attempt))
             return
         digests = by_holder.wholes.tobytes(), by_holder.stored.tobytes()
-        self._send(Written(attempt, *digests, by_holder.are_parts))
+        self.send(Written(attempt, *digests, by_holder.are_parts))
 
     def is_writable(self) -> bool:
         """Return True if the engine rank has allowed quantised bytes in the exported memory."""
@@ -160,10 +157,6 @@ class HolderFeed:
             if message == Done(attempt, bucket):
                 return
 
-    def cancel(self, attempt: int, cause: str) -> None:
-        """Tell a waiting engine rank that no more buckets follow."""
-        self._send(Cancel(attempt, cause))
-
     def drop(self) -> None:
         """Give up the engine rank: current and later waits for the rank end at once."""
         self._dropped.set()
@@ -178,10 +171,6 @@ class HolderFeed:
         if short := shortage(_NUM_SPARE):
             self.close()
             raise PeerError(self.ticket.holder, short)
-
-    def _send(self, message: Message) -> None:
-        assert self._peer is not None
-        self._socket.send_multipart([self._peer, encode(message)])
 
     def _receive(
         self, deadline: float, phase: str, timeout_s: float, idle: Callable[[], None] = lambda: None
