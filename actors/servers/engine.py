@@ -41,7 +41,7 @@ class JoinedEngine(JoinedProcess, EngineCalls):
         return os.environ.get(URL) or server_url(self._address, self._port)
 
     def _greeting(self) -> Join:
-        return Join(self._url)
+        return Join(self._url, self._process)
 
     def _new_node(self, offer: NodeOffer) -> Node:
         return Node(offer, Methods(self), ServedEngine, self._loop)

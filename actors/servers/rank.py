@@ -22,7 +22,6 @@ class JoinedRank(Joined):
     """A trainer rank that Ray did not start.
 
     Attributes:
-        process: the process that has the place, as it calls itself; "" before the first.
         is_updating: True during an update. A component that is updated with another one does not end it.
     """
 
@@ -31,7 +30,7 @@ class JoinedRank(Joined):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank, self.process = rank, ""
+        self.rank = rank
 
     def __repr__(self) -> str:
         return f"trainer {self.rank}"
