@@ -40,6 +40,9 @@ class JoinedEngine(JoinedProcess, EngineCalls):
     def _url(self) -> str:
         return os.environ.get(URL) or server_url(self._address, self._port)
 
+    def _require_claim(self) -> None:
+        """Its driver is the one that it has joined."""
+
     def _greeting(self) -> Join:
         return Join(self._url, self._process)
 
