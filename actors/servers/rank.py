@@ -14,6 +14,7 @@ from weightsync.actors.servers.handle import Joined
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.node.link import Link
 
 logger = logging.getLogger("weightsync.actors")
 
@@ -58,12 +59,16 @@ TrainerHandle: TypeAlias = ActorHandle[Any] | JoinedRank
 
 @asynccontextmanager
 async def in_update(
-    ranks: Mapping[str, JoinedRank], version: Callable[[], int], timeout_s: float
+    ranks: Mapping[str, JoinedRank],
+    version: Callable[[], int],
+    timeout_s: float,
+    connected: Callable[[], Mapping[str, Link]],
 ) -> AsyncIterator[None]:
     """Have all `ranks` in `update` during the body. Afterwards they return the new `version`, or raise.
 
-    Ranks that are in one already stay in it. Raises a DeadlineError that names the ranks which do not come in
-    `timeout_s` seconds.
+    Ranks that are in one already stay in it. `connected` returns the links that the update uses.
+
+    Raises a DeadlineError that names the ranks which do not come in `timeout_s` seconds.
     """
     ranks = {name: rank for name, rank in ranks.items() if not rank.is_updating}
     before, links = version(), {name: rank.link for name, rank in ranks.items()}
@@ -74,7 +79,8 @@ async def in_update(
         begun = await gather_named(
             {name: rank.begin() for name, rank in ranks.items()}, "update()", timeout_s
         )
-        # A process that takes a rank's place from now on is in no update, and is not told of an end.
+        # A process that takes a rank's place from now on is in no update, and is not told of an end, unless
+        # the update connects it.
         links = {name: rank.link for name, rank in ranks.items()}
         begun.require()
         yield
@@ -86,6 +92,7 @@ async def in_update(
     finally:
         for rank in ranks.values():
             rank.is_updating = False
+        links |= {name: link for name, link in connected().items() if name in ranks and not link.has_ended}
         told = {name: link.call("end", version(), error) for name, link in links.items()}
         for name in (await gather_named(told, "end", GRACE_S)).failures:
             links[name].end(
