@@ -85,7 +85,7 @@ class Membership:
         self.lost = LostEngines(
             *parts, lambda: self.engines, self._engine, self._placements, self.place_engine
         )
-        self.door = door or Door(config, self.lost.joined)
+        self.door = door or Door(config, self.lost.joined, self.lost.is_silent)
         self._ranks: Sequence[JoinedRank] = ()
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)

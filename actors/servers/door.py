@@ -35,9 +35,18 @@ class Door:
         token: the secret that they show.
     """
 
-    def __init__(self, config: SyncConfig, when_joined: Callable[[JoinedServer], None]) -> None:
-        """`when_joined` is called once a server has got its place, the first time and after a restart."""
-        self._config, self._when_joined = config, when_joined
+    def __init__(
+        self,
+        config: SyncConfig,
+        when_joined: Callable[[JoinedServer], None],
+        is_silent: Callable[[object], bool],
+    ) -> None:
+        """
+        Args:
+            when_joined: is called once a server has got its place, the first time and after a restart.
+            is_silent: returns True for a server that has stopped answering, maybe for ever.
+        """
+        self._config, self._when_joined, self._is_silent = config, when_joined, is_silent
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
@@ -73,7 +82,7 @@ class Door:
         found = self._server(join.url) if isinstance(join, Join) else self._rank(join)
         if isinstance(found, str):
             return found
-        if found.link.is_dialled and found.process != join.process:
+        if found.link.is_dialled and found.process != join.process and not self._is_silent(found):
             return f"another process is {found}"
         found.process = join.process
         if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
