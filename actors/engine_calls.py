@@ -284,7 +284,12 @@ class EngineCalls(Claimable):
             set_faults(process, split_by_rank(faults, 1)[0], seed)
 
     async def sync_ping(self) -> None:
-        """Answer the heartbeat. Raises RankLostError if a rank's process ended or is stopped."""
+        """Answer the heartbeat.
+
+        Raises RankLostError if a rank's process ended or is stopped, and RestartedError in the actor's next
+        process.
+        """
+        self._require_claim()
         if isinstance(self._engine, HasRankProcesses):
             self._engine.check()
 

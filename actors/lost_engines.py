@@ -68,6 +68,10 @@ class LostEngines:
         self._checking.add(checking)
         checking.add_done_callback(self._checking.discard)
 
+    def is_silent(self, handle: object) -> bool:
+        """Return True if the engine of `handle` does not answer."""
+        return any(each is handle for each in self.silent.values())
+
     def heard(self, name: str, handle: ActorHandle[Any]) -> None:
         """Note that an engine answers, which may have been lost."""
         if self.silent.get(name) is handle:

@@ -39,6 +39,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.updating.controller import Controller
 from weightsync.errors import ConfigError, PeerError, PeerLostError, PlanError, StateError, WeightSyncError
+from weightsync.node.link import Link
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
@@ -84,7 +85,7 @@ class Membership:
         self.lost = LostEngines(
             *parts, lambda: self.engines, self._engine, self._placements, self.place_engine
         )
-        self.door = door or Door(config, self.lost.joined)
+        self.door = door or Door(config, self.lost.joined, self.lost.is_silent)
         self._ranks: Sequence[JoinedRank] = ()
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
@@ -160,8 +161,14 @@ class Membership:
         ranks = {str(each): each for each in self.trainers if now.plan and isinstance(each, JoinedRank)}
         if ranks:
             self._expect({})
-        async with in_update(ranks, lambda: now.version, self._config.connect_timeout_s), now.exclusive():
+        timeout_s = self._config.connect_timeout_s
+        async with in_update(ranks, lambda: now.version, timeout_s, self._linked), now.exclusive():
             yield
+
+    def _linked(self) -> dict[str, Link]:
+        """Return the links of the connected trainers, by name."""
+        peers = (peer for peer, _ in self._fleet.trainers if isinstance(peer, Remote))
+        return {peer.name: peer.node for peer in peers if peer.node}
 
     async def register_checkpoint(
         self,

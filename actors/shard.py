@@ -13,7 +13,7 @@ from weightsync.actors.ray.claim import Claimable
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import TrainerNode, published, readable
 from weightsync.actors.ray.readiness import Readiness
-from weightsync.errors import StateError
+from weightsync.errors import RestartedError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.kernels.fingerprints import publish_report
 from weightsync.node.messages import NodeOffer
@@ -146,6 +146,8 @@ class Shard(Claimable):
 
     def _attached_source(self) -> Source:
         source = self._current_source()
+        if self._attached is None:
+            raise RestartedError
         if source is not self._attached:
             raise StateError("self.source was replaced after connect(): call connect() again")
         return source

@@ -160,6 +160,13 @@ class PeerLostError(WeightSyncError):
         return f"{self.peer} is gone: {self.cause}"
 
 
+class RestartedError(PeerLostError):
+    """Ray has started an actor's process again, as with ``max_restarts``. The new one is not connected."""
+
+    def __init__(self, peer: str = "", cause: str = "Ray started its actor again: call connect()") -> None:
+        super().__init__(peer, cause)
+
+
 class PeerError(WeightSyncError):
     """A process raised an error that is not a WeightSyncError.
 

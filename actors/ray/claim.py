@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
 from weightsync.actors.ray.daemon import await_daemon
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.errors import StateError, WeightSyncError
+from weightsync.errors import RestartedError, StateError, WeightSyncError
 
 _LOST_S = 4.0
 """Ray reports a dead object owner within one second, or three on a busy host."""
@@ -71,6 +71,11 @@ class Claimable:
         if self._claim is not None and self._claim.run == run:
             self._claim = None
 
+    def _require_claim(self) -> None:
+        """Raise RestartedError in the next process of an actor, which nobody has claimed yet."""
+        if self._claim is None:
+            raise RestartedError
+
 
 class ClaimedPeer(Protocol):
     """A user's actor, which one WeightSync at a time may drive. `Claimable` documents the methods."""
@@ -93,14 +98,10 @@ class Claims:
         self._looks: dict[str, asyncio.Task[bool]] = {}
 
     async def acquire(self, peer: ClaimedPeer) -> None:
-        """Claim an actor unless it is claimed already.
-
-        Replaces the claim of a dead driver.
+        """Claim an actor, again if it may have another process. Replaces the claim of a dead driver.
 
         Raises TakenError, which names the other WeightSync, if that driver is alive.
         """
-        if peer.handle in self._held:
-            return
         self._mine = self._mine or _claim(self._name)
         other = await peer.claim(self._mine, "")
         if other is not None and not await self._lives(other):

@@ -24,7 +24,14 @@ from weightsync.actors.servers.handle import Joined, ProcessHandle
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, TlsFiles
-from weightsync.errors import ConfigError, EngineError, PeerError, PeerLostError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    EngineError,
+    PeerError,
+    PeerLostError,
+    RestartedError,
+    WeightSyncError,
+)
 from weightsync.faults import Fault
 from weightsync.node.link import Link
 from weightsync.protocol.adapters import AdapterSpec
@@ -57,7 +64,9 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
 
 
 def _named(error: WeightSyncError, peer: str) -> WeightSyncError:
-    """Return `error` with the engine's name, which a rank does not know before it is attached."""
+    """Return `error` with the peer's name, which a process does not know before it is attached."""
+    if isinstance(error, RestartedError):
+        return RestartedError(peer)
     if isinstance(error, EngineError) and not error.engine:
         return type(error)(peer.removeprefix("engine "), *error.args[1:])
     return error

@@ -10,7 +10,7 @@ import ray
 
 from weightsync.actors.ray.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
-from weightsync.errors import DeadlineError, PeerError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerError, RestartedError, WeightSyncError
 
 Lost = Callable[[WeightSyncError], None]
 Heard = Callable[[], None]
@@ -26,7 +26,7 @@ class Watches:
     def engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
         """Call `heard` at each heartbeat of `engine`, and `lost` at the first that it misses or when it ends.
 
-        One that missed heartbeats may be heard again, and lost again.
+        One that missed heartbeats may be heard again, and lost again. So may the next process of an actor.
         """
         self._begin(engine.key, lambda: self._engine(engine, lost, heard))
 
@@ -49,7 +49,7 @@ class Watches:
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
     async def _engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
-        waiting, is_silent = asyncio.ensure_future(engine.watch()), False
+        waiting, before = asyncio.ensure_future(engine.watch()), None
         try:
             while not await self._has_ended(waiting):
                 if not ray.is_initialized():
@@ -60,13 +60,14 @@ class Watches:
                 error = (await gather_named(ping, "heartbeat", self._heartbeat_s)).failures.get(engine.name)
                 if await self._has_ended(waiting, 0):
                     break
-                if error is None:
+                is_new = isinstance(error, RestartedError)
+                if error is None or (is_new and isinstance(before, RestartedError)):
                     heard()
-                elif not is_silent:
+                elif before is None or is_new:
                     lost(error)
-                if error and not is_silence(error):
+                if error and not is_new and not is_silence(error):
                     return
-                is_silent = error is not None
+                before = error
             await self._ended(waiting, lost)
         finally:
             waiting.cancel()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ class _Asked(msgspec.Struct):
     """The fields of a request's body that are read here."""
 
     model: str | None = None
-    background: bool | None = None
+    background: Any = None
 
 
 async def pass_on(
@@ -59,7 +60,9 @@ def _asked(body: bytes) -> _Asked:
     """Parse a body. A request without a model is for the served one; another body may name any model."""
     try:
         asked = msgspec.json.decode(body, type=_Asked)
-    except msgspec.DecodeError:
+    except msgspec.DecodeError:  # such as NaN, which servers may take
+        with suppress(ValueError, AttributeError):
+            return _Asked(background=json.loads(body).get("background"))
         return _Asked()
     asked.model = asked.model or ""
     return asked

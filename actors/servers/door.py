@@ -35,9 +35,18 @@ class Door:
         token: the secret that they show.
     """
 
-    def __init__(self, config: SyncConfig, when_joined: Callable[[JoinedServer], None]) -> None:
-        """`when_joined` is called once a server has got its place, the first time and after a restart."""
-        self._config, self._when_joined = config, when_joined
+    def __init__(
+        self,
+        config: SyncConfig,
+        when_joined: Callable[[JoinedServer], None],
+        is_silent: Callable[[object], bool],
+    ) -> None:
+        """
+        Args:
+            when_joined: is called once a server has got its place, the first time and after a restart.
+            is_silent: returns True for a server that has stopped answering, maybe for ever.
+        """
+        self._config, self._when_joined, self._is_silent = config, when_joined, is_silent
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
@@ -73,6 +82,9 @@ class Door:
         found = self._server(join.url) if isinstance(join, Join) else self._rank(join)
         if isinstance(found, str):
             return found
+        if found.link.is_dialled and found.process != join.process and not self._is_silent(found):
+            return f"another process is {found}"
+        found.process = join.process
         if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
             found.link.end(PeerLostError(found.link.name, "its process joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
@@ -89,11 +101,7 @@ class Door:
         if len(self._ranks) != join.world_size or not 0 <= join.rank < join.world_size:
             how_many = count_text(len(self._ranks), "rank")
             return f"it is rank {join.rank} of {join.world_size}; registered: {how_many}"
-        found = self._ranks[join.rank]
-        if found.link.is_dialled and found.process != join.process:
-            return f"another process is {found}"
-        found.process = join.process
-        return found
+        return self._ranks[join.rank]
 
     def starter(self, placement: Placement) -> Joined | None:
         """Return the process that starts the holder of a placement; None if Ray does."""

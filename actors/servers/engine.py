@@ -40,8 +40,11 @@ class JoinedEngine(JoinedProcess, EngineCalls):
     def _url(self) -> str:
         return os.environ.get(URL) or server_url(self._address, self._port)
 
+    def _require_claim(self) -> None:
+        """Its driver is the one that it has joined."""
+
     def _greeting(self) -> Join:
-        return Join(self._url)
+        return Join(self._url, self._process)
 
     def _new_node(self, offer: NodeOffer) -> Node:
         return Node(offer, Methods(self), ServedEngine, self._loop)

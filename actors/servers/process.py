@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ class JoinedProcess:
 
     def __init__(self) -> None:
         self._address = self._trouble = ""
+        self._process = secrets.token_hex(8)
         self._driver = f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()

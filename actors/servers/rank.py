@@ -14,6 +14,7 @@ from weightsync.actors.servers.handle import Joined
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.node.link import Link
 
 logger = logging.getLogger("weightsync.actors")
 
@@ -22,7 +23,6 @@ class JoinedRank(Joined):
     """A trainer rank that Ray did not start.
 
     Attributes:
-        process: the process that has the place, as it calls itself; "" before the first.
         is_updating: True during an update. A component that is updated with another one does not end it.
     """
 
@@ -31,7 +31,7 @@ class JoinedRank(Joined):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank, self.process = rank, ""
+        self.rank = rank
 
     def __repr__(self) -> str:
         return f"trainer {self.rank}"
@@ -59,12 +59,16 @@ TrainerHandle: TypeAlias = ActorHandle[Any] | JoinedRank
 
 @asynccontextmanager
 async def in_update(
-    ranks: Mapping[str, JoinedRank], version: Callable[[], int], timeout_s: float
+    ranks: Mapping[str, JoinedRank],
+    version: Callable[[], int],
+    timeout_s: float,
+    connected: Callable[[], Mapping[str, Link]],
 ) -> AsyncIterator[None]:
     """Have all `ranks` in `update` during the body. Afterwards they return the new `version`, or raise.
 
-    Ranks that are in one already stay in it. Raises a DeadlineError that names the ranks which do not come in
-    `timeout_s` seconds.
+    Ranks that are in one already stay in it. `connected` returns the links that the update uses.
+
+    Raises a DeadlineError that names the ranks which do not come in `timeout_s` seconds.
     """
     ranks = {name: rank for name, rank in ranks.items() if not rank.is_updating}
     before, links = version(), {name: rank.link for name, rank in ranks.items()}
@@ -75,7 +79,8 @@ async def in_update(
         begun = await gather_named(
             {name: rank.begin() for name, rank in ranks.items()}, "update()", timeout_s
         )
-        # A process that takes a rank's place from now on is in no update, and is not told of an end.
+        # A process that takes a rank's place from now on is in no update, and is not told of an end, unless
+        # the update connects it.
         links = {name: rank.link for name, rank in ranks.items()}
         begun.require()
         yield
@@ -87,6 +92,7 @@ async def in_update(
     finally:
         for rank in ranks.values():
             rank.is_updating = False
+        links |= {name: link for name, link in connected().items() if name in ranks and not link.has_ended}
         told = {name: link.call("end", version(), error) for name, link in links.items()}
         for name in (await gather_named(told, "end", GRACE_S)).failures:
             links[name].end(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -45,7 +44,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
         JoinedProcess.__init__(self)
         TrainerShard.__init__(self, **options)
         self.model = model
-        self._as_rank = JoinRank(rank, world_size, secrets.token_hex(8))
+        self._as_rank = JoinRank(rank, world_size, self._process)
         self._calls: _Calls = SimpleQueue()
         self._takes_part = False
 

@@ -21,7 +21,7 @@ from tests.pages import run_block
 from tests.patience import patient
 from weightsync import ConfigError, EngineActor, PlanError, SyncConfig, SyncReport, WeightSync
 from weightsync.engines import Rollout
-from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.errors import EngineError, PeerLostError, StateError, WeightSyncError
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed"),
@@ -297,6 +297,27 @@ def test_requests_end_with_the_version_with_which_they_began(rig: Rig) -> None:
     assert len({rollout.adapter_version for rollout in rollouts}) > 5
     for rollout in rollouts:
         assert tuple(rollout.tokens[0]) == expected[rollout.adapter_version]
+
+
+@needs_vllm
+@pytest.mark.faults
+def test_a_slot_that_others_had_vllm_give_away_is_not_written_and_not_called_verified(rig: Rig) -> None:
+    rig.sync.register_adapter("math", rig.trainers)
+    rig.train("default", 1)
+    rig.sync.update_adapter("math")
+    assert ray.get(rig.engines["e0"].remove_lora.remote(1 << 20))
+    rig.train("default", 2)
+    assert rig.sync.update_adapter("math").verified
+    assert rig.answers_as_peft("math", "default", 2), "the other slot is still there"
+    with pytest.raises(
+        EngineError, match=r"engine e0.* slot 1048576 is gone, .*: register the adapter again"
+    ):
+        rig.sync.update_adapter("math")
+    assert rig.answers_as_peft("math", "default", 2)
+    rig.sync.unregister_adapter("math")
+    rig.sync.register_adapter("math", rig.trainers)
+    assert rig.sync.update_adapter("math", 3).verified
+    assert rig.answers_as_peft("math", "default", 3)
 
 
 @needs_vllm

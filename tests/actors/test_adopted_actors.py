@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayError
 from transformers import Qwen3Config
 
 from tests.fleets import zygote
@@ -31,7 +33,8 @@ from tests.pages import run_block
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.ray import publish_relay
-from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
+from weightsync.actors.ray.process import ask_pid
+from weightsync.errors import ConfigError, EngineError, RestartedError, StateError, WeightSyncError
 
 CONFIG = SyncConfig(timeout_s=patient(20), connect_timeout_s=patient(40), heartbeat_s=patient(1))
 
@@ -159,6 +162,50 @@ def test_an_engine_that_the_actor_replaced_is_not_called_verified() -> None:
         with pytest.raises(WeightSyncError):
             sync.update_weights(2)
         assert sync.serving() == {}
+
+
+@pytest.mark.parametrize("kinds", [(PlainTrainer, PlainEngine), (AsyncTrainer, AsyncEngine)])
+def test_actors_that_ray_starts_again_serve_and_publish_nothing_before_they_are_connected(
+    kinds: tuple[type, type],
+) -> None:
+    trainer, first, second = (
+        ray.remote(num_cpus=0, max_restarts=1)(each).remote() for each in (kinds[0], kinds[1], kinds[1])
+    )
+
+    def kill(actor: Any) -> None:
+        os.kill(pid := ray.get(ask_pid(actor)), signal.SIGKILL)
+
+        def is_new() -> bool:
+            with suppress(RayError):
+                return bool(ray.get(ask_pid(actor)) != pid)
+            return False
+
+        assert until(is_new, patient(30))
+
+    def update(version: int) -> None:
+        trained = ray.get(trainer.train.remote(version))
+        report = sync.update_weights(version)
+        assert (report.verified, report.failures) == (True, {})
+        for engine in (first, second):
+            weights = ray.get(engine.weights.remote())
+            assert all(torch.equal(weights[name], each) for name, each in trained.items())
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": first, "e1": second}, llm="llm")
+        sync.connect()
+        update(1)
+        kill(second)
+        assert until(lambda: "e1" not in sync.serving(), patient(15))
+        assert until(lambda: "e1" in sync.serving(), patient(30))
+        assert sync.heals[-1].verified
+        update(2)
+        kill(trainer)
+        with pytest.raises(RestartedError, match=r"trainer 0 is gone.*call connect\(\)"):
+            sync.update_weights(3)
+        assert set(sync.serving()) == {"e0", "e1"}
+        sync.connect()
+        update(3)
 
 
 @pytest.mark.parametrize("max_direct_hosts", [publish_relay.MAX_DIRECT_HOSTS, 0], ids=["direct", "relayed"])

@@ -106,6 +106,26 @@ def test_it_is_updated_killed_started_again_and_filled(fleet: Fleet) -> None:
     fleet.update(5)
 
 
+@pytest.mark.parametrize("fleet", ["on the driver's host"], indirect=True)
+def test_a_second_server_at_one_url_gets_no_place_while_the_first_answers(fleet: Fleet) -> None:
+    """Such as one that was started with a copied ``WEIGHTSYNC_URL``: requests would not go to it."""
+    fleet.sync.register_trainers([fleet.trainer])
+    fleet.sync.register_engines(
+        {"e0": fleet.actor, "served": f"http://{ray.util.get_node_ip_address()}:8000"}
+    )
+    fleet.sync.connect()
+    fleet.update(1)
+    second = fleet.start()
+    assert not until(lambda: second.holds()[0] or fleet.sync.heals, patient(2))
+    fleet.update(2)
+
+    fleet.server.stop()  # as if its host were gone: its connection stays
+    assert until(lambda: second.holds()[0] == 2, patient(20))
+    fleet.server.kill()
+    fleet.server = second
+    fleet.update(3)
+
+
 @pytest.mark.parametrize("fleet", ["on another host, with TLS"], indirect=True)
 def test_servers_and_actors_follow_a_store(fleet: Fleet, tmp_path: Path) -> None:
     """Versions come from a bucket, not from trainers. The store has two when the server joins."""

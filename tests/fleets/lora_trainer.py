@@ -112,6 +112,10 @@ class NamedEngine(EngineActor):
     async def pid(self) -> int:
         return os.getpid()
 
+    async def remove_lora(self, number: int) -> bool:
+        """Have vLLM remove an adapter, as it does itself at the end of a weight transfer."""
+        return bool(await asyncio.to_thread(self._engine.call, lambda llm: llm.remove_lora(number)))
+
     async def keep_scores(self) -> None:
         """Keep the log-probabilities of the likeliest tokens at each place of a request, from now on."""
         if self._scores is None:

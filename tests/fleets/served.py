@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from tests.fleets.local_cluster import forking_python
 from tests.fleets.slots import SlotEngine
 from weightsync.actors.servers.engine import JoinedEngine
 
+STOP = "stop"
 APART = "unshare", "-i", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"
 """In namespaces of its own, a process shares no memory with others of this host."""
 _IPC_AND_MOUNTS = 0x08000000 | 0x00020000
@@ -79,6 +82,12 @@ class ServedProcess:
         version, found = self._process.stdout.readline().split()
         return int(version), found
 
+    def stop(self) -> None:
+        """Have it stop, so that it answers nobody, and keep its connections."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{STOP}\n")
+        self._process.stdin.flush()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -95,6 +104,8 @@ async def main(port: int, width: int) -> None:
     joined.join()
     try:
         while asked := await asyncio.to_thread(sys.stdin.readline):
+            if asked.strip() == STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
             held = engine.adapters.get(asked.strip()) if asked.strip() else engine
             sys.stdout.write(f"{held.serving()} {digest(held.tensors)}\n" if held else "0 none\n")
             sys.stdout.flush()

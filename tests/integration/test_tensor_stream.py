@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.patience import patient
 from weightsync.collectives import tensor_stream
 from weightsync.collectives.tensor_stream import TensorStream
-from weightsync.errors import ConfigError, TransportError, VerifyError
+from weightsync.errors import ConfigError, TransportError, VerifyError, WireError
 from weightsync.transports import Transport
 from weightsync.transports.gloo import GlooTransport
 
@@ -120,10 +120,10 @@ class Bus:
 
 
 class BusTransport:
-    """Rank `rank` on a bus; it finds one bit of operation `flips` wrong."""
+    """Rank `rank` on a bus; it finds one bit of byte `at` of operation `flips` wrong."""
 
-    def __init__(self, bus: Bus, rank: int, flips: int = -1) -> None:
-        self.bus, self._rank, self.flips, self._number = bus, rank, flips, 0
+    def __init__(self, bus: Bus, rank: int, flips: int = -1, at: int = 5) -> None:
+        self.bus, self._rank, self.flips, self.at, self._number = bus, rank, flips, at, 0
 
     def start(self, ops) -> BusTransport.Pending:
         (op,) = ops
@@ -152,7 +152,7 @@ class BusTransport:
                     raise TransportError(bus.cause)
             came = bytearray(bus.sent[self._number])
             if self._number == self._transport.flips:
-                came[5] ^= 1
+                came[self._transport.at] ^= 1
             self._data.copy_(torch.frombuffer(came, dtype=torch.uint8))
 
 
@@ -172,6 +172,18 @@ def test_wrong_bytes_are_named_and_not_handed_over(pool, bus: Bus) -> None:
         next(coming)
     with pytest.raises(TransportError, match=r"rank 1 gave up: .* wrong bytes in t2"):
         sent.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("number", [4, 5], ids=["sizes", "names and shapes"])
+def test_no_flipped_bit_of_a_buckets_head_is_believed(pool, number: int) -> None:
+    tensors = {f"t{i}": torch.full((8,), float(i)) for i in range(4)}
+    for at in range(-32, 32):
+        sender = TensorStream(BusTransport(bus := Bus(), 0), 0, 2, HOST, 64)
+        sent = pool.submit(send, sender, tensors)
+        with pytest.raises(WireError, match="rank 1: a bucket's head is damaged"):
+            receive(TensorStream(BusTransport(bus, 1, number, at), 1, 2, HOST, 64))
+        with pytest.raises(TransportError, match=r"rank 1 gave up: .* is damaged"):
+            sent.result(TIMEOUT_S)
 
 
 def test_what_changes_before_it_is_packed_or_after_it_is_handed_over_is_noticed_by_nobody(

@@ -9,12 +9,13 @@
 
 For frameworks with iterators of named tensors. Receivers need no names or sizes in advance. A bucket travels
 while the next bucket is packed and the previous bucket is unpacked. A receiver compares each tensor's digest
-with the sender's digest before it yields the tensor.
+with the sender's digest before it yields the tensor, and the head, with names and shapes, with a checksum.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weightsync.errors import ConfigError, StateError, VerifyError
+from weightsync.errors import ConfigError, StateError, VerifyError, WireError
 from weightsync.memory.kernels.device_kernels import DigestTable
 from weightsync.memory.kernels.digest_tiles import DigestPart
 from weightsync.memory.kernels.digests import tensor_digest
@@ -32,7 +33,7 @@ from weightsync.protocol.decoding import decoded
 from weightsync.transports.base import Broadcast, Pending, Transport
 
 _ALIGN = 16
-_SIZES_NBYTES = 16
+_SIZES_NBYTES = 32
 _SLOTS = 2
 _MOST_TABLES = 1024
 """The most digest tables on a device, one per bucket. A table takes 0.2 % of a bucket's bytes."""
@@ -115,6 +116,7 @@ class TensorStream:
 
         Raises:
             VerifyError: names tensors that arrived with wrong bytes. Their batch is not yielded.
+            WireError: names or shapes arrived with wrong bytes.
             TransportError: a rank is lost or late, or gave up. Has the cause.
         """
         assert self._rank > 0, "rank 0 sends"
@@ -174,7 +176,7 @@ class _Outgoing:
         data = self._slots[self._at][: self._used]
         digests = self._digests(data, [(chunk, _cut(data, chunk)) for chunk in self._chunks])
         head = msgspec.msgpack.encode(_Head(self._version, self._number, is_last, self._chunks, digests))
-        sizes = np.array([len(head), self._used]).tobytes()
+        sizes = _sizes(len(head), self._used, zlib.crc32(head))
         messages = (self._bytes(sizes), self._bytes(head), data)
         self._travelling[self._at] = [
             (self._transport.start([Broadcast(message, 0)]), message) for message in messages if len(message)
@@ -222,14 +224,22 @@ class _Incoming:
             yield self._unpack(head, data)
 
     def _read(self, at: int) -> tuple[_Head, torch.Tensor]:
-        head_nbytes, nbytes = np.frombuffer(self._receive(self._new(_SIZES_NBYTES)), np.int64).tolist()
-        head = decoded(_heads.decode, self._receive(self._new(head_nbytes)))
+        sizes = self._receive(self._new(_SIZES_NBYTES))
+        head_nbytes, nbytes, checksum, _ = np.frombuffer(sizes, np.int64).tolist()
+        self._require(sizes == _sizes(head_nbytes, nbytes, checksum))
+        came = self._receive(self._new(head_nbytes))
+        self._require(zlib.crc32(came) == checksum)
+        head = decoded(_heads.decode, came)
         if len(self._slots[at]) < nbytes:
             self._slots[at] = self._new(nbytes)
         data = self._slots[at][:nbytes]
         if nbytes:
             self._transport.start([Broadcast(data, 0)]).wait()
         return head, data
+
+    def _require(self, is_whole: bool) -> None:
+        if not is_whole:
+            raise WireError(f"{self._name}: a bucket's head is damaged")
 
     def _receive(self, into: torch.Tensor) -> bytes:
         self._transport.start([Broadcast(into, 0)]).wait()
@@ -258,6 +268,12 @@ class _Incoming:
             return None
         whole, self._part = self._part, None
         return chunk.name, whole.view(chunk.shape)
+
+
+def _sizes(head_nbytes: int, nbytes: int, checksum: int) -> bytes:
+    """Return the sizes of a bucket's head and data with the head's checksum, and a checksum of all three."""
+    sizes = np.array([head_nbytes, nbytes, checksum], np.int64).tobytes()
+    return sizes + np.array([zlib.crc32(sizes)], np.int64).tobytes()
 
 
 def _cut(data: torch.Tensor, chunk: _Chunk) -> torch.Tensor:

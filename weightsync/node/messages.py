@@ -33,9 +33,13 @@ class NodeOffer(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A server that Ray did not start -> driver, after the token: where users reach it."""
+    """A server that Ray did not start -> driver, after the token: where users reach it.
+
+    `process` differs by process.
+    """
 
     url: str
+    process: str
 
 
 class JoinRank(msgspec.Struct, frozen=True, tag="join_rank"):

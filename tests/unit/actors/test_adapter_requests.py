@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -90,8 +91,9 @@ def test_a_version_stays_in_its_slot_until_its_requests_end() -> None:
         assert await server.ask(model="other") == []
         assert await server.ask(model="math") == []
         assert [each and each.lora_name for each in server.asked[1:]] == [None, f"math@3 in {FIRST}"]
-        (refused, _) = await server.ask(model="math", background=True)
-        assert refused["status"] == 400
+        for more in ({"background": True}, {"background": "true"}, {"background": 1, "top_p": math.nan}):
+            (refused, _) = await server.ask(model="math", **more)  # as vLLM reads it, with Python's own JSON
+            assert refused["status"] == 400
         server.llm.close_adapter("math")
         assert server.requests == {}
 

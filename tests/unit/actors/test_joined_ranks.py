@@ -19,6 +19,7 @@ from tests.fleets.served import free_port
 from tests.pages import run_block
 from tests.patience import patient
 from weightsync.actors.membership import Membership
+from weightsync.actors.ray.remote import remote_trainer
 from weightsync.actors.servers.door import with_ranks
 from weightsync.actors.servers.trainer import JoinedTrainer
 from weightsync.config import SyncConfig
@@ -36,7 +37,8 @@ class Driver:
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self.config = SyncConfig(join_port=free_port(), connect_timeout_s=timeout_s, heartbeat_s=0.1)
         self.controller: Any = SimpleNamespace(plan="made", version=0, exclusive=self._exclusive)
-        self.members = Membership(self.config, Fleet([], {}, []), self.controller, None)
+        self.fleet = Fleet([], {}, [])
+        self.members = Membership(self.config, self.fleet, self.controller, None)
         self.members.trainers = [*with_ranks(num_ranks, self.config)]
         self.controller.snapshot_index = SimpleNamespace(stop=self._stop)
 
@@ -246,6 +248,44 @@ def test_a_process_that_comes_while_an_update_fails_is_not_told_of_it(drive: Cal
             await update()
         await driver.update()
         assert await again[0] == 1
+
+    drive(test, num_ranks=1)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_process_whose_weights_an_update_read_is_told_of_its_end(
+    drive: Callable[..., None], commits: bool
+) -> None:
+    """An update that connects takes the next process of a rank. Not told, it would wait for another one."""
+
+    async def test(driver: Driver) -> None:
+        first, place = rank(0, 1), driver.members.trainers[0]
+        waiting, failure = updating(first), StateError("engines are gone")
+
+        async def update() -> None:
+            async with driver.members.exclusive():
+                first.leave()
+                place.link.end(PeerLostError("trainer 0", "it was killed"))
+                with pytest.raises(PeerLostError):
+                    await waiting
+                again.append(updating(rank(0, 1)))
+                peer = remote_trainer("trainer 0", place)
+                await peer.placement()
+                peer.node = place.link
+                driver.fleet.trainers[:] = [(peer, 0)]
+                if not commits:
+                    raise failure
+                driver.controller.version += 1
+
+        again: list[asyncio.Future[int]] = []
+        if commits:
+            await update()
+            assert await again[0] == 1
+        else:
+            with pytest.raises(StateError, match="engines are gone"):
+                await update()
+            with pytest.raises(StateError, match="engines are gone"):
+                await again[0]
 
     drive(test, num_ranks=1)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError, StateError
-from weightsync.plan import RankLayout
+from weightsync.memory.host import SharedBuffer
+from weightsync.plan import Layout, Members, RankLayout, make_plan
 from weightsync.protocol.messages import PublishTask
 from weightsync.sources import SOURCES, make_source
 from weightsync.sources.module import ModuleSource
@@ -104,7 +105,12 @@ def test_arguments_for_the_models_source_are_refused_beside_a_given_one() -> Non
 def test_a_source_that_takes_anothers_place_has_to_be_connected() -> None:
     shard = TrainerShard()
     shard.source = ModuleSource(nn.Linear(2, 2))
-    shard.sync_layout()
+    held = shard.sync_layout().rank_layout()
+    sides = Layout.from_ranks([held]), {"e": Layout.from_ranks([held])}
+    plan = make_plan(*sides, Members(2, (0,), (("e", (1,)),)), bucket_bytes=256, max_staging_bytes=512)
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    shard.sync_attach(plan, 0, buffer.handle)
+    shard.source = ModuleSource(nn.Linear(2, 2))
     with pytest.raises(
         StateError, match=r"self\.source was replaced after connect\(\): call connect\(\) again"
     ):

@@ -15,7 +15,7 @@ from weightsync.engines.loading.device_sink import DeviceSink
 from weightsync.engines.loading.live_writer import LiveWriter, exported
 from weightsync.engines.loading.load_errors import naming_load
 from weightsync.engines.lora.receive_buffer import ReceiveBuffer, SlotSink
-from weightsync.errors import StateError
+from weightsync.errors import EngineError, StateError
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
@@ -49,6 +49,9 @@ class AdapterSlots(Protocol):
     def reserve(self, spec: AdapterSpec, numbers: Sequence[int]) -> Sequence[Slot]:
         """Reserve equal slots for `numbers`. Raises ConfigError if there are too few slots."""
 
+    def require_held(self, number: int) -> None:
+        """Raise StateError if the engine has given a reserved slot away, since others asked it to."""
+
     def release(self, numbers: Sequence[int]) -> None:
         """Give the slots back."""
 
@@ -69,6 +72,7 @@ class AdapterRank:
         self._writers: Mapping[int, _Writer] = {}
         self._engine = ""
         self._load: Future[Loaded] | None = None
+        self._written = 0
 
     def layout(self) -> LayoutTable:
         """Return the boxes of the adapter's tensors that this rank serves."""
@@ -113,7 +117,12 @@ class AdapterRank:
         feed = self._feed
         if feed is None:
             raise StateError(f"adapter {self._spec.name} is not attached: connect first")
-        writer = self._writers[number]
+        writer, self._written = self._writers[number], number
+        try:
+            self._require_held()
+        except EngineError as error:
+            feed.refuse(attempt, error)
+            raise
         self._load = on_daemon(
             lambda: self._write(feed, writer, attempt, timeout_s), f"adapter-{self._spec.name}"
         )
@@ -123,7 +132,13 @@ class AdapterRank:
     def outcome(self) -> Loaded | None:
         """Return the content of the slot, or None while it is written. Raises the error of the write."""
         assert self._load, "begin() comes first"
-        return self._load.result() if self._load.done() else None
+        loaded = self._load.result() if self._load.done() else None
+        self._require_held()
+        return loaded
+
+    def _require_held(self) -> None:
+        with naming_load(self._engine, self._rank):
+            self._slots.require_held(self._written)
 
     def close(self) -> None:
         """Disconnect, and give the slots back. Raises StateError while a slot is being written."""

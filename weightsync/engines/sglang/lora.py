@@ -181,6 +181,9 @@ class LoraSlots:
         layout = self._places.pop(spec.name).layout()
         return [Slot(number, layout, self._at(self._taken[number])) for number in numbers]
 
+    def require_held(self, number: int) -> None:
+        """Require nothing: SGLang unloads a slot's adapter by the slot's own name only."""
+
     def release(self, numbers: Sequence[int]) -> None:
         """Forget the slots, before SGLang unloads their adapters."""
         for number in numbers:

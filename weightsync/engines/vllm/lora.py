@@ -17,7 +17,7 @@ from weightsync.engines.lora.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
 from weightsync.engines.vllm.expert_slots import is_of_experts, require_experts
 from weightsync.engines.vllm.expert_stacks import is_of_stack, stack, with_up_projections
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, StateError
 from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import AdapterSpec
 
@@ -67,6 +67,12 @@ class LoraSlots:
             manager.pin_adapter(number)
             slots.append(Slot(number, layout, dict(_stacks(manager, number))))
         return slots
+
+    def require_held(self, number: int) -> None:
+        """Raise StateError if vLLM has removed the adapter of a slot, which it then may give to others."""
+        if number not in self._manager()._active_adapters.pinned_items:
+            why = "others had vLLM remove adapters, or load one in its place"
+            raise StateError(f"slot {number} is gone, since {why}: register the adapter again")
 
     def release(self, numbers: Sequence[int]) -> None:
         """Empty the slots. vLLM may give them to other adapters."""
