@@ -103,7 +103,9 @@ class Adapter:
 
     def as_part(self, engines: Mapping[str, EngineHandle]) -> JointPart:
         """Return it as a part of an update of several components."""
-        return JointPart(self.version, lambda: self.follow(engines), self._members.exclusive, self._move)
+        return JointPart(
+            self._controller.newest, lambda: self.follow(engines), self._members.exclusive, self._move
+        )
 
     async def _move(
         self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None

@@ -12,7 +12,7 @@ from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.loop import LoopThread
 from weightsync.driver.updating.controller import Controller
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, SourceChangedError
 from weightsync.sources.checkpoint.checkpoint_store import Reading
 
 
@@ -100,12 +100,17 @@ class CheckpointMethods:
         if files == store.files:
             return self._loop.run_concurrently(self._members.checkpoints.read(checkpoint))
         before = store.checkpoint
-        if before == checkpoint:  # the store was deleted, and other files have this number
+        if before == checkpoint:  # the store was published anew, with other files, or a file here was changed
             self.unregister_checkpoint(before)
             store.checkpoint, store.files = "", None  # if the new files are refused, none are registered
         reading = self.register_checkpoint(
             checkpoint, [str(files)], exclude=store.exclude, stored=store.stored
         )
+        try:
+            store.require_unchanged(files)  # now that whoever reads the files knows their times, too
+        except SourceChangedError:
+            self.unregister_checkpoint(checkpoint)
+            raise
         store.checkpoint, store.files = checkpoint, files
         if before not in ("", checkpoint):
             self.unregister_checkpoint(before)

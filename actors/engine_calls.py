@@ -7,8 +7,10 @@ import dataclasses
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +33,7 @@ from weightsync.engines import (
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.serving.engine_digests import EngineDigests
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError, DeadlineError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
@@ -45,6 +47,9 @@ from weightsync.protocol.messages import Attached, Digests, FeedTicket, LoadRepo
 from weightsync.protocol.peers import EnginePeer
 
 logger = logging.getLogger("weightsync.actors")
+
+_LONGEST_S = 600.0
+"""How long a commit waits for its turn. The driver has given it up by then."""
 
 
 class EngineCalls(Claimable):
@@ -145,14 +150,19 @@ class EngineCalls(Claimable):
         await asyncio.to_thread(self._sync_pause, mode, timeout_s)
 
     def _sync_pause(self, mode: str, timeout_s: float) -> None:
-        inject("pause")
-        self._engine.pause(mode, timeout_s)
+        with self._turn(f"pause ({mode})", timeout_s):
+            inject("pause")
+            self._engine.pause(mode, timeout_s)
 
     async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Pause, then release the GPU memory of weights and caches, see `Sleeps.sleep`."""
         if not isinstance(self._engine, Sleeps):
             raise ConfigError("sleep", type(self._engine).__name__, "this engine cannot sleep: leave it out")
-        await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
+        await asyncio.to_thread(self._sleep, self._engine, level, mode, timeout_s)
+
+    def _sleep(self, engine: Sleeps, level: int, mode: str, timeout_s: float) -> None:
+        with self._turn("sleep", timeout_s):
+            engine.sleep(level, mode, timeout_s)
 
     async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
         """Take one attempt's weights, see `Engine.load`."""
@@ -176,9 +186,25 @@ class EngineCalls(Claimable):
         await asyncio.to_thread(self._sync_resume, version)
 
     def _sync_resume(self, version: int) -> None:
-        inject("commit", version=version)
-        self._engine.resume(version)
+        with self._turn("commit", _LONGEST_S):
+            inject("commit", version=version)
+            self._engine.resume(version)
         logger.info("[%s · v%d] serves", f"engine {self._name}".rstrip(), version)
+
+    @contextmanager
+    def _turn(self, phase: str, timeout_s: float) -> Iterator[None]:
+        """Run the body after earlier turns. Raises DeadlineError if one of them does not end in time.
+
+        Otherwise a commit that the driver gave up would end after the next pause: the engine would serve
+        weights that are being written.
+        """
+        turns: threading.Lock = vars(self).setdefault("_turns", threading.Lock())
+        if not turns.acquire(timeout=timeout_s):
+            raise DeadlineError(phase, (f"engine {self._name}",), timeout_s)
+        try:
+            yield
+        finally:
+            turns.release()
 
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""

@@ -17,7 +17,7 @@ class JointPart:
     """A component in a joint update.
 
     Attributes:
-        version: the newest committed version.
+        version: the newest version that committed, or that engines may serve.
         prepare: waits for everything that an update needs, such as a checkpoint that is still read.
         exclusive: keeps other work on the component's engines out.
         move: moves a version to the component's engines, within `exclusive`. It calls the second argument

@@ -261,7 +261,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         """Move the trainers' weights to all engines. Returns when engines serve them.
 
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
-        the background. A version that did not commit may be tried again.
+        the background. A version that did not commit may be tried again, but not with other weights if an
+        engine may serve it.
 
         Wait for your own calls of trainers first, with `ray.get`: their weights have to be final. Ranks that
         Ray did not start are waited for until they call `JoinedTrainer.update`.
@@ -422,7 +423,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
 
     def _as_part(self, checkpoint: str = "") -> JointPart:
         prepare, move = partial(self._choose, checkpoint), partial(self._move, checkpoint)
-        return JointPart(self._fleet.newest(self.version), prepare, self._members.exclusive, move)
+        return JointPart(self._controller.newest, prepare, self._members.exclusive, move)
 
     async def _move(
         self, checkpoint: str, version: int, when_held: Callable[[], None], joint: JointMember | None

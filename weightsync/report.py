@@ -197,7 +197,7 @@ class SyncReport:
             weights with what its loader had made of them``.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp``, ``zeromq`` or
-            ``curve``.
+            ``curve``; all ways, joined by ``and``, if ranks or hosts read a holder in several.
         spans: by process, names and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
             ``move`` of ``holder 0``, if versions are staged also the parts' ``save``, ``delta``, ``copy`` and
             ``digest``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed

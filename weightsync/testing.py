@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class DictEngine:
         self.paused = True
         self.on_write: Callable[[str], None] = lambda _: None
         self._feed: EngineFeed | None = None
+        self._busy = threading.Lock()
         self._plan: Plan | None = None
         self._asleep: Offload | None = None
 
@@ -78,7 +80,8 @@ class DictEngine:
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect the only rank to the holder."""
         self.close()
-        self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s, *self.layout())
+        self._plan = plan
+        self._feed = EngineFeed.open(tickets[0], plan, timeout_s, self.layout()[0], self._busy)
         return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
 
     def pause(self, mode: str, timeout_s: float) -> None:

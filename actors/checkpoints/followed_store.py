@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from weightsync.actors.progress import byte_bar
+from weightsync.errors import SourceChangedError
 from weightsync.stores.following import follow
 from weightsync.stores.local_folder import LocalFolder, default_folder
 from weightsync.stores.object_store import ObjectStore
@@ -33,9 +34,16 @@ class FollowedStore:
     def follow(self) -> tuple[str, Path]:
         """Download the newest version. Returns the checkpoint's name and the files' folder.
 
-        Files that are here already are hashed, unless they are registered.
+        Files that are here already are hashed, unless nothing has changed them since they were hashed. If a
+        file that is registered was changed, `files` becomes None: they have to be registered again.
         """
-        is_registered = self.files == self._folder.current.resolve()
+        if self.files and self._folder.changed(self.files):
+            self.files = None
         with byte_bar(f"follow {self._name}") as tell:
-            found = follow(self._store, self._folder, tell=tell, checks=not is_registered)
-        return f"{self._name}@{found.version}", self._folder.current.resolve()
+            found = follow(self._store, self._folder, tell=tell, checks=True)
+        return f"{self._name}@{found.version}", found.files
+
+    def require_unchanged(self, files: Path) -> None:
+        """Raise SourceChangedError if a file of `files` has changed since `follow` hashed it."""
+        if changed := self._folder.changed(files):
+            raise SourceChangedError(0, (), changed)

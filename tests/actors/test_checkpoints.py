@@ -33,6 +33,7 @@ from tests.pages import run_block
 from tests.patience import patient
 from tests.terminal import Terminal
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.actors.checkpoints.followed_store import FollowedStore
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.holders.detached import NAMESPACE, actor_name
 from weightsync.actors.holders.weight_holder import spawn_standby
@@ -237,6 +238,40 @@ def test_a_store_brings_engines_to_its_newest_version(
     sync.unregister_checkpoint("store")
     with pytest.raises(ConfigError):
         sync.update_weights(checkpoint="store")
+
+
+def test_a_file_that_is_written_after_its_hash_and_before_its_reading_is_not_served(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, copy = dict(weights(1)), LocalFolder(tmp_path / "copy")
+    bucket = ObjectStore(f"file://{tmp_path}/store", make=True)
+    publish(bucket, Path(save(tmp_path / "model", held)), copy)
+    sync = make()
+    sync.register_store(bucket.url, folder=tmp_path / "followed")
+    sync.connect()
+    assert sync.update_weights(checkpoint="store").verified
+    served = dict(held)
+    held["1.bias"] = held["1.bias"] + 1
+    publish(bucket, Path(save(tmp_path / "model", held)), copy)
+    follow = FollowedStore.follow
+
+    def then_written(self: FollowedStore) -> tuple[str, Path]:
+        name, files = follow(self)
+        with (files / "model-0.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+        return name, files
+
+    monkeypatch.setattr(FollowedStore, "follow", then_written)
+    with pytest.raises(SourceChangedError, match=r"model-0.safetensors changed"):
+        sync.update_weights(checkpoint="store")
+    assert all_hold(sync, served)
+    monkeypatch.setattr(FollowedStore, "follow", follow)
+    assert sync.update_weights(checkpoint="store").checkpoint == "store@2"
+    assert all_hold(sync, held)
+    (tmp_path / "followed" / "current" / "model-1.safetensors").touch()
+    assert sync.update_weights(checkpoint="store").checkpoint == "store@2"
+    assert all_hold(sync, held)
 
 
 @pytest.mark.faults

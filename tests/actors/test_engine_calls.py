@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +19,11 @@ from tests.fleets.caching_engine import Caching, CannotSalt
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.actors import engine_calls
-from weightsync.actors.engine_calls import EngineCalls
+from weightsync.actors.engine_calls import EngineCalls, Methods
 from weightsync.actors.ray.placement import Placement
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
-from weightsync.errors import PlanError, StateError
+from weightsync.errors import DeadlineError, PlanError, StateError
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.protocol.adapters import AdapterSpec
@@ -96,6 +98,48 @@ def test_a_commit_is_logged_with_the_version_that_is_served(caplog: pytest.LogCa
         asyncio.run(commit())
     assert caplog.messages == ["[engine e0 · v7] serves", "[engine e0 adapter math · v3] serves"]
     assert adapter.served == [7, 3]
+
+
+class Halting(Committing):
+    """Each call ends once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ended = list[str](), list[str]()
+        self.may_end = threading.Semaphore(0)
+
+    def _run(self, name: str) -> None:
+        self.begun.append(name)
+        assert self.may_end.acquire(timeout=patient(10))
+        self.ended.append(name)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        self._run("pause")
+
+    def resume(self, version: int) -> None:
+        self._run(f"resume {version}")
+
+
+def test_a_commit_that_was_given_up_ends_before_the_next_pause() -> None:
+    adapter = Halting()
+    methods = Methods(Calls(adapter, "e0"))
+
+    def until_begun(name: str) -> None:
+        deadline = time.monotonic() + patient(10)
+        while name not in adapter.begun:
+            assert time.monotonic() < deadline
+
+    with ThreadPoolExecutor() as threads:  # as a node's, which has one for each call
+        commit = threads.submit(methods.resume, 1)
+        until_begun("resume 1")
+        with pytest.raises(DeadlineError, match=r"pause \(keep\): no answer within 0.1 s from engine e0"):
+            methods.pause("keep", 0.1)
+        pause = threads.submit(methods.pause, "keep", patient(10))
+        adapter.may_end.release()
+        until_begun("pause")
+        assert adapter.ended == ["resume 1"]
+        adapter.may_end.release()
+        assert (commit.result(), pause.result()) == (None, None)
 
 
 class Declaring(Adapter):

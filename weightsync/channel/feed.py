@@ -66,7 +66,7 @@ logger = logging.getLogger("weightsync.channel")
 
 _POLL_MS = 50
 _LATE_MS = 1000
-_END_S = 5.0
+END_S = 5.0
 _NUM_SPARE = 4  # file descriptors: for the engine rank, and for unknown processes that connect first
 
 
@@ -217,7 +217,13 @@ class EngineFeed:
     """
 
     @collector_paused
-    def __init__(self, ticket: FeedTicket, plan: Plan, layout: RankLayout | None = None) -> None:
+    def __init__(
+        self,
+        ticket: FeedTicket,
+        plan: Plan,
+        layout: RankLayout | None = None,
+        busy: threading.Lock | None = None,
+    ) -> None:
         self._ticket = ticket
         self._casting = Casting(plan, layout) if layout and _differ(plan, layout) else None
         self.casts, self.plan_digest = self._casting is not None, plan.digest()
@@ -227,7 +233,8 @@ class EngineFeed:
             for handle in ticket.slots
         )
         self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
-        self._busy, self._closing = threading.Lock(), threading.Event()
+        self._busy = busy or threading.Lock()
+        self._closing = threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
         slots, trainer = [slot.tensor for slot in self._slots], ticket.trainer
         args = [(plan, index, slots[index % len(slots)], trainer) for index in buckets]
@@ -241,17 +248,24 @@ class EngineFeed:
 
     @classmethod
     def open(
-        cls, ticket: FeedTicket, plan: Plan, timeout_s: float, layout: RankLayout | None = None
+        cls,
+        ticket: FeedTicket,
+        plan: Plan,
+        timeout_s: float,
+        layout: RankLayout | None = None,
+        busy: threading.Lock | None = None,
     ) -> EngineFeed:
         """Map the buffers, connect and exchange the first messages, within `timeout_s` in all.
 
-        With the rank's `layout`, sinks get pieces in the dtypes of the layout. Raises PeerLostError,
-        DeadlineError, EngineError if this process has no file descriptor left, or TransportError if the
-        holder gave up this rank.
+        With the rank's `layout`, sinks get pieces in the dtypes of the layout. All feeds of a rank that
+        loads on several threads share `busy`: a load of an earlier feed, which may still write, has it.
+
+        Raises PeerLostError, DeadlineError, EngineError if this process has no file descriptor left, or
+        TransportError if the holder gave up this rank.
         """
         deadline = time.monotonic() + timeout_s  # the driver's is about the same
         try:
-            feed = cls(ticket, plan, layout)
+            feed = cls(ticket, plan, layout, busy)
         except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(FeedHello(ticket.secret, ticket.engine, feed.plan_digest))
@@ -339,7 +353,7 @@ class EngineFeed:
     def close(self) -> None:
         """End a load that is still waiting, close the socket and unmap. Safe to call twice."""
         self._closing.set()
-        if not self._busy.acquire(timeout=_END_S):
+        if not self._busy.acquire(timeout=END_S):
             # A copy still uses the memory, so it stays mapped.
             logger.warning("[engine %s] a load does not end: its connection stays open", self._ticket.engine)
             return

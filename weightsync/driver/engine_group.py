@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineFailed, Events
@@ -28,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
     Where,
 )
-from weightsync.protocol.messages import LoadReport
+from weightsync.protocol.messages import Fingerprint, LoadReport
 from weightsync.protocol.peers import EnginePeer
 
 logger = logging.getLogger("weightsync.driver")
@@ -47,6 +49,8 @@ class EngineGroup:
     Attributes:
         failures: each engine's error in the last update or refill that it took part in.
         num_slow: in how many updates in a row each engine was too slow.
+        told: the last version that engines of an update were told to serve, and its fingerprint. They may
+            serve it although no engine has answered.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, update_lock: UpdateLock) -> None:
@@ -54,6 +58,7 @@ class EngineGroup:
         self._attempt = 0
         self.failures: dict[str, WeightSyncError] = {}
         self._version: dict[str, int] = {}
+        self.told: tuple[int, Fingerprint] = 0, np.zeros(3, np.uint64)
         self.num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
@@ -66,6 +71,15 @@ class EngineGroup:
         """Return a new attempt number, greater than all before."""
         self._attempt += 1
         return self._attempt
+
+    def require_unserved(self, version: int, published: Fingerprint) -> None:
+        """Raise StateError if engines may serve other weights as `version`."""
+        told, fingerprint = self.told
+        if version == told and (published != fingerprint).any():
+            raise StateError(
+                f"engines may serve other weights as version {told}, since no engine answered its commit: "
+                "give a greater version, or none"
+            )
 
     def begin(self, names: Iterable[str], version: int) -> None:
         """Note that engines are about to take `version`, and forget their last failures."""
@@ -361,7 +375,7 @@ class Halts:
             raise
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._unanswered[name][1] is task:
+        if self._unanswered.get(name, (None, None))[1] is task:
             del self._unanswered[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
@@ -290,6 +291,19 @@ class Refilled:
     ways: Mapping[str, str]
     seconds: float
     left: tuple[str, ...] = ()
+
+    @classmethod
+    def together(cls, parts: Sequence[Refilled]) -> Refilled:
+        """Add up refills at the same time. A holder that was read in several ways has all of them."""
+        nbytes = Counter[str]()
+        ways: defaultdict[str, set[str]] = defaultdict(set)
+        for each in parts:
+            nbytes.update(each.bytes_from)
+            for holder, way in each.ways.items():
+                ways[holder].add(way)
+        told = {holder: " and ".join(sorted(its)) for holder, its in ways.items()}
+        left = {holder for each in parts for holder in each.left}
+        return cls(dict(nbytes), told, max((each.seconds for each in parts), default=0.0), (*left,))
 
 
 Digests = npt.NDArray[np.uint64]

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from weightsync.errors import StoreError
 from weightsync.stores import tensor_file
@@ -22,10 +23,15 @@ logger = logging.getLogger("weightsync.stores")
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Where a folder is, and the bytes that were downloaded for it."""
+    """Where a folder is, and the bytes that were downloaded for it.
+
+    Attributes:
+        files: the folder of the files of this version, also if another process switches to another version.
+    """
 
     version: int
     nbytes: int
+    files: Path
 
 
 def follow(
@@ -50,7 +56,8 @@ def follow(
     with folder.locked():
         history = History(store)
         target = history.require(history.newest if version is None else version)
-        return Followed(target.version, bring(store, folder, target, history, tell, checks))
+        nbytes = bring(store, folder, target, history, tell, checks)
+        return Followed(target.version, nbytes, folder.files)
 
 
 def bring(
@@ -80,7 +87,7 @@ def bring(
 def _drop_if_damaged(folder: LocalFolder, name: str, file: VersionFile) -> None:
     """Remove a file that is here and damaged, so that it is made again."""
     path = folder.object(file.content)
-    if folder.has(file.content) and (found := Stored.of(path)) != file.content:
+    if folder.has(file.content) and (found := folder.hashed(file.content)) != file.content:
         logger.warning("%s: %s is damaged, and is removed: it has %s", path, name, found)
         path.unlink()
 

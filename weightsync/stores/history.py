@@ -50,7 +50,7 @@ class History:
                 there = f"versions {self.versions[0]} to {self.newest} are" if self.versions else "none is"
                 raise _DamagedError(self._store.url, name, f"it is not there; {there}", version)
             try:
-                self._read[version] = Manifest.decode(data)
+                self._read[version] = Manifest.decode(data, version)
             except ValueError as error:
                 raise _DamagedError(self._store.url, name, f"it is damaged: {error}", version) from error
         return self._read[version]

@@ -16,12 +16,15 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from weightsync.errors import ConfigError
 from weightsync.stores.manifest import Manifest, Stored
 
 _PART = ".part"
 """How names of files end that are being written."""
+_Stamp: TypeAlias = tuple[int, ...]
+"""Which file it is, and its size and times. Any write changes them."""
 
 
 def default_folder(url: str, use: str) -> Path:
@@ -38,6 +41,7 @@ class LocalFolder:
         self.path = path
         self.current = path / "current"
         self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
+        self._hashed: dict[str, _Stamp] = {}
         with _told(path):
             path.mkdir(parents=True, exist_ok=True)
             if not self._lock.exists() and any(path.iterdir()):
@@ -62,12 +66,33 @@ class LocalFolder:
     def _shown(self) -> str:
         return os.path.basename(os.readlink(self.current)) if self.current.is_symlink() else ""
 
+    @property
+    def files(self) -> Path:
+        """The folder of the version that readers see. Unlike `current` it stays at this version."""
+        return self.current.resolve()
+
     def object(self, stored: Stored) -> Path:
         """Return the path of an object. If there is a file, it is complete."""
         return self._objects / stored.sha256
 
     def has(self, stored: Stored) -> bool:
         return self.object(stored).exists()
+
+    def hashed(self, stored: Stored) -> Stored:
+        """Hash the object that is here as `stored`, unless nothing has changed it since it was hashed."""
+        path = self.object(stored)
+        before = _stamp(path)
+        if self._hashed.get(stored.sha256) == before:
+            return stored
+        found = Stored.of(path)
+        if found == stored and _stamp(path) == before:
+            self._hashed[stored.sha256] = before
+        return found
+
+    def changed(self, files: Path) -> list[str]:
+        """Return the paths in the folder of a version that are not as they were hashed by this object."""
+        links = [*files.iterdir()] if files.is_dir() else [files]
+        return [str(link) for link in links if self._hashed.get(link.resolve().name) != _stamp(link)]
 
     def part(self, name: str) -> Path:
         """Return a path for a file that is to become an object by `add`."""
@@ -90,7 +115,8 @@ class LocalFolder:
         if self.has(stored):
             part.unlink()  # readers of the other file look at its inode
         else:
-            part.rename(self.object(stored))
+            part.rename(path := self.object(stored))
+            self._hashed[stored.sha256] = _stamp(path)
 
     def shows(self, manifest: Manifest) -> bool:
         """Return True if readers see this version."""
@@ -122,6 +148,15 @@ class LocalFolder:
         for file in self._objects.iterdir():
             if file.name not in used:
                 file.unlink()
+
+
+def _stamp(path: Path) -> _Stamp:
+    """Return which file is at a path, and its size and times; nothing if there is none."""
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return ()
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _folder_name(manifest: Manifest) -> str:

@@ -79,7 +79,7 @@ class Manifest:
     files: Mapping[str, VersionFile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.files if name in ("", ".", "..") or "/" in name]:
+        if wrong := [name for name in self.files if name in ("", ".", "..") or {*name} & {"/", "\0"}]:
             raise ValueError(f"{wrong[0]!r} is no name of a file")
 
     @property
@@ -111,13 +111,16 @@ class Manifest:
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
     @staticmethod
-    def decode(data: bytes) -> Manifest:
-        """Read what `encode` wrote. Raises ValueError if it is damaged."""
+    def decode(data: bytes, version: int) -> Manifest:
+        """Read what `encode` wrote. Raises ValueError if it is damaged, or not of `version`."""
         line, _, digest = data.partition(b"\n")
         found = hashlib.sha256(line).hexdigest()
         if digest != found.encode() + b"\n":
             raise ValueError(f"sha256 is {found}, not {digest.decode(errors='replace').strip() or 'there'}")
-        return msgspec.json.decode(line, type=Manifest)
+        made = msgspec.json.decode(line, type=Manifest)
+        if made.version != version or (made.base or 0) >= version:  # else routes may have no end
+            raise ValueError(f"it is of version {made.version}, since {made.base}")
+        return made
 
 
 def manifest_name(version: int) -> str:

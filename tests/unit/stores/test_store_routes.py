@@ -102,7 +102,7 @@ def test_deltas_since_the_last_anchor_are_counted() -> None:
     assert [since_anchor(made[version], made.get) for version in made] == [(0, 0), (1, 20), (0, 0), (1, 40)]
 
 
-@pytest.mark.parametrize("name", ["../a", "a/b", "", "..", "."])
+@pytest.mark.parametrize("name", ["../a", "a/b", "", "..", ".", "a\0b"])
 def test_a_manifest_only_names_files_of_its_folder(name: str) -> None:
     with pytest.raises(ValueError, match="is no name of a file"):
         Manifest(1, None, "p", {name: VersionFile(content("a", 1), True)})
@@ -115,9 +115,9 @@ def test_an_object_is_named_by_a_hash() -> None:
 
 def test_each_byte_of_a_manifest_counts() -> None:
     data = Manifest(1, None, "p", {"a": VersionFile(content("a", 1), True)}).encode()
-    assert Manifest.decode(data).encode() == data
+    assert Manifest.decode(data, 1).encode() == data
     for at in range(len(data)):
         damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         for wrong in (damaged, data[:at]):
             with pytest.raises(ValueError, match="sha256 is"):
-                Manifest.decode(wrong)
+                Manifest.decode(wrong, 1)

@@ -29,7 +29,7 @@ from weightsync.stores import tensor_file
 from weightsync.stores.following import follow
 from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder, default_folder
-from weightsync.stores.manifest import OBJECTS, manifest_name
+from weightsync.stores.manifest import OBJECTS, Manifest, Stored, VersionFile, manifest_name
 from weightsync.stores.object_store import ObjectStore
 from weightsync.stores.pruning import prune
 from weightsync.stores.publishing import publish
@@ -365,6 +365,73 @@ def test_a_damaged_manifest_ends_a_route_and_is_named_if_there_is_no_other(site:
     damaged(site.file(manifest_name(3)), "torn")
     with pytest.raises(StoreError, match=r"3.json of version 3: it is damaged"):
         site.follow("joins")
+
+
+@pytest.mark.parametrize(
+    ("version", "base"), [(1, None), (4, None), (3, 3), (3, 4)], ids=["earlier", "later", "itself", "circle"]
+)
+def test_a_manifest_of_another_version_or_without_a_begin_is_damaged(
+    site: Site, version: int, base: int | None
+) -> None:
+    site.publish()
+    site.publish()
+    follow(site.store, folder := site.folder("f"))
+    newest = History(site.store).require(2)
+    shared = {
+        name: VersionFile(each.content, False, each.content.sha256) for name, each in newest.files.items()
+    }
+    made = Manifest(version, base, "p", shared if base else newest.files)
+    site.file(manifest_name(3)).write_bytes(made.encode())
+    for wanted in (None, 3):
+        with pytest.raises(
+            StoreError, match=f"3.json of version 3: it is damaged: it is of version {version}"
+        ):
+            follow(site.store, folder, wanted)
+    assert folder.version == 2
+    assert site.follow("joins", 2).version == 2
+
+
+def test_a_file_is_hashed_again_only_if_it_was_changed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.publish()
+    follow(site.store, folder := site.folder("f"))
+    shared = History(site.store).require(1).files["config.json"].content
+    hashed = list[str]()
+    of = Stored.of
+    monkeypatch.setattr(Stored, "of", lambda path: hashed.append(path.name) or of(path))
+    site.publish()
+    hashed.clear()
+    found = follow(site.store, folder)
+    assert shared.sha256 not in hashed
+    assert folder.changed(found.files) == []
+    folder.object(shared).touch()
+    assert folder.changed(found.files) == [str(found.files / "config.json")]
+    assert follow(site.store, folder, checks=True).nbytes == 0
+    assert shared.sha256 in hashed
+    assert folder.changed(found.files) == []
+    damaged(folder.object(shared), "flipped")
+    assert folder.changed(found.files) == [str(found.files / "config.json")]
+    assert follow(site.store, folder, checks=True).nbytes == shared.nbytes
+    assert folder.changed(found.files) == []
+
+
+def test_a_folder_that_another_process_switches_meanwhile_has_the_files_of_the_version_that_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish()
+    locked = LocalFolder.locked
+
+    @contextlib.contextmanager
+    def then_switched(self: LocalFolder) -> Iterator[None]:
+        with locked(self):
+            yield
+        monkeypatch.setattr(LocalFolder, "locked", locked)
+        site.publish()
+        follow(site.store, site.folder("f"))
+
+    monkeypatch.setattr(LocalFolder, "locked", then_switched)
+    found = follow(site.store, folder := site.folder("f"))
+    assert (found.version, found.files.name[:8]) == (1, "00000001")
+    assert folder.version == 2
 
 
 def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:

@@ -109,6 +109,8 @@ async def connect(
         if fleet.drafts.by_engine or any(rank.draft for ranks in layouts.engines.values() for rank in ranks):
             fleet.drafts.check(layouts.engines, config)
         layouts = layouts.casting()
+    for member in fleet.engines.values():
+        member.attached = False  # from now on holders leave the earlier plan, also if this fails
     with clock.phase("trial"):
         if in_place := all(rank.device not in ("", MAPPED) for rank in layouts.trainers):
             trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -145,13 +145,12 @@ class Stager:
             for node, homes in self._homes.items()
         }
         self._compare(version, connection, publication, nodes)
-        nbytes, ways = Counter[str](), {}
+        reads = []
         for home, each in ((home, each) for home, its in copied.items() for each in its):
             self._choice.note((each.part, home), each, sizes[each.part])
             owner = f"holder {owners[each.part]}"
-            nbytes[owner] += each.nbytes
-            ways[owner] = each.way
-        read = Refilled(dict(nbytes), ways, 0.0)
+            reads.append(Refilled({owner: each.nbytes}, {owner: each.way}, 0.0))
+        read = Refilled.together(reads)
         staged = StagedVersion(version, content, expected, parts, nodes, read)
         return await self._to_devices(takers, staged)
 

@@ -78,6 +78,7 @@ class Controller:
             lambda: self.version,
         )
         self._epoch = self._nbytes = 0
+        self._busy = frozenset[str]()
         self._frozen: FrozenTensors | None = None
         self._stager: Stager | None = None
         self._connection: Connection | None = None
@@ -87,6 +88,11 @@ class Controller:
     def plan(self) -> Plan | None:
         """The plan of the current membership epoch, None before ``connect``."""
         return self._connection.plan if self._connection else None
+
+    @property
+    def newest(self) -> int:
+        """The newest version that committed, or that engines may serve. 0 if there is none."""
+        return max(self._fleet.newest(self.version), self.engine_group.told[0])
 
     def links(self) -> list[Link]:
         """List which bytes each engine rank gets from where. Raises StateError before ``connect``."""
@@ -139,11 +145,15 @@ class Controller:
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
         async with self.update_lock.exclusive() as late:
+            self._busy = frozenset(late)  # they take no part, also if the fleet is connected again
             for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
-            yield
+            try:
+                yield
+            finally:
+                self._busy = frozenset()
 
     async def update(
         self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
@@ -168,7 +178,7 @@ class Controller:
             self._connection
         ):
             await self.connect()
-        takers = {name: member for name, member in self._fleet.live().items() if member.attached}
+        takers = {n: each for n, each in self._fleet.live().items() if each.attached and n not in self._busy}
         least = self._config.min_engines
         if len(takers) < least:
             alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"

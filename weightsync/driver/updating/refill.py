@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -301,7 +300,7 @@ class Refiller:
             # The holder knows the cause; the engine only reports that the holder gave up.
             self._engine_group.enter([name], EngineState.STALE)
             raise min(read.failures.values(), key=remoteness)
-        return loaded, _together(list(read.answers.values()))
+        return loaded, Refilled.together([*read.answers.values()])
 
 
 def _of_rank(snapshot: Snapshot, rank: int) -> Snapshot:
@@ -330,13 +329,3 @@ async def _while_read(
     finally:
         loading.cancel()
         reading.cancel()
-
-
-def _together(ranks: Sequence[Refilled]) -> Refilled:
-    nbytes: Counter[str] = Counter()
-    ways: dict[str, str] = {}
-    for rank in ranks:
-        nbytes.update(rank.bytes_from)
-        ways |= rank.ways
-    left = tuple({holder for rank in ranks for holder in rank.left})
-    return Refilled(dict(nbytes), ways, max((rank.seconds for rank in ranks), default=0.0), left)

@@ -140,6 +140,7 @@ class Update:
 
     async def _publish(self) -> Publication:
         publication = await (self._publishing or self._parts.trainers.begin(self._version)).publication()
+        self._engines.require_unserved(self._version, publication.fingerprint)
         if self._parts.frozen:
             await self._parts.frozen.check(self._connection, self._committed, publication.frozen)
         self.publication = publication
@@ -209,6 +210,7 @@ class Update:
                 except WeightSyncError as error:
                     self._give_up(verified, str(error))
                     raise
+            self._engines.told = self._version, self._expected
             num_serving = await self._engines.resume(verified, self._version)
         if num_serving:
             self._note_commit()

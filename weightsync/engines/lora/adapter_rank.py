@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -69,6 +70,7 @@ class AdapterRank:
         if self._device.type == "cuda":
             self._received = ReceiveBuffer(self._slot_layout, self._device)
         self._feed: EngineFeed | None = None
+        self._busy = threading.Lock()
         self._writers: Mapping[int, _Writer] = {}
         self._engine = ""
         self._load: Future[Loaded] | None = None
@@ -87,7 +89,7 @@ class AdapterRank:
         self._disconnect()
         ticket = tickets[self._rank]
         self._engine = ticket.engine
-        self._feed = feed = EngineFeed.open(ticket, plan, timeout_s)
+        self._feed = feed = EngineFeed.open(ticket, plan, timeout_s, busy=self._busy)
         with self._on_device():
             received = self._received if all(slot.is_cuda for slot in feed.slots) else None
             if received is None:

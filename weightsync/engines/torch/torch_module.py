@@ -104,6 +104,7 @@ class TorchEngine:
         self._gate = _Gate()
         self._whole = False
         self._feed: EngineFeed | None = None
+        self._busy = threading.Lock()
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._guard: AddressGuard | None = None
@@ -137,7 +138,7 @@ class TorchEngine:
         (ticket,) = tickets
         self._detach()
         (layout,) = self.layout()
-        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s, layout), plan
+        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s, layout, self._busy), plan
         if self._sleeps:
             return [Attached(self._feed.plan_digest, None, casts=self._feed.casts)]
         self._writer = self._open_writer()
