@@ -5,6 +5,7 @@ None needs a GPU or a running Ray.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -34,6 +35,8 @@ version_of = tested.installed
 
 MOONCAKE = tuple(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda"))
 """Packages with Mooncake, one per build."""
+
+VERBS = "libibverbs.so.1"
 
 
 def diagnose() -> list[Row]:
@@ -136,8 +139,16 @@ def locked_memory() -> Row:
 
 
 def rdma() -> Row:
-    """List RDMA devices, which read other hosts' memory."""
-    return Row("RDMA", ", ".join(rdma_devices()) or "no device: other hosts are read over TCP")
+    """List RDMA devices, and check the library by which NCCL and Mooncake use them."""
+    found = ", ".join(rdma_devices())
+    if not found:
+        return Row("RDMA", "no device: other hosts are read over TCP")
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError:
+        remedy = f"apt-get install ibverbs-providers: without {VERBS}, NCCL uses TCP"
+        return Row("RDMA", found, "warn", remedy)
+    return Row("RDMA", found)
 
 
 def mooncake() -> Row:

@@ -186,6 +186,15 @@ def test_rdma_wants_mooncake_and_locked_memory(
     assert probes.rdma().found == (devices[0] if devices else "no device: other hosts are read over TCP")
 
 
+@pytest.mark.parametrize(("library", "state"), [("libc.so.6", "ok"), ("libverbs-of-nobody.so", "warn")])
+def test_rdma_wants_the_library_that_nccl_loads(
+    monkeypatch: pytest.MonkeyPatch, library: str, state: str
+) -> None:
+    monkeypatch.setattr(probes, "rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(probes, "VERBS", library)
+    assert (probes.rdma().found, probes.rdma().state) == ("mlx5_0", state)
+
+
 @pytest.mark.parametrize("build", ["", "-cuda13", "-non-cuda"])
 def test_mooncake_is_found_whatever_it_was_built_for(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     installed = {f"mooncake-transfer-engine{build}": "0.3.13"}

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -77,9 +78,19 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if not importlib.util.find_spec("flashinfer"):
-        # By default vLLM expects it on NVIDIA GPUs, and does not start without it.
+    if not _runs_flashinfer():
+        # By default vLLM samples with FlashInfer on NVIDIA GPUs, and does not start if it cannot.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _runs_flashinfer() -> bool:
+    """Return True if FlashInfer is here, with compiled kernels or the compiler that it looks for."""
+    if not importlib.util.find_spec("flashinfer"):
+        return False
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvccs = (f"{home}/bin/nvcc",) if home else ("nvcc", "/usr/local/cuda/bin/nvcc")
+    compiles = any(map(shutil.which, nvccs)) and shutil.which("ninja")
+    return bool(compiles or importlib.util.find_spec("flashinfer_jit_cache"))
 
 
 def require_core_here() -> None:
