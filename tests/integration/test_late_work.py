@@ -24,7 +24,7 @@ from weightsync.protocol.messages import Prepared
 def test_a_load_that_goes_on_after_its_engine_was_connected_again_spoils_no_verified_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weightsync.channel.engine_end.END_S", 0.1)
+    monkeypatch.setattr("weightsync.channel.feed.END_S", 0.1)
     monkeypatch.setattr("weightsync.driver.engine_group.GRACE_S", 0.1)
 
     async def work(loop: Loop) -> None:
@@ -57,7 +57,7 @@ def test_a_load_that_goes_on_after_its_engine_was_connected_again_spoils_no_veri
 def test_an_engine_whose_refill_does_not_stop_takes_no_part_in_an_update_that_connects_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weightsync.channel.engine_end.END_S", 0.1)
+    monkeypatch.setattr("weightsync.channel.feed.END_S", 0.1)
 
     async def work(loop: Loop) -> None:
         may_go, is_late = threading.Event(), threading.Event()
