@@ -245,7 +245,7 @@ class EngineCalls(Claimable):
             )
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
         async with self._asking:
-            part = EngineCalls()
+            part = _AdapterPart()
             part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
             part._name = f"{self._name} adapter {spec.name}".lstrip()
             part._slot, part._here = f"pid-{os.getpid()}", self._here
@@ -339,6 +339,13 @@ class EngineCalls(Claimable):
         if at.node in ("", placement.node):
             return placement
         return Placement(at.node, at.address, placement.device, at.pid)
+
+
+class _AdapterPart(EngineCalls):
+    """An adapter of an engine, with its own plan, holders and version."""
+
+    def _require_claim(self) -> None:
+        """Require none: in an actor's next process there are no parts yet, and servers are not claimed."""
 
 
 class Methods:

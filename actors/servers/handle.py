@@ -66,13 +66,17 @@ class Joined(ProcessHandle):
         self._numbers = count()
 
     def expect(self, name: str, again_s: float) -> None:
-        """Give a process that has no link, or whose link has ended, a new one. It ended its holders, too."""
+        """Give a process that has no link, or whose link has ended, a new one. It ended its holders, too.
+
+        `name`: the process's name in errors from now on.
+        """
         if "link" not in vars(self) or self.link.has_ended:
             self.link = Link(name, self._protocol, again_s)
             for holder in self._holders:
                 holder.end(PeerLostError(holder.name, f"{self} has left"))
             self._holders.clear()
             self._remote = frozenset()
+        self.link.name = name
 
     @property
     def sync_claim(self) -> SimpleNamespace:

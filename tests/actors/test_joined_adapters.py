@@ -91,6 +91,7 @@ def test_ranks_train_what_a_server_serves_killed_and_started_again(fleet: Fleet)
         report = sync.update_weights(2, components=["model", "adapter math"])
         assert all(its.engines == {"e0": 2, "served": 2} for its in report.components.values())
         assert fleet.holds(2, adapter_of(2))
+        assert not until(lambda: {row.version for row in sync.coverage()} != {2}, 2.5 * config.heartbeat_s)
         with pytest.raises(ConfigError, match="so many ranks join already"):
             sync.register_adapter("code", 3)
 
