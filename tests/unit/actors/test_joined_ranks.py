@@ -61,6 +61,8 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run a test with a driver of some ranks, whose processes are threads of this one."""
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    context = SimpleNamespace(get_node_id=lambda: "this node")  # else Ray would be started
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr("weightsync.actors.servers.process.PAUSE_S", 0.1)
     monkeypatch.setattr("weightsync.actors.servers.process.AGAIN_S", 0.5)
 
