@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -408,3 +409,44 @@ def test_a_heal_takes_as_long_as_it_took_though_the_wall_clock_is_set_back(
         assert all(0 <= seconds < 60 for seconds in report.phases.values())
 
     drive(work, CONFIG)
+
+
+def respawned_unconnected(loop: Loop, name: str) -> None:
+    """Put a new process in the place of an engine, as if it was given up before it was connected."""
+    loop.engines[name].pause("keep", 0)
+    member = loop.fleet.engines[name]
+    loop.fleet.engines[name] = EngineMember(LocalEngine(loop.engines[name]), member.holders)
+
+
+def test_an_engine_that_was_given_up_before_it_was_connected_is_connected_after_the_next_update() -> None:
+    async def work(loop: Loop) -> None:
+        healer = _healer(loop, Respawned(loop))
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        respawned_unconnected(loop, "e1")
+        attach, loop.engines["e1"].attach = (
+            loop.engines["e1"].attach,
+            Mock(side_effect=EngineError("e1", "", "")),
+        )
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 0}
+        await _healed(healer)
+        assert state(loop) is EngineState.EMPTY
+        loop.engines["e1"].attach = attach  # type: ignore[method-assign]
+        assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 0}
+        await _healed(healer)
+        assert (state(loop), healer.heals[-1].version) == (EngineState.SERVING, 3)
+        assert loop.holds_the_models_weights("e1")
+        assert (await loop.controller.update(4)).engines == {"e0": 4, "e1": 4}
+
+    drive(work)
+
+
+def test_if_too_few_engines_are_connected_an_update_connects_them() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        for name in ("e0", "e1"):
+            respawned_unconnected(loop, name)
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work)

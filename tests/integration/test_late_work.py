@@ -16,9 +16,9 @@ from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.updating.refill import GaveWayError
-from weightsync.errors import EngineError, StateError, TransportError
+from weightsync.errors import DeadlineError, EngineError, StateError, TransportError
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Prepared
+from weightsync.protocol.messages import Forward, Prepared, Snapshot
 
 
 def test_a_load_that_goes_on_after_its_engine_was_connected_again_spoils_no_verified_version(
@@ -107,6 +107,30 @@ def test_after_a_connect_that_failed_an_engine_is_connected_alone_before_it_is_f
         await controller.adopt("e0")
         await controller.refill("e0")
         assert loop.holds_the_models_weights("e0")
+
+    drive(work)
+
+
+def test_a_holder_that_is_busy_for_longer_than_the_driver_waits_writes_nothing_later() -> None:
+    async def work(loop: Loop) -> None:
+        may_go, is_writing = threading.Event(), threading.Event()
+
+        def wait(name: str) -> None:
+            is_writing.set()
+            assert may_go.wait(patient(30))
+
+        await loop.controller.connect()
+        loop.engines["e1"].on_write = wait
+        updating = asyncio.ensure_future(loop.controller.update(1))
+        assert await asyncio.to_thread(is_writing.wait, patient(20))
+        refill = partial(loop.holders[2].refill, 9, Snapshot(1, "", {}), True, 0.1, 0.1)
+        with pytest.raises(DeadlineError, match=r"refill: no answer within 0.1 s from holder 2"):
+            await asyncio.to_thread(refill)
+        move = partial(loop.holders[2].move, 9, Forward(), 0.1)
+        with pytest.raises(DeadlineError, match=r"move: no answer within 0.1 s from holder 2"):
+            await asyncio.to_thread(move)
+        may_go.set()
+        assert (await updating).engines == {"e0": 1, "e1": 1}
 
     drive(work)
 

@@ -29,6 +29,13 @@ class EngineBack:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLeftOut:
+    """Engine `name` lives, and took no part in an update, since it is not connected."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHealed:
     """An engine serves again."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from weightsync import faults
-from weightsync.errors import StateError
+from weightsync.errors import DeadlineError, StateError
 from weightsync.holder.connecting import ConnectingHolder
 from weightsync.holder.copy_digests import copy_digests
 from weightsync.holder.refill import open_refill
@@ -58,7 +58,7 @@ class Holder(ConnectingHolder):
         plan, staging = self._prepared()
         is_fed, clock = not isinstance(task, Forward), PhaseClock()
         writing = self._writing(staging, attempt) if is_fed else nullcontext()
-        with clock.phase("move"), self._moving, writing, staging.queue():
+        with clock.phase("move"), self._turn("move", timeout_s), writing, staging.queue():
             consumer = self._run(plan, staging, attempt, task, timeout_s)
         return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
 
@@ -173,7 +173,7 @@ class Holder(ConnectingHolder):
         plan, staging, feed = self._plan, self.staging, self._feed
         if plan is None or staging is None or feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
-        with self._moving, self._writing(staging, attempt), staging.queue():
+        with self._turn("refill", limit_s), self._writing(staging, attempt), staging.queue():
             consumer = open_consumer(staging, feed, attempt, plan.slots, timeout_s, limit_s, snapshot)
             store = self.snapshot_store if may_map else None
             opened = partial(open_refill, plan, snapshot, store, staging, consumer, may_map, timeout_s)
@@ -210,6 +210,19 @@ class Holder(ConnectingHolder):
             for taken in (self.snapshot_store, self._send_buffer, *self._slots, *self._retired):
                 if taken:
                     taken.close()
+
+    @contextmanager
+    def _turn(self, phase: str, timeout_s: float) -> Iterator[None]:
+        """Run the body after earlier work has ended. Raises DeadlineError if that takes too long.
+
+        The driver has given the call up by then, and the engine may serve: nothing may write to it.
+        """
+        if not self._moving.acquire(timeout=timeout_s):
+            raise DeadlineError(phase, (self.name,), timeout_s)
+        try:
+            yield
+        finally:
+            self._moving.release()
 
     def _writing(self, staging: Staging, attempt: int) -> AbstractContextManager[None]:
         """Let no peer read the engine rank's memory, if it is mapped, while the body writes it."""

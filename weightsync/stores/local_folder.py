@@ -13,16 +13,20 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 from weightsync.errors import ConfigError
 from weightsync.stores.manifest import Manifest, Stored
 
 _PART = ".part"
 """How names of files end that are being written."""
+LONGEST_S = 3600.0
+"""How long a process waits for another one, which may download a version."""
+_PAUSE_S = 0.1
 _Stamp: TypeAlias = tuple[int, ...]
 """Which file it is, and its size and times. Any write changes them."""
 
@@ -52,9 +56,20 @@ class LocalFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes that would change the folder waiting. Raises ConfigError if a disk is full."""
-        with _told(self.path), self._lock.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Keep other processes that would change the folder waiting.
+
+        Raises ConfigError if a disk is full, or names the process that changes the folder for `LONGEST_S`.
+        """
+        deadline = time.monotonic() + LONGEST_S
+        with _told(self.path), self._lock.open("r+") as lock:
+            while not _locked(lock):
+                if time.monotonic() > deadline:
+                    remedy = f"process {lock.read()} changes it for {LONGEST_S:g} s: end it, or give another"
+                    raise ConfigError("FOLDER", str(self.path), remedy)
+                time.sleep(_PAUSE_S)
+            lock.truncate()
+            lock.write(f"{os.getpid()}")
+            lock.flush()
             yield
 
     @property
@@ -148,6 +163,14 @@ class LocalFolder:
         for file in self._objects.iterdir():
             if file.name not in used:
                 file.unlink()
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -633,6 +633,19 @@ def test_folders_that_cannot_be_used_are_refused(site: Site, tmp_path: Path) -> 
         follow(ObjectStore(f"memory://{tmp_path}/empty"), site.folder("f"))
 
 
+def test_a_process_that_keeps_a_folder_for_too_long_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.stores.local_folder.LONGEST_S", 0.1)
+    site.publish()
+    with (
+        site.folder("f").locked(),
+        pytest.raises(ConfigError, match=f"process {os.getpid()} changes it for 0.1 s: end it"),
+    ):
+        site.follow("f")
+    assert site.follow("f").version == 1
+
+
 def test_each_store_has_a_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = default_folder("s3://one", "followed"), default_folder("s3://two", "followed")

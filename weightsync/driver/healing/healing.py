@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from weightsync.config import SyncConfig
 from weightsync.driver.connecting.linking import unlink_engine
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.events import EngineBack, EngineFailed, EngineHealed
+from weightsync.driver.events import EngineBack, EngineFailed, EngineHealed, EngineLeftOut
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S
 from weightsync.driver.healing.healing_policy import Action, Decision, decide
@@ -58,6 +58,7 @@ class Healer:
         self.given_up: dict[str, WeightSyncError] = {}
         controller.events.subscribe(EngineFailed, lambda event: self.engine_failed(event.name, event.error))
         controller.events.subscribe(EngineBack, lambda event: self.engine_back(event.name))
+        controller.events.subscribe(EngineLeftOut, lambda event: self.engine_left_out(event.name))
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
         """Start to heal engine `name`, or note `failure` if a task for the engine runs."""
@@ -72,6 +73,21 @@ class Healer:
         """Rejoin engine `name`, which was silent and thus DEAD, unless a task for it runs."""
         if name not in self._tasks and self._is_dead(name):
             self._start_task(name, self._take_in(name))
+
+    def engine_left_out(self, name: str) -> None:
+        """Connect engine `name`, which was given up, for the next update, unless a task for it runs."""
+        if name not in self._tasks and self._config.heal_attempts:
+            self._start_task(name, self._connect(name))
+
+    async def _connect(self, name: str) -> None:
+        clock, cause = PhaseClock(), str(self.given_up.get(name, "it was not connected"))
+        try:
+            report = await self._fill(name)
+        except WeightSyncError as error:
+            logger.warning("[engine %s] takes no part in updates yet: %s", name, error)
+            return
+        if self._is_newest(name):
+            self._healed(self._describe(name, cause, clock, None, report))
 
     async def _take_in(self, name: str) -> None:
         try:

@@ -15,8 +15,8 @@ from weightsync.driver.connecting.traffic import links
 from weightsync.driver.connecting.ways import settled
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.events import Events, HolderSilent
-from weightsync.driver.fleet import Fleet
+from weightsync.driver.events import EngineLeftOut, Events, HolderSilent
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.snapshots.snapshot_index import SnapshotIndex
 from weightsync.driver.snapshots.stager import Stager
@@ -178,8 +178,10 @@ class Controller:
             self._connection
         ):
             await self.connect()
-        takers = {n: each for n, each in self._fleet.live().items() if each.attached and n not in self._busy}
         least = self._config.min_engines
+        if len(takers := self._takers()) < least <= len(self._fleet.live()):
+            await self.connect()
+            takers = self._takers()
         if len(takers) < least:
             alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
             raise StateError(f"{alive}, sync.min_engines is {least}")
@@ -198,11 +200,20 @@ class Controller:
 
         with collector_paused:  # a collection takes long, and engines are paused
             if not asleep:
-                return await self._connecting_again(once, version)
-            watching = {holder for member in asleep for holder in member.holders}
-            async with sampled(self._fleet, watching, clock.now) as seen:
                 report = await self._connecting_again(once, version)
-        return replace(report, peak_memory=peaks(seen, clock.spans))
+            else:
+                watching = {holder for member in asleep for holder in member.holders}
+                async with sampled(self._fleet, watching, clock.now) as seen:
+                    report = await self._connecting_again(once, version)
+                report = replace(report, peak_memory=peaks(seen, clock.spans))
+        for name, member in self._fleet.live().items():
+            if not member.attached:
+                self.events.publish(EngineLeftOut(name))
+        return report
+
+    def _takers(self) -> dict[str, EngineMember]:
+        live = self._fleet.live().items()
+        return {name: each for name, each in live if each.attached and name not in self._busy}
 
     async def _connecting_again(
         self, update: Callable[[], Awaitable[SyncReport]], version: int
