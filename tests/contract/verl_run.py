@@ -203,6 +203,13 @@ def by_manager(fleet: Fleet) -> None:
     assert ray.wait(parked, timeout=patient(2))[0] == [], "a replica serves after an update that failed"
     manager.update_weights(global_steps=6)
     assert [each.token_ids for each in ray.get(parked)] == [wanted, wanted]
+
+    fleet.train(7)
+    manager.sync.remove_engine("replica 1")  # as one that has not come back since it was lost
+    with pytest.raises(EngineError, match="replica 1 failed in update: it is not connected"):
+        manager.update_weights(global_steps=7)
+    parked = [ask(each) for each in fleet.replicas]
+    assert ray.wait(parked, timeout=patient(2))[0] == [], "a replica without the version serves"
     manager.sync.close()
 
 

@@ -54,8 +54,10 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl has no typ
             self.sync.connect()
             self._connected = servers
         report = self.sync.update_weights(max(self.sync.version, step) + 1)
-        for name, error in report.failures.items():
-            raise EngineError(name, "update", error)
+        for name in servers:  # also one that was left out, since it was lost before
+            if report.engines.get(name) != report.version:
+                state = report.states.get(name, "not connected")
+                raise EngineError(name, "update", report.failures.get(name) or f"it is {state}")
         return report.metrics()
 
 
