@@ -306,7 +306,7 @@ class Membership:
         for name, error in of_engines.failures.items():
             bare = name.removeprefix("engine ")
             if bare not in known or not of_engines.answers or isinstance(error, TakenError):
-                raise error
+                raise self.door.explained(error, self.engines[bare])
             records[bare].enter(EngineState.DEAD)
             self.lost.silent[bare] = self.engines[bare]
         ranks = [] if self.trainers else self.checkpoints.placement(of_engines.answers.values())

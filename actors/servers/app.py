@@ -10,6 +10,7 @@ from typing import Any
 from weightsync.actors.servers.door import check_address, check_token
 from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.engines import Engine
+from weightsync.protocol.log_level import log_level, use_log_level
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -22,6 +23,7 @@ class JoinsDriver(ABC):
         """Raises ConfigError if the environment lacks the driver's address, or the token."""
         check_address()
         check_token()
+        use_log_level(log_level() or "WARNING")  # vLLM's server raises the root logger's level to ERROR
         self._app = app
 
     @abstractmethod

@@ -16,7 +16,7 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
 from weightsync.actors.servers.rank import JoinedRank, TrainerHandle
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError, PeerLostError
+from weightsync.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link
 from weightsync.node.messages import Join, JoinRank
 from weightsync.text import count_text
@@ -50,6 +50,7 @@ class Door:
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
+        self._address = self._refused = ""
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
 
@@ -60,6 +61,7 @@ class Door:
     def expect(self, name: str, server: JoinedServer, address: str) -> None:
         """Let `server` join as engine `name`. `address`: this driver's, as other hosts reach it."""
         server.expect(f"engine {name}", self._config.heartbeat_s)
+        self._address = address
         if server not in self._servers:
             self._servers[server] = _addresses(server.url, address)
 
@@ -95,6 +97,8 @@ class Door:
     def _server(self, url: str) -> JoinedServer | str:
         found = next((each for each, urls in self._servers.items() if url in urls), None)
         known = ", ".join(each.url for each in self._servers) or "none"
+        if not found:
+            self._refused = f"; {url} was refused"
         return found or f"{url} is not registered; registered: {known}"
 
     def _rank(self, join: JoinRank) -> JoinedRank | str:
@@ -102,6 +106,15 @@ class Door:
             how_many = count_text(len(self._ranks), "rank")
             return f"it is rank {join.rank} of {join.world_size}; registered: {how_many}"
         return self._ranks[join.rank]
+
+    def explained(self, error: WeightSyncError, server: object) -> WeightSyncError:
+        """Return `error`, with the address to dial if it is about a server that has not joined."""
+        if not isinstance(error, DeadlineError) or not isinstance(server, JoinedServer):
+            return error
+        if server.link.was_dialled:
+            return error
+        why = f"{server.url} has not joined at {self._address}:{self.port}{self._refused}"
+        return DeadlineError(error.phase, [f"{each} ({why})" for each in error.missing], error.timeout_s)
 
     def starter(self, placement: Placement) -> Joined | None:
         """Return the process that starts the holder of a placement; None if Ray does."""

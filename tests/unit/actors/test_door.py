@@ -1,4 +1,4 @@
-"""Servers that join are known by the names under which they were registered last."""
+"""Servers that join, and errors that name them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,42 @@ import pytest
 from weightsync.actors.servers.door import Door, with_servers
 from weightsync.actors.servers.handle import JoinedServer
 from weightsync.config import SyncConfig
-from weightsync.errors import PeerLostError
+from weightsync.errors import DeadlineError, PeerLostError
 from weightsync.node.link import Link
 from weightsync.node.messages import Join
+
+LATE = DeadlineError("start", ["engine e0"], 20)
+
+
+@pytest.fixture
+def door() -> Door:
+    door = Door(SyncConfig(join_port=29500), lambda server: None, lambda server: False)
+    door.expect("e0", door.server("http://127.0.0.1:8000"), "10.0.0.1")
+    return door
+
+
+def test_a_server_that_never_dialled_is_named_with_the_drivers_address(door: Door) -> None:
+    error = door.explained(LATE, door.server("http://127.0.0.1:8000"))
+    assert str(error) == (
+        "start: no answer within 20 s from engine e0 (http://127.0.0.1:8000 has not joined at 10.0.0.1:29500)"
+    )
+    assert isinstance(error, DeadlineError)
+
+
+def test_the_url_of_a_server_that_was_refused_is_named(door: Door) -> None:
+    assert door.link(Join("http://10.0.0.7:8001", "a process")) == (
+        "http://10.0.0.7:8001 is not registered; registered: http://127.0.0.1:8000"
+    )
+    error = door.explained(LATE, door.server("http://127.0.0.1:8000"))
+    assert str(error).endswith("at 10.0.0.1:29500; http://10.0.0.7:8001 was refused)")
+
+
+def test_other_errors_and_other_engines_stay(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, lost = door.server("http://127.0.0.1:8000"), PeerLostError("engine e0", "it ended")
+    assert door.explained(lost, server) is lost
+    assert door.explained(LATE, object()) is LATE
+    monkeypatch.setattr(Link, "was_dialled", True)
+    assert door.explained(LATE, server) is LATE
 
 
 def test_a_server_that_is_registered_under_another_name_is_blamed_by_it(

@@ -19,6 +19,7 @@ from tests.pages import ROOT, blocks
 from weightsync.config import SyncConfig, parse_ports, parse_size
 from weightsync.recipes.cli import app
 from weightsync.recipes.config.recipe import load_recipe
+from weightsync.recipes.doctor import probes
 from weightsync.recipes.inputs import recipe_file
 
 FOLDER, PAGE = ROOT / "configs/kubernetes", "docs/clusters.md"
@@ -126,6 +127,19 @@ def test_dockerfiles_copy_and_install_what_the_checkout_has(path: Path) -> None:
     assert all(f'"{extra}": [' in setup for extra in match[1].split(","))
     assert (ROOT / match[2]).exists()
     assert (path.stem == "engine") == ("vllm" in match[1].split(","))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_images_have_the_package_that_doctor_would_ask_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL uses RDMA only if it finds this library."""
+    monkeypatch.setattr(probes, "rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(probes, "VERBS", "libverbs-of-nobody.so")
+    wanted = re.match(r"apt-get install ([\w-]+)", probes.rdma().remedy)
+    assert wanted
+    (install,) = re.findall(r"apt-get install -y --no-install-recommends ([\w +-]+) &&", path.read_text())
+    assert {wanted[1], "g++", "wget"} == {*install.split()}
 
 
 def test_ray_is_the_version_of_the_images() -> None:
