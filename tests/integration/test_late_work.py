@@ -89,6 +89,31 @@ def test_an_engine_whose_refill_does_not_stop_takes_no_part_in_an_update_that_co
     drive(work, replace(CONFIG, timeout_s=patient(0.5)))
 
 
+def test_an_engine_whose_late_refill_ends_while_the_fleet_connects_takes_part_in_the_update() -> None:
+    async def work(loop: Loop) -> None:
+        may_go, is_late = threading.Event(), threading.Event()
+        engine, controller = loop.engines["e1"], loop.controller
+
+        def wait(name: str) -> None:
+            is_late.set()
+            assert may_go.wait(patient(30))
+
+        await controller.connect()
+        await controller.update(1)
+        engine.on_write = wait
+        refilling = asyncio.ensure_future(controller.refill("e1"))
+        assert await asyncio.to_thread(is_late.wait, patient(20))
+        loop.train()
+        async with controller.exclusive():
+            may_go.set()
+            await asyncio.wait([refilling])
+            await controller.connect()
+            assert (await controller.update(2)).engines == {"e0": 2, "e1": 2}
+        assert loop.holds_the_models_weights("e1")
+
+    drive(work, replace(CONFIG, timeout_s=patient(0.5)))
+
+
 def test_after_a_connect_that_failed_an_engine_is_connected_alone_before_it_is_filled() -> None:
     async def work(loop: Loop) -> None:
         controller, prepare = loop.controller, loop.holders[2].prepare

@@ -50,6 +50,10 @@ class UpdateLock:
         """Return True if an update runs, or waits until work on single engines stops."""
         return not self._idle.is_set()
 
+    def is_held(self, name: str) -> bool:
+        """Return True while work on engine `name` runs, also if the work did not stop for an update."""
+        return name in self._shared
+
     async def idle(self) -> None:
         """Wait until no update runs."""
         await self._idle.wait()

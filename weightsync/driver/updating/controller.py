@@ -78,7 +78,6 @@ class Controller:
             lambda: self.version,
         )
         self._epoch = self._nbytes = 0
-        self._busy = frozenset[str]()
         self._frozen: FrozenTensors | None = None
         self._stager: Stager | None = None
         self._connection: Connection | None = None
@@ -145,15 +144,11 @@ class Controller:
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
         async with self.update_lock.exclusive() as late:
-            self._busy = frozenset(late)  # they take no part, also if the fleet is connected again
             for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
-            try:
-                yield
-            finally:
-                self._busy = frozenset()
+            yield
 
     async def update(
         self, version: int, when_held: Callable[[], None] = lambda: None, joint: JointMember | None = None
@@ -212,8 +207,8 @@ class Controller:
         return report
 
     def _takers(self) -> dict[str, EngineMember]:
-        live = self._fleet.live().items()
-        return {name: each for name, each in live if each.attached and name not in self._busy}
+        live, is_busy = self._fleet.live().items(), self.update_lock.is_held  # by work that did not stop
+        return {name: each for name, each in live if each.attached and not is_busy(name)}
 
     async def _connecting_again(
         self, update: Callable[[], Awaitable[SyncReport]], version: int
