@@ -78,6 +78,7 @@ class Controller:
             lambda: self.version,
         )
         self._epoch = self._nbytes = 0
+        self._late: Collection[str] = ()
         self._frozen: FrozenTensors | None = None
         self._stager: Stager | None = None
         self._connection: Connection | None = None
@@ -144,6 +145,7 @@ class Controller:
     async def exclusive(self) -> AsyncIterator[None]:
         """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
         async with self.update_lock.exclusive() as late:
+            self._late = late
             for name in late:  # the engine's ranks are still busy with work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
@@ -207,8 +209,9 @@ class Controller:
         return report
 
     def _takers(self) -> dict[str, EngineMember]:
-        live, is_busy = self._fleet.live().items(), self.update_lock.is_held  # by work that did not stop
-        return {name: each for name, each in live if each.attached and not is_busy(name)}
+        busy = {name for name in self._late if self.update_lock.is_held(name)}
+        live = self._fleet.live().items()
+        return {name: each for name, each in live if each.attached and name not in busy}
 
     async def _connecting_again(
         self, update: Callable[[], Awaitable[SyncReport]], version: int
