@@ -100,14 +100,14 @@ class CheckpointMethods:
         if files == store.files:
             return self._loop.run_concurrently(self._members.checkpoints.read(checkpoint))
         before = store.checkpoint
-        if before == checkpoint:  # the store was published anew, with other files, or a file here was changed
+        if before == checkpoint:  # the store was published again, or a file was changed
             self.unregister_checkpoint(before)
             store.checkpoint, store.files = "", None  # if the new files are refused, none are registered
         reading = self.register_checkpoint(
             checkpoint, [str(files)], exclude=store.exclude, stored=store.stored
         )
         try:
-            store.require_unchanged(files)  # now that whoever reads the files knows their times, too
+            store.require_unchanged(files)  # the readers have noted the files' times by now
         except SourceChangedError:
             self.unregister_checkpoint(checkpoint)
             raise

@@ -119,7 +119,7 @@ def test_a_second_server_at_one_url_gets_no_place_while_the_first_answers(fleet:
     assert not until(lambda: second.holds()[0] or fleet.sync.heals, patient(2))
     fleet.update(2)
 
-    fleet.server.stop()  # as if its host were gone: its connection stays
+    fleet.server.stop()  # like a lost host: the connection stays
     assert until(lambda: second.holds()[0] == 2, patient(20))
     fleet.server.kill()
     fleet.server = second

@@ -102,7 +102,7 @@ class DeviceCoder:
         self._table = torch.empty((5, len(self._rows)), dtype=torch.int64, device=self._tiles.device)
 
     def between(self, old: torch.Tensor, new: torch.Tensor, to: torch.Tensor | None = None) -> DeviceChanges:
-        """Compare two versions of the memory, and copy the new one to `to` meanwhile.
+        """Compare two versions of the memory, and copy the new version to `to`.
 
         All are uint8, one dimension. Ignores bytes outside of the spans.
         """
