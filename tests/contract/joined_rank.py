@@ -1,7 +1,7 @@
 """A trainer rank that Ray did not start: python -m tests.contract.joined_rank MODEL base | adapter SEED.
 
-Before each update, the rank draws new weights, or a new PEFT adapter on weights that `TransformersTrainer` draws
-by the seed. It prints the tokens of the model's own forward pass.
+Before each update, the rank draws new weights, or a new PEFT adapter on weights that `TransformersTrainer`
+draws by the seed. It prints the tokens of the model's own forward pass.
 """
 
 from __future__ import annotations
