@@ -23,7 +23,7 @@ from weightsync.engines.sglang.api import SglangServer, has_sessions, sampling_p
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
-from weightsync.engines.sglang.slots import SglangSlots
+from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
 
@@ -34,7 +34,7 @@ _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(SlotServing, SglangSlots):
+class SglangEngine(SlotServing, SglangRanks):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except arguments that `sglang.api` fixes;

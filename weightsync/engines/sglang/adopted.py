@@ -15,8 +15,8 @@ from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.sglang.api import LOADER, Manager, has_sessions
 from weightsync.engines.sglang.lora import Adapted, SlotOptions
 from weightsync.engines.sglang.rank_calls import Replies
+from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.served import serve
-from weightsync.engines.sglang.slots import SglangSlots
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.plan.layout.layout_table import LayoutTable
@@ -36,7 +36,7 @@ _DEFAULTS = {
 """Options of a server that must have these values: other values put weights or ranks out of our reach."""
 
 
-class AdoptedSglang(AdoptedEngine, SglangSlots):
+class AdoptedSglang(AdoptedEngine, SglangRanks):
     """The server whose ``TokenizerManager`` is `manager`, on the event loop `loop`.
 
     Requests go to the server as before. They wait while it is paused, and after a failed load until a load
