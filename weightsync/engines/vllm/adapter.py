@@ -25,9 +25,8 @@ from weightsync.engines.vllm.api import (
     start,
     stop,
 )
-from weightsync.engines.vllm.drafted import draft_counts
 from weightsync.engines.vllm.lora import Adapted, adapted, require_no_sleep
-from weightsync.engines.vllm.stepper import Stepper
+from weightsync.engines.vllm.stepper import Stepper, draft_counts
 from weightsync.protocol.adapters import AdapterSpec
 
 T = TypeVar("T")
