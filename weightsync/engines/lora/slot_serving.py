@@ -30,10 +30,6 @@ class SlotServing(SlotEngine):
     _caches: CacheStep = "keep"
     """The next `resume`'s treatment of caches."""
 
-    def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Treat cached prefixes so, see `CachesPrefixes.use_prefix_cache`."""
-        self._prefix_cache = treatment
-
     def check(self) -> None:
         """Raise RankLostError once a rank is lost."""
         self.loop.thread.require_ranks()

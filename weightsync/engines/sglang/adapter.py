@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_engine import ServedAdapter
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
-from weightsync.engines.serving.checks import check_version, refuse_salt, require_gpus
+from weightsync.engines.serving.checks import check_version, require_gpus
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
@@ -72,10 +71,6 @@ class SglangEngine(SlotServing, SglangRanks):
             self.close()
             raise
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
-
-    def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
-        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""

@@ -8,10 +8,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_engine import AdapterEngine
 from weightsync.engines.serving.adopted_engine import AdoptedEngine
-from weightsync.engines.serving.checks import check_version, refuse_salt
+from weightsync.engines.serving.checks import check_version
 from weightsync.engines.sglang.api import LOADER, Manager, has_sessions
 from weightsync.engines.sglang.lora import Adapted, SlotOptions
 from weightsync.engines.sglang.rank_calls import Replies
@@ -69,10 +68,6 @@ class AdoptedSglang(AdoptedEngine, SglangRanks):
         """Return the layout of each rank."""
         self._join()
         return super().layout()
-
-    def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
-        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
 
     async def _pause(self, mode: str) -> None:
         """Pause. ``abort`` ends running requests early, with the tokens that they have."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_places import passes
 from weightsync.engines.lora.slot_engine import SlotEngine
 from weightsync.engines.rank.rank_process import RankProcess
+from weightsync.engines.serving.checks import refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.sglang.api import Manager, pack, sampling_params
@@ -40,6 +42,10 @@ class SglangRanks(SlotEngine):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._asking = threading.Lock()
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
+        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
 
     def _join(self) -> list[RankProcess | None]:
         """Make the ranks, and connect them. Returns their processes."""
