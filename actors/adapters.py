@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
+
 from weightsync.actors.coverage import coverage
 from weightsync.actors.holders.holder_processes import SharedProcesses
 from weightsync.actors.joint_update import JointPart
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.adoption import method_of
 from weightsync.actors.ray.handles import check_version
-from weightsync.actors.ray.remote import answer, share
+from weightsync.actors.ray.remote import answer
 from weightsync.actors.servers.door import Door
-from weightsync.actors.servers.handle import EngineHandle
+from weightsync.actors.servers.handle import EngineHandle, no_log
 from weightsync.actors.servers.rank import TrainerHandle
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
@@ -65,7 +67,7 @@ class Adapter:
             bucket_bytes=min(config.bucket_bytes, _BUCKET_NBYTES),
             nonfinite="refuse" if config.nonfinite == "auto" else config.nonfinite,
         )
-        self._fleet = Fleet([], {}, [], share=share)
+        self._fleet = Fleet([], {}, [], share=ray.put)
         self._controller = Controller(self._config, self._fleet)
         parts = self._config, self._fleet, self._controller
         self._members = members = Membership(*parts, None, spec, processes, door)
@@ -161,7 +163,7 @@ class Adapter:
         await self._members.close()
         for trainer in self._members.trainers:  # which may be training: nobody waits for them
             closing = asyncio.ensure_future(method_of(trainer, "sync_close_adapter")(self.spec.name))
-            closing.add_done_callback(lambda each: each.cancelled() or each.exception())
+            closing.add_done_callback(no_log)
         calls = self._calls({**self._members.engines, **engines}, "sync_close_adapter")
         failures = (await gather_named(calls, "close", timeout_s)).failures.values()
         if left := [error for error in failures if not isinstance(error, PeerLostError)]:

@@ -53,7 +53,11 @@ _LONGEST_S = 600.0
 
 
 class EngineCalls(Claimable):
-    """Base of engine actors. WeightSync awaits these calls to the adapter `_engine` while requests run."""
+    """Base of engine actors. WeightSync makes these calls to the adapter `_engine` while requests run.
+
+    Calls while engines do not serve are no coroutines: the actor's node makes them on its threads, past the
+    actor's loop, which requests may keep busy.
+    """
 
     _engine: Engine
     _name = ""
@@ -145,32 +149,22 @@ class EngineCalls(Claimable):
         self._digests = on_daemon(prepare, "weightsync-digests")
         return attached
 
-    async def sync_pause(self, mode: str, timeout_s: float) -> None:
+    def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. Afterwards no rank reads weights, see `Engine.pause`."""
-        await asyncio.to_thread(self._sync_pause, mode, timeout_s)
-
-    def _sync_pause(self, mode: str, timeout_s: float) -> None:
         with self._turn(f"pause ({mode})", timeout_s):
             inject("pause")
             self._engine.pause(mode, timeout_s)
 
-    async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
+    def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Pause, then release the GPU memory of weights and caches, see `Sleeps.sleep`."""
         if not isinstance(self._engine, Sleeps):
             raise ConfigError("sleep", type(self._engine).__name__, "this engine cannot sleep: leave it out")
-        await asyncio.to_thread(self._sleep, self._engine, level, mode, timeout_s)
-
-    def _sleep(self, engine: Sleeps, level: int, mode: str, timeout_s: float) -> None:
         with self._turn("sleep", timeout_s):
-            engine.sleep(level, mode, timeout_s)
+            self._engine.sleep(level, mode, timeout_s)
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
+    def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
         """Take one attempt's weights, see `Engine.load`."""
-        return await asyncio.to_thread(self._sync_load, attempt, timeout_s)
-
-    def _sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
-        loaded = self._engine.load(attempt, timeout_s)
-        return self._attached_digests.report(loaded)
+        return self._attached_digests.report(self._engine.load(attempt, timeout_s))
 
     async def sync_digests(self) -> Digests:
         """Return the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`."""
@@ -181,11 +175,8 @@ class EngineCalls(Claimable):
         assert self._digests is not None, "sync_attach() comes first"
         return self._digests.result()
 
-    async def sync_resume(self, version: int) -> None:
+    def sync_resume(self, version: int) -> None:
         """Serve `version`, see `Engine.resume`."""
-        await asyncio.to_thread(self._sync_resume, version)
-
-    def _sync_resume(self, version: int) -> None:
         with self._turn("commit", _LONGEST_S):
             inject("commit", version=version)
             self._engine.resume(version)
@@ -349,10 +340,7 @@ class _AdapterPart(EngineCalls):
 
 
 class Methods:
-    """The methods of an engine's actor, under the names that the driver calls.
-
-    Calls while engines do not serve go past the actor's loop, which requests may keep busy.
-    """
+    """The methods of an engine's actor, under the names that the driver calls."""
 
     def __init__(self, actor: EngineCalls) -> None:
         self._actor = actor
@@ -361,8 +349,8 @@ class Methods:
         return Methods(self._actor.sync_part(name))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        past_loop: Callable[..., Any] | None = getattr(self._actor, f"_sync_{method}", None)
-        return past_loop or getattr(self._actor, f"sync_{method}")
+        found: Callable[..., Any] = getattr(self._actor, f"sync_{method}")
+        return found
 
 
 def _no_slots(adapter: str) -> StateError:

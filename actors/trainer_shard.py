@@ -1,17 +1,18 @@
-"""Base class for a trainer actor, which owns one rank of a model."""
+"""Base class for a trainer actor, which owns one rank of a model, and of the model's adapters."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from operator import is_
 from types import MappingProxyType
 from typing import Any
 
-from weightsync.actors.adapter_shard import AdapterShard
 from weightsync.actors.shard import Shard
 from weightsync.errors import ConfigError, StateError
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.sources import Models, ModelSource, Names, Offloads, Source, make_components, make_source
+from weightsync.sources.lora.lora import LoraSource
 
 
 class TrainerShard(Shard):
@@ -179,6 +180,25 @@ class TrainerShard(Shard):
             self._models = models
             self._made.replace(self.model if self.draft is None else models)
         return self._made
+
+
+class AdapterShard(Shard):
+    """One rank of a LoRA adapter, with its own plan, holder and version.
+
+    Attributes:
+        adapter: the source of the adapter's weights.
+    """
+
+    def __init__(self, trainer: TrainerShard, adapter: str) -> None:
+        """`adapter` is PEFT's name of one in the `trainer`'s model. Raises ConfigError if it has none."""
+        self._trainer, self.adapter = trainer, LoraSource(trainer.model, adapter)
+        self._slot = None if self.adapter.is_on_gpu else f"pid-{os.getpid()}"
+        self._here = trainer._here
+
+    def _current_source(self) -> Source:
+        if self.adapter.model is not self._trainer.model:
+            self.adapter.replace(self._trainer.model)
+        return self.adapter
 
 
 def _kinds(models: Models) -> tuple[bool, bool]:

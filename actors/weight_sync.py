@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 
 from weightsync.actors.adapter_methods import AdapterMethods
@@ -30,7 +31,6 @@ from weightsync.actors.ray.adoption import Adoption, Where
 from weightsync.actors.ray.handles import check_deployments, check_engines, check_trainers, check_version
 from weightsync.actors.ray.loop import LoopThread, Submitted
 from weightsync.actors.ray.metrics import Metrics
-from weightsync.actors.ray.remote import share
 from weightsync.actors.servers.door import with_ranks, with_servers
 from weightsync.actors.servers.handle import EngineHandle
 from weightsync.actors.sleep_methods import SleepMethods
@@ -90,7 +90,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         use_log_level(log_level())
         self.name = name
         self.config = config or SyncConfig()
-        self._fleet = Fleet([], {}, [], share=share)
+        self._fleet = Fleet([], {}, [], share=ray.put)
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller

@@ -90,9 +90,9 @@ class Engine(EngineActor):
         """Set ``sync.prefix_cache`` from the next commit on."""
         self._engine.use_prefix_cache(treatment)
 
-    def _sync_resume(self, version: int) -> None:
+    def sync_resume(self, version: int) -> None:
         self._steps = _Steps(time.perf_counter(), made=self._steps.made)
-        super()._sync_resume(version)
+        super().sync_resume(version)
 
     async def num_making(self) -> int:
         """Return the number of running requests that have made a token."""

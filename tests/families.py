@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from tests.models import redraw
-from weightsync.engines.loading.float32_parts import keep_float32
+from weightsync.engines.loading.model_folder import keep_float32
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 256,

@@ -34,10 +34,6 @@ Starts: TypeAlias = Callable[[str, Placement, str, SyncConfig], ProcessHandle | 
 """Starts a holder beside a process that joined, as `HolderProcesses.start`. Returns None if Ray starts it."""
 
 
-def started_by_ray(*_: object) -> None:
-    """Start no holder: no process has joined."""
-
-
 class HolderProcesses(Protocol):
     """Starts and ends holders. All methods run on one event loop."""
 

@@ -18,7 +18,6 @@ from weightsync.actors.holders.holder_processes import (
     OwnProcesses,
     SharedProcesses,
     Starts,
-    started_by_ray,
 )
 from weightsync.actors.holders.standbys import AsksPlacements, Standbys
 from weightsync.actors.ray.daemon import await_daemon
@@ -41,13 +40,13 @@ class Holders:
         self,
         config: SyncConfig,
         run: str | None,
-        shared: SharedProcesses | None = None,
-        starts: Starts = started_by_ray,
+        shared: SharedProcesses | None,
+        starts: Starts,
     ) -> None:
         """
         Args:
             run: the name under which holders outlive the driver. Without a name they end with the driver.
-            shared: processes shared with other fleets' holders. By default holders have their own processes.
+            shared: processes shared with other fleets' holders. Without them, each holder has a process.
             starts: starts holders beside processes that joined.
         """
         self._config, self._run, self._shared = config, run, shared

@@ -42,12 +42,8 @@ def kill(handle: ActorHandle[Any] | ProcessHandle) -> None:
 
 def ask_pid(handle: ActorHandle[Any]) -> ObjectRef[int]:
     """Ask an actor for the process id, before the actor may be stopped and not answer."""
-    asked: ObjectRef[int] = handle.__ray_call__.remote(_pid)
+    asked: ObjectRef[int] = handle.__ray_call__.remote(lambda _: os.getpid())
     return asked
-
-
-def _pid(_: object) -> int:
-    return os.getpid()
 
 
 def end_pid(node: str, pid: int) -> None:

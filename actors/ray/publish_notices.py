@@ -47,10 +47,6 @@ def published(ticket: int, report: PublishReport) -> Notice:
     return Notice(ticket, encode(report, PublishReport))
 
 
-def _future() -> asyncio.Future[PublishReport]:
-    return asyncio.get_running_loop().create_future()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishNotices:
     """The notices of a trainer rank during one `publish`, which resolve `readable` and `report`.
@@ -60,7 +56,9 @@ class PublishNotices:
     """
 
     readable: asyncio.Future[None]
-    report: asyncio.Future[PublishReport] = field(default_factory=_future)
+    report: asyncio.Future[PublishReport] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     ticket: int = field(default_factory=lambda: secrets.randbits(62) + 1)
 
     def came(self, notice: Notice) -> None:

@@ -10,7 +10,8 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.ray.adoption import Adoption, method_of
 from weightsync.actors.ray.publish_notices import Told
-from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, answer, no_log
+from weightsync.actors.ray.remote import RemoteHolder, RemoteTrainer, answer
+from weightsync.actors.servers.handle import no_log
 from weightsync.channel.wire import SentError
 from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerError, WeightSyncError

@@ -20,7 +20,7 @@ from weightsync.actors.ray.claim import ClaimedPeer
 from weightsync.actors.ray.node_links import Served
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.publish_notices import HolderNode, PublishNotices, TrainerNode
-from weightsync.actors.servers.handle import Joined, ProcessHandle
+from weightsync.actors.servers.handle import Joined, ProcessHandle, no_log
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, TlsFiles
@@ -76,15 +76,6 @@ def _cause(text: str) -> str:
     """The first line of Ray's message; the last line if the actor's constructor raised."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"its constructor raised {lines[-1]}" if "creation task" in lines[0] else lines[0]
-
-
-def share(value: object) -> object:
-    """Put `value` into Ray's object store, which copies it to each host once.
-
-    Pass the result to calls of actors as a whole argument: Ray replaces it by the value. The value stays in
-    the store while the result lives, or an actor that has arrays of it.
-    """
-    return ray.put(value)
 
 
 class Remote:
@@ -160,7 +151,7 @@ class _Engine(Remote):
         After a lost link, a host may get no objects for minutes while actors on it answer
         (https://github.com/ray-project/ray/pull/59807). Only sending an object shows this.
         """
-        found: list[Placement] = await self.call("placements", share(None))
+        found: list[Placement] = await self.call("placements", ray.put(None))
         return found
 
 
@@ -230,15 +221,6 @@ class _Trainer(Remote):
         done, _ = await asyncio.wait([called], timeout=LONG_S)
         report: PublishReport | None = called.result() if done else None
         return report
-
-
-def no_log(ended: asyncio.Future[Any]) -> None:
-    """Ask for the error, since asyncio logs errors that nobody asks for.
-
-    Nobody does if every wait was cancelled.
-    """
-    if not ended.cancelled():
-        ended.exception()
 
 
 def _note(readable: asyncio.Future[None], early: asyncio.Future[bool]) -> None:

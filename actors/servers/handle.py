@@ -156,7 +156,7 @@ class _ServedHolder(ProcessHandle):
 
     def kill(self) -> None:
         super().kill()
-        asyncio.ensure_future(self._beside._call("end_holder", self._number)).add_done_callback(_no_log)
+        asyncio.ensure_future(self._beside._call("end_holder", self._number)).add_done_callback(no_log)
 
 
 EngineHandle: TypeAlias = ActorHandle[Any] | JoinedServer
@@ -176,7 +176,7 @@ def _note(link: Link, starting: asyncio.Future[Any]) -> None:
         link.end(PeerLostError(link.name, f"it does not start: {error}"))
 
 
-def _no_log(ended: asyncio.Future[Any]) -> None:
-    """Ask for the error, which asyncio would log: the process has ended, and its holders with it."""
+def no_log(ended: asyncio.Future[Any]) -> None:
+    """Ask for the error, since asyncio logs errors that nobody asks for."""
     if not ended.cancelled():
         ended.exception()

@@ -156,12 +156,9 @@ def alike(
         place = its.gpu % per_host if per_host else 0
         return id(engines[its.engine]), its.rank, turn, place
 
-    def by_group(number: int) -> int:
-        return every[number].gpu // per_host if per_host else number
-
     first: dict[tuple[object, ...], list[int]] = {}
     times: dict[int, int] = {}
-    for group, found in groupby(range(len(every)), by_group):
+    for group, found in groupby(range(len(every)), lambda n: every[n].gpu // per_host if per_host else n):
         numbers = [*found]
         gpus = [every[number].gpu for number in numbers]
         alone = group in hosts if per_host else gpus[0] in trainers

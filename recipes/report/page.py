@@ -66,12 +66,13 @@ def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
     )
     environment.filters |= {"bytes": size_text, "ms": _milliseconds, "clock": _clock}
     ranks, shares = _slowest(report.spans), last_update(report, cluster)
+    rewards = [(row.step, row.reward) for row in report.steps]
     return environment.get_template("report.html.j2").render(
         run=report,
         facts=_facts(report),
-        rewards=_rewards(report) if report.steps else None,
-        acceptance=_acceptance(report) if report.acceptances else None,
-        mismatch=_mismatch(report) if report.mismatches else None,
+        rewards=_by_step("Mean reward", rewards, 1.0, report.target_reward),
+        acceptance=_by_step("Share of the drafted tokens that engines accepted", report.acceptances, 1.0),
+        mismatch=_by_step("Mean difference of log-probabilities, trainers to engines", report.mismatches),
         versions=_versions(report) if report.steps else None,
         seconds=_seconds(report) if any(row.phases for row in report.steps) else None,
         num_columns=_MOST_COLUMNS,
@@ -130,20 +131,12 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     ]
 
 
-def _rewards(report: RunReport) -> _Chart:
-    points = [(row.step, row.reward) for row in report.steps]
-    return _chart(lambda width: line("Mean reward by step", points, width, 1.0, report.target_reward))
-
-
-def _acceptance(report: RunReport) -> _Chart:
-    title = "Share of the drafted tokens that engines accepted, by step"
-    return _chart(lambda width: line(title, report.acceptances, width, 1.0))
-
-
-def _mismatch(report: RunReport) -> _Chart:
-    points = report.mismatches
-    title = "Mean difference of log-probabilities, trainers to engines, by step"
-    return _chart(lambda width: line(title, points, width, max(value for _, value in points)))
+def _by_step(
+    what: str, points: Sequence[tuple[int, float]], most: float | None = None, target: float = 0.0
+) -> _Chart | None:
+    """Draw values by step, None without any. The axis ends at `most`, by default the greatest value."""
+    top = max((value for _, value in points), default=0.0) if most is None else most
+    return _chart(lambda width: line(f"{what}, by step", points, width, top, target)) if points else None
 
 
 def _versions(report: RunReport) -> _Chart:

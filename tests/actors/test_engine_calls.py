@@ -88,11 +88,11 @@ def test_a_commit_is_logged_with_the_version_that_is_served(caplog: pytest.LogCa
     calls, spec = Calls(adapter, "e0"), AdapterSpec.of("math", ())
 
     async def commit() -> None:
-        await calls.sync_resume(7)
+        calls.sync_resume(7)
         await calls.sync_open_adapter(spec)
         await calls.sync_adapter(spec, "sync_resume", 3)
         with pytest.raises(StateError):
-            await calls.sync_resume(9)
+            calls.sync_resume(9)
 
     with caplog.at_level("INFO", "weightsync"):
         asyncio.run(commit())
@@ -291,7 +291,7 @@ def test_an_engine_answers_before_it_can_add_digests_up(monkeypatch: pytest.Monk
     asyncio.run(calls.sync_attach(plan, tickets, patient(10)))
     answered.set()
     with pytest.raises(PlanError, match="w: no rank keeps some part"):
-        asyncio.run(calls.sync_load(1, patient(10)))
+        calls.sync_load(1, patient(10))
 
 
 WIDTH = 64

@@ -19,8 +19,7 @@ from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, Reads
-from weightsync.plan.broadcast.plan import Portion, by_tensor
-from weightsync.plan.broadcast.portions import needed_portions
+from weightsync.plan.broadcast.plan import Portion, by_tensor, needed_portions
 from weightsync.protocol.device_memory import DeviceMemory, Export
 from weightsync.protocol.handles import BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Attached, Digests, FeedTicket, Published

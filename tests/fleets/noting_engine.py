@@ -19,18 +19,18 @@ class Noting(Engine):
     def _note(self, what: str) -> None:
         self._notes.append((what, time.monotonic()))
 
-    def _sync_pause(self, mode: str, timeout_s: float) -> None:
+    def sync_pause(self, mode: str, timeout_s: float) -> None:
         self._note("paused")
-        super()._sync_pause(mode, timeout_s)
+        super().sync_pause(mode, timeout_s)
 
-    def _sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
-        report = super()._sync_load(attempt, timeout_s)
+    def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
+        report = super().sync_load(attempt, timeout_s)
         self._note("loaded")
         return report
 
-    def _sync_resume(self, version: int) -> None:
+    def sync_resume(self, version: int) -> None:
         self._note(f"serves {version}")
-        super()._sync_resume(version)
+        super().sync_resume(version)
 
     async def notes(self) -> list[tuple[str, float]]:
         """What happened since the last call, by a clock that all processes of this host share."""

@@ -23,7 +23,7 @@ import torch
 from tests.fleets.actors import build
 from tests.fleets.local_cluster import forking_python
 from tests.fleets.slots import SlotEngine
-from weightsync.actors.servers.engine import JoinedEngine
+from weightsync.actors.servers.app import JoinedEngine
 
 STOP = "stop"
 APART = "unshare", "-i", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"

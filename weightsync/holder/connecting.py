@@ -16,16 +16,11 @@ from weightsync.holder.cross_host import ExchangeEnd
 from weightsync.holder.live_source import LiveSource
 from weightsync.holder.process import HolderProcess
 from weightsync.holder.refill import RefillRuns
-from weightsync.holder.send_buffer import (
-    MappedSendBuffer,
-    SendBuffer,
-    buffer_handle,
-    send_buffer_for,
-    snapshot_content,
-)
-from weightsync.holder.snapshots import SnapshotContent
+from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer, buffer_handle, send_buffer_for
+from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.memory.device import DeviceBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.cross_host.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.direct.alike import Alike, LocalReads
@@ -121,8 +116,9 @@ class ConnectingHolder(HolderProcess):
         trainer = trainers.index(index) if index in trainers else -1
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer, self._published = self._send_buffer, None, None
-        self._send_buffer = send_buffer_for(plan, sender, source, before, send_buffer)
-        self._published, handle = snapshot_content(self._send_buffer), buffer_handle(self._send_buffer)
+        self._send_buffer = held = send_buffer_for(plan, sender, source, before, send_buffer)
+        self._published = Copy(held) if isinstance(held, SharedBuffer) else held
+        handle = buffer_handle(held)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer

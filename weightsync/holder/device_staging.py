@@ -26,8 +26,7 @@ from weightsync.memory.kernels.bucket_copies import bucket_rows
 from weightsync.memory.kernels.device_kernels import CopyTable
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, Reads, Segment, Step
-from weightsync.plan.broadcast.plan import Portion, by_tensor
-from weightsync.plan.broadcast.portions import needed_portions
+from weightsync.plan.broadcast.plan import Portion, by_tensor, needed_portions
 from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.device_memory import DeviceMemory, Export, LiveExport

@@ -9,14 +9,15 @@ from functools import partial
 from weightsync import faults
 from weightsync.errors import DeadlineError, StateError
 from weightsync.holder.connecting import ConnectingHolder
-from weightsync.holder.copy_digests import copy_digests
 from weightsync.holder.refill import open_refill
 from weightsync.holder.send_buffer import MappedSendBuffer, published_parts
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import Staging
-from weightsync.holder.trainer_parts import digest_parts
+from weightsync.holder.trainer_parts import copied_parts, digest_parts
 from weightsync.holder.update import BucketConsumer, open_consumer, patience, run_update
+from weightsync.memory.kernels.digests import tensor_digests
+from weightsync.memory.kernels.fingerprints import fingerprint
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import (
@@ -122,8 +123,7 @@ class Holder(ConnectingHolder):
         self._store().mapped.map(offers)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
-        mapped = self.staging.mapped if self.staging else None
-        found = (mapped and mapped.flat) if is_flat else self._published
+        found = (self._mapped and self._mapped.flat) if is_flat else self._published
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected again")
         return found
@@ -141,9 +141,21 @@ class Holder(ConnectingHolder):
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
     def copy_digests(self, header: SnapshotHeader | None) -> Digests | None:
-        """Digest a snapshot again, or the engine rank's memory, as `copy_digests`."""
+        """Digest a copy again: the fingerprint of a trainer rank's part, or `FlatSnapshot.digests`.
+
+        This tells a damaged copy from a broken engine. Without a `header`, digest the engine rank's memory.
+        Returns None if it is not here, or if the copy's header is damaged.
+        """
         with self._moving:
-            return copy_digests(self._plan, self.staging, self._store(), header)
+            plan, flat = self._plan, self._mapped.flat if self._mapped else None
+            if header is None:
+                return flat.digests() if flat else None
+            held = self._store().own(header)
+            if held is None or plan is None:
+                return None
+            if header.layout != plan.content():
+                return tensor_digests([held.bytes])
+            return fingerprint(digest_parts(plan, copied_parts(plan, header.part, held.bytes)))
 
     def reserve_staged(self, parts: Sequence[int], on_device: bool) -> StagingMemory:
         """Allocate memory to stage `parts` in and, if `on_device`, on the GPU, as `StagedParts`."""
@@ -186,8 +198,7 @@ class Holder(ConnectingHolder):
     def offer_live(self, header: SnapshotHeader, attempt: int) -> Offer:
         """Let peers read the engine rank's live memory, as `LiveSource.offer`. A `move` is waited for."""
         with self._moving:
-            mapped = self.staging.mapped if self.staging else None
-            return self._live_source.offer(header, mapped.flat if mapped else None, attempt)
+            return self._live_source.offer(header, self._mapped.flat if self._mapped else None, attempt)
 
     def withdraw_live(self, attempt: int) -> None:
         """End the offers of `offer_live`, as `LiveSource.withdraw`."""

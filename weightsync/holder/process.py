@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from weightsync.config import Ports, TlsFiles
 from weightsync.faults import Fault, set_faults
-from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
 from weightsync.protocol.messages import Samples
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.routes import keep_to_interface_of
+
+_EVERY_S = 0.005
+
+
+class MemorySampler:
+    """Calls `read`, which returns the bytes in use, every 5 ms in a thread, until `stop`."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._started = time.perf_counter()
+        self._samples: list[tuple[float, int]] = []
+        self._ended = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="sample_memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Samples:
+        """Stop, and return the samples at which the value changed."""
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        return self._samples
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        used = self._read()
+        if not self._samples or self._samples[-1][1] != used:
+            self._samples.append((time.perf_counter() - self._started, used))
 
 
 class HolderProcess:
@@ -71,5 +102,11 @@ class HolderProcess:
     def sample_memory(self, on: bool) -> tuple[str, Samples]:
         """Start or stop the memory sampler. Returns the device and the samples; without a device, neither."""
         seen: Samples = self._sampler.stop() if self._sampler else ()
-        self._sampler = MemorySampler(used_nbytes) if on and self._device else None
+        self._sampler = MemorySampler(_used_nbytes) if on and self._device else None
         return self._device, seen
+
+
+def _used_nbytes() -> int:
+    """Return the bytes in use, by all processes, on this process's first device."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free

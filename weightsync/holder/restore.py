@@ -26,7 +26,24 @@ _STEP_NBYTES = 256 << 20  # between two steps it can be stopped
 _NUM_AHEAD = 2  # enough to keep the link busy
 
 
-class Restore:
+class _Stoppable:
+    """A refill from memory that others own. It is stopped between two steps."""
+
+    _stopped = ""
+
+    def stop(self, cause: str) -> None:
+        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
+        self._stopped = cause
+
+    def close(self) -> None:
+        """Release nothing: the snapshot store owns the memory."""
+
+    def _check_runs(self) -> None:
+        if self._stopped:
+            raise TransportError(self._stopped)
+
+
+class Restore(_Stoppable):
     """A refill from memory mapped here: copies `held`, described by `header`, over `flat`."""
 
     def __init__(
@@ -40,7 +57,6 @@ class Restore:
     ) -> None:
         self._held, self._header, self._flat = held, header, flat
         self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
-        self._stopped = ""
 
     def run(self) -> Refilled:
         """Copy everything, then check that the header is still the same.
@@ -54,8 +70,7 @@ class Restore:
         under_way: deque[Pending] = deque()
         for number, first in enumerate(firsts):
             inject("refill", bucket=number, num_buckets=len(firsts))
-            if self._stopped:
-                raise TransportError(self._stopped)
+            self._check_runs()
             self._flat.load(data[first : first + _STEP_NBYTES], first)
             under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
             if len(under_way) > _NUM_AHEAD:
@@ -67,15 +82,8 @@ class Restore:
         self._consumer.finish(0)
         return Refilled({holder: len(data)}, {holder: self._held.way}, time.perf_counter() - begun)
 
-    def stop(self, cause: str) -> None:
-        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
-        self._stopped = cause
 
-    def close(self) -> None:
-        """Release nothing: the snapshot store owns the memory."""
-
-
-class BucketRestore:
+class BucketRestore(_Stoppable):
     """A refill on a device, bucket by bucket as in an update, only with the bytes that the rank needs.
 
     `held` has all parts of `snapshot`.
@@ -94,7 +102,6 @@ class BucketRestore:
         self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
         self._bytes = {part: its.bytes for part, its in held.items()}
         self._nbytes = Counter[str]()
-        self._stopped = ""
 
     def run(self) -> Refilled:
         """Copy everything, then check that the headers are still the same. Raises as `Restore.run`."""
@@ -106,20 +113,12 @@ class BucketRestore:
         ways = {held.holder: held.way for held in self._held.values()}
         return Refilled(dict(self._nbytes), ways, time.perf_counter() - begun)
 
-    def stop(self, cause: str) -> None:
-        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
-        self._stopped = cause
-
-    def close(self) -> None:
-        """Release nothing: the snapshot store owns the memory."""
-
     def _portions(self, bucket: int) -> Sequence[Portion]:
         """Return the portions to copy: all of the bucket if the engine rank reads the slots itself."""
         return self._staging.needs[bucket] if self._staging.writes else all_portions(self._plan, bucket)
 
     def _start(self, bucket: int) -> Sequence[Pending]:
-        if self._stopped:
-            raise TransportError(self._stopped)
+        self._check_runs()
         parts = []
         for each in self._portions(bucket):
             parts.append((each.offset, self._bytes[each.part][each.source : each.source + each.nbytes]))
@@ -134,29 +133,20 @@ class BucketRestore:
         inject("refill", bucket=bucket, num_buckets=self._plan.num_buckets, data=struck)
 
 
-class SecondCopyRestore:
+class SecondCopyRestore(_Stoppable):
     """A refill from the second copy on the engine rank's GPU."""
 
     def __init__(self, copy: SecondCopy, consumer: BucketConsumer, num_buckets: int) -> None:
         self._copy, self._consumer, self._num_buckets = copy, consumer, num_buckets
-        self._stopped = ""
 
     def run(self) -> Refilled:
         """Copy everything. Raises TransportError when it was stopped, DeadlineError when the device hangs."""
         begun = time.perf_counter()
         inject("refill", bucket=0, num_buckets=1, data=self._copy.struck())
-        if self._stopped:
-            raise TransportError(self._stopped)
+        self._check_runs()
         self._copy.write()
         self._consumer.finish(self._num_buckets)
         return Refilled({}, {}, time.perf_counter() - begun)
-
-    def stop(self, cause: str) -> None:
-        """Have `run` raise TransportError(`cause`) if it has not begun to copy."""
-        self._stopped = cause
-
-    def close(self) -> None:
-        """Release nothing: the copy is there for the next version."""
 
 
 def _check(held: Held, header: SnapshotHeader) -> None:

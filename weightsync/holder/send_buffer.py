@@ -14,7 +14,6 @@ from typing import TypeAlias
 import torch
 
 from weightsync.errors import StateError
-from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.trainer_parts import Part, copied_parts, parts_in_place
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
 from weightsync.plan import MAPPED, Piece, Plan, RankLayout
@@ -241,11 +240,6 @@ def send_buffer_for(
     if source == MAPPED:
         return MappedSendBuffer(plan, trainer)
     return SharedBuffer.create(plan.send_buffer_nbytes(trainer))
-
-
-def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
-    """Return the content for a snapshot of the send buffer, if the buffer stores the published bytes."""
-    return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
 def published_parts(

@@ -40,7 +40,8 @@ from weightsync.protocol.messages import (
 SharedPlan = NewType("SharedPlan", object)
 """A plan as calls of many peers carry it, made by `Fleet.share`.
 
-It is the plan itself or, under Ray, a reference. The called process always receives the plan.
+It is the plan itself or, under Ray, a reference to the store, which copies it to each host once. The called
+process always receives the plan.
 """
 
 SharedTerms = NewType("SharedTerms", object)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightsync.plan import Box, RankLayout
+from weightsync.plan import Box, RankLayout, TensorMeta
 
 
 def difference(before: RankLayout, now: RankLayout) -> str | None:
@@ -12,29 +12,18 @@ def difference(before: RankLayout, now: RankLayout) -> str | None:
 
     Names, shapes, dtypes, boxes and ties count. Strides and devices do not.
     """
-    return _of_names(before, now) or _of_tensors(before, now) or _of_ties(before, now)
-
-
-def _of_names(before: RankLayout, now: RankLayout) -> str | None:
-    had, has = {meta.name for meta in before.tensors}, {meta.name for meta in now.tensors}
-    was_tied, is_tied = dict(before.tied), dict(now.tied)
-    for meta in before.tensors:
-        if meta.name not in has:
-            other = is_tied.get(meta.name)
-            return f"{meta.name} is now tied to {other}" if other else f"{meta.name} is gone"
-    for meta in now.tensors:
-        if meta.name not in had:
-            other = was_tied.get(meta.name)
-            return f"{meta.name} is no longer tied to {other}" if other else f"{meta.name} is new"
-    return None
-
-
-def _of_tensors(before: RankLayout, now: RankLayout) -> str | None:
-    metas = {meta.name: meta for meta in before.tensors}
-    for meta in now.tensors:
-        known = metas[meta.name]
-        if meta != known:
-            return f"{meta.name} is {meta.dtype} {meta.shape}, and was {known.dtype} {known.shape}"
+    had, has = _held(before), _held(now)
+    for name in had | has:
+        was, is_now = had.get(name), has.get(name)
+        if was == is_now:
+            continue
+        if is_now is None:
+            return f"{name} is gone; it was tied to {was}" if isinstance(was, str) else f"{name} is gone"
+        if isinstance(is_now, str):
+            return f"{name} is now tied to {is_now}"
+        if isinstance(was, TensorMeta):
+            return f"{name} is {is_now.dtype} {is_now.shape}, and was {was.dtype} {was.shape}"
+        return f"{name} is no longer tied to {was}" if was else f"{name} is new"
     boxes = _boxes(before)
     for name, held in _boxes(now).items():
         if held != boxes.get(name):
@@ -43,15 +32,9 @@ def _of_tensors(before: RankLayout, now: RankLayout) -> str | None:
     return None
 
 
-def _of_ties(before: RankLayout, now: RankLayout) -> str | None:
-    was_tied, is_tied = dict(before.tied), dict(now.tied)
-    for alias, canonical in was_tied.items():
-        if alias not in is_tied:
-            return f"{alias} is gone; it was tied to {canonical}"
-    for alias, canonical in is_tied.items():
-        if canonical != was_tied.get(alias):
-            return f"{alias} is now tied to {canonical}"
-    return None
+def _held(layout: RankLayout) -> dict[str, TensorMeta | str]:
+    """Return each tensor by name, or the tensor to which a name is tied."""
+    return {meta.name: meta for meta in layout.tensors} | dict(layout.tied)
 
 
 def _boxes(layout: RankLayout) -> dict[str, list[Box]]:

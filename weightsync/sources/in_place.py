@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -20,16 +19,10 @@ _SCRATCH_NBYTES = 64 << 20
 _ALIGN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """A part that travels in another dtype, and its place in the scratch buffer."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-
-
 Part: TypeAlias = tuple[int, Box, torch.Tensor]
 """A tensor's number in the plan, a box of it, and the box's elements in device memory, in any dtype."""
+_Cast: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A part that travels in another dtype, and its place in the scratch buffer."""
 
 
 class InPlace:
@@ -81,8 +74,8 @@ class InPlace:
             stream = torch.cuda.current_stream()
             self._table.launch(stream)
             for casts, table in self._batches:
-                for cast in casts:
-                    cast.target.copy_(cast.source)
+                for source, target in casts:
+                    target.copy_(source)
                 table.launch(stream)
 
     def result(self, count: bool) -> Published:
@@ -122,7 +115,7 @@ class InPlace:
                 batches.append(([], []))
                 at = 0
             target = scratch[at : at + needed].view(self._dtype(tensor)).view(box.extent)
-            batches[-1][0].append(_Cast(held, target))
+            batches[-1][0].append((held, target))
             batches[-1][1].append(self._part((tensor, box, target)))
             at += -(-needed // _ALIGN) * _ALIGN
         return [(copies, DigestTable(parts, len(self._plan.tensors))) for copies, parts in batches]

@@ -1,9 +1,10 @@
-"""Describes one trainer rank's weights: boxes of tensors, and the memory that contains them."""
+"""Describes one trainer rank's weights: boxes of tensors, their memory, and tensors that are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -29,3 +30,20 @@ class LocalWeights:
     excluded: frozenset[str] = frozenset()
     num_experts: int = 0
     computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Transform(Protocol):
+    """Publishes computed tensors in place of a model's own, whatever source reads the model."""
+
+    def apply(self, model: torch.nn.Module, weights: LocalWeights) -> LocalWeights:
+        """Return `weights` with another layout, and with memory in `computed` for each computed tensor.
+
+        Called on each connect, and if tensors of `model` were replaced. Memory that still fits must not move.
+        Raises ConfigError if the tensors cannot be computed.
+        """
+
+    def run(self, model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
+        """Compute the tensors of the last `apply` from `live`, the model's tensors. Called in each update.
+
+        Raises StateError if `model` has changed so that `apply` must be called again.
+        """

@@ -17,7 +17,7 @@ from weightsync.memory.kernels.nonfinite import MASKS, count_nonfinite
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.protocol.messages import Digests, Published, combine
-from weightsync.sources.device_copies import DeviceCopies
+from weightsync.sources.in_place import InPlace
 
 CHUNK_NBYTES = 4 << 20
 """Bytes that are copied, and then digested while they are still in the processor's cache."""
@@ -87,7 +87,7 @@ class PieceCopies:
         self._again = self._table.without_copies()
         self._by_table, self._others, self._num_threads = by_table, others, num_threads(16)
         self._device_copies = tuple(
-            DeviceCopies(
+            _DeviceCopies(
                 plan, [(piece, cut, self.place(copy).view(cut.shape)) for piece, copy, cut in its], gpu
             )
             for gpu, its in on_gpus.items()
@@ -158,7 +158,10 @@ class PieceCopies:
         """Run all of `table`, and add the shares of other parts on the host."""
         with ThreadPoolExecutor(self._num_threads) as threads:
             shares = threads.map(share, self._others)
-            digests = _run(table, threads, count)
+            list(
+                threads.map(lambda each: table.run(each[0], each[1], count), table.ranges)
+            )  # raises an error
+            digests = table.digests()
             for copy, found in zip(self._others, shares, strict=True):
                 # Add to a slice: arrays wrap around, scalars would warn.
                 digests[copy.tensor : copy.tensor + 1] += np.uint64(found)
@@ -168,9 +171,31 @@ class PieceCopies:
         return self._plan.tensors[copy.tensor].name
 
 
-def _run(table: HostTable, threads: ThreadPoolExecutor, count: bool) -> Digests:
-    list(threads.map(lambda each: table.run(each[0], each[1], count), table.ranges))  # raises an error
-    return table.digests()
+class _DeviceCopies:
+    """The pieces on one GPU. They are digested there, and copied to the send buffer."""
+
+    def __init__(
+        self, plan: Plan, copies: Sequence[tuple[Piece, torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> None:
+        """`copies` has each piece, its memory on `device`, and its place in the send buffer, of one shape."""
+        self._copies, self._device = [(held, place) for _, held, place in copies], device
+        self._digests = InPlace(plan, [(piece.tensor, piece.box, held) for piece, held, _ in copies], device)
+
+    def run(self, count: bool) -> Published:
+        """Wait until the weights are written, then digest and copy them, with a cast where dtypes differ.
+
+        The digests are of the weights, not of the copies, so that a wrong copy is found.
+        """
+        self._digests.begin()
+        with torch.cuda.device(self._device), torch.no_grad():
+            for held, place in self._copies:
+                place.copy_(held, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return self._digests.result(count)
+
+    def digest_again(self) -> Digests:
+        """Digest the weights as they are now."""
+        return self._digests.digest_again()
 
 
 def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[PieceCopy]:

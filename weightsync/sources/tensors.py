@@ -34,12 +34,11 @@ from weightsync.sources.claimed_boxes import ClaimedBoxes
 from weightsync.sources.density import DensitySample
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
-from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.local_weights import LocalWeights, Transform
 from weightsync.sources.offloaded import Offloaded, OffloadedPart
 from weightsync.sources.piece_copies import PieceCopies
 from weightsync.sources.readable import require_values
 from weightsync.sources.selection import Names, Selection
-from weightsync.sources.transforms import Transform
 
 logger = logging.getLogger("weightsync.sources")
 

@@ -61,7 +61,7 @@ def running(started: Sequence[Process]) -> list[str]:
 
 def fleets(number: int = 2, config: SyncConfig | None = None) -> list[Holders]:
     shared = SharedProcesses()
-    return [Holders(config or SyncConfig(), None, shared) for _ in range(number)]
+    return [Holders(config or SyncConfig(), None, shared, lambda *_: None) for _ in range(number)]
 
 
 def plan(slots: int, num_holders: int) -> Any:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightsync.engines import DraftCounts
-from weightsync.engines.vllm.drafted import draft_counts
+from weightsync.engines.vllm.stepper import draft_counts
 
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 

@@ -10,7 +10,7 @@ from tests.fleets.loop import Loop, drive
 from weightsync.driver.updating.gpu_peaks import peaks
 from weightsync.errors import EngineError
 from weightsync.holder.holder import Holder
-from weightsync.memory.gpu_usage import MemorySampler
+from weightsync.holder.process import MemorySampler
 from weightsync.protocol.timing import Span
 
 

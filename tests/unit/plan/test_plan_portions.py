@@ -14,9 +14,8 @@ from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.memory.kernels.bucket_copies import bucket_rows, portion_rows
 from weightsync.memory.kernels.host_copies import AddressCopies
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.plan.broadcast import portions
-from weightsync.plan.broadcast.plan import Portion, by_tensor
-from weightsync.plan.broadcast.portions import needed_portions
+from weightsync.plan.broadcast import plan as plans
+from weightsync.plan.broadcast.plan import Portion, by_tensor, needed_portions
 
 ROWS, COLUMNS = 64, 32
 
@@ -28,7 +27,7 @@ def test_they_cover_what_the_rank_reads_from_the_slots(world: World, bucket_byte
     for layout in layouts:
         segments = by_tensor(plan, layout)
         for bucket in range(plan.num_buckets):
-            with mock.patch.object(portions, "GAP_NBYTES", gap):
+            with mock.patch.object(plans, "GAP_NBYTES", gap):
                 found = needed_portions(plan, bucket, segments)
             brought = [at for each in found for at in range(each.offset, each.offset + each.nbytes)]
             assert len(brought) == len(set(brought))
@@ -47,7 +46,7 @@ def test_they_write_what_the_buckets_write(world: World, bucket_bytes: int, gap:
     layouts = [rank.layout(world.tensors, world.tied) for ranks in world.engines.values() for rank in ranks]
     for layout in layouts:
         segments = by_tensor(plan, layout)
-        with mock.patch.object(portions, "GAP_NBYTES", gap):
+        with mock.patch.object(plans, "GAP_NBYTES", gap):
             needs = [needed_portions(plan, bucket, segments) for bucket in range(plan.num_buckets)]
         brought = [
             [bucket[each.offset : each.offset + each.nbytes].clone() for each in its]

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from weightsync.actors.adapter_shard import AdapterShard
-from weightsync.actors.trainer_shard import TrainerShard
+from weightsync.actors.trainer_shard import AdapterShard, TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan

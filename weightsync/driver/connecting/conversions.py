@@ -8,18 +8,10 @@ from dataclasses import replace
 from weightsync.errors import PlanError
 from weightsync.plan import Layout
 from weightsync.plan.layout.conversion import casts, dtypes
-from weightsync.plan.layout.layout_table import LayoutTable, unpack_names
+from weightsync.plan.layout.layout_table import LayoutTable
 from weightsync.plan.layout.match import match
 from weightsync.plan.layout.segment import TensorMeta
 from weightsync.protocol.messages import Attached
-
-
-def as_taken(
-    engines: Mapping[str, Sequence[LayoutTable]], trainers: Sequence[LayoutTable]
-) -> dict[str, Sequence[LayoutTable]]:
-    """Return the layouts of engines, of their own checkpoints' tensors where trainers have these."""
-    names = {name for packed in {trainer.names for trainer in trainers} for name in unpack_names(packed)}
-    return {name: ranks_as_taken(ranks, names) for name, ranks in engines.items()}
 
 
 def ranks_as_taken(ranks: Sequence[LayoutTable], names: Collection[str]) -> Sequence[LayoutTable]:

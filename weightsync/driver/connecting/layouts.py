@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightsync.config import SyncConfig
-from weightsync.driver.connecting.conversions import as_taken, travelling, with_casts
+from weightsync.driver.connecting.conversions import ranks_as_taken, travelling, with_casts
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import StateError
 from weightsync.plan import MAPPED, Layout
 from weightsync.plan.layout.layout import join_tables
-from weightsync.plan.layout.layout_table import LayoutTable, Outline
+from weightsync.plan.layout.layout_table import LayoutTable, Outline, unpack_names
 from weightsync.plan.layout.trainers_layout import TrainersLayout
 from weightsync.protocol.collector import collector_paused
 
@@ -61,8 +61,10 @@ async def ask_layouts(fleet: Fleet, config: SyncConfig) -> Layouts:
 @collector_paused
 def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> Layouts:
     """Join the layouts of each side. Equal engines share one."""
-    stores = any(len(rank.stored) for tables in engines.values() for rank in tables)
-    ranks = as_taken(engines, sources) if stores else engines
+    ranks = engines
+    if any(len(rank.stored) for tables in engines.values() for rank in tables):
+        names = {name for packed in {source.names for source in sources} for name in unpack_names(packed)}
+        ranks = {name: ranks_as_taken(its, names) for name, its in engines.items()}
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if are_alike(its, ranks[other])), None)

@@ -26,8 +26,7 @@ from weightsync.driver.updating.moved_experts import MovedExperts
 from weightsync.driver.updating.refill import Refiller
 from weightsync.driver.verifying.comparison import Comparison
 from weightsync.driver.verifying.frozen import FrozenTensors
-from weightsync.driver.verifying.rewritten_sources import rewritten
-from weightsync.driver.verifying.trainers import Publication, Publishing, Trainers
+from weightsync.driver.verifying.trainers import Publication, Publishing, Trainers, rewritten
 from weightsync.errors import StateError, VerifyError, WeightSyncError
 from weightsync.protocol.messages import Fingerprint, LoadReport
 from weightsync.protocol.timing import PhaseClock, Span

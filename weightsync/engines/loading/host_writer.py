@@ -35,7 +35,7 @@ class HostTables:
         segments: the segments of each tensor of the plan, see `by_tensor`.
         live: the buffers by name.
         views: the buckets that `copy` usually gets, see `EngineFeed.views`. They must stay mapped.
-        digested: the segments by the factor of their digests, see `by_factor`. None: each is digested once.
+        digested: the segments by the factor of their digests, see `by_factor`.
     """
 
     def __init__(
@@ -44,15 +44,13 @@ class HostTables:
         segments: Sequence[Sequence[Segment]],
         live: Mapping[str, torch.Tensor],
         views: Sequence[Sequence[PieceView]],
-        digested: Mapping[int, Sequence[Sequence[Segment]]] | None = None,
+        digested: Mapping[int, Sequence[Sequence[Segment]]],
     ) -> None:
         self._plan, self._segments, self._live = plan, segments, live
         self._are_on_device = any(tensor.is_cuda for tensor in live.values())
         # By identity, since comparing lists would compare their tensors.
         self._known = {id(pieces): (pieces, self._copies(pieces)) for pieces in views}
-        self._shares = {
-            factor: _Shares(plan, each, live) for factor, each in (digested or {1: segments}).items()
-        }
+        self._shares = {factor: _Shares(plan, each, live) for factor, each in digested.items()}
 
     def copy(self, pieces: Sequence[PieceView]) -> None:
         """Write one bucket. Copies of a bucket that is not in `views` are prepared now."""

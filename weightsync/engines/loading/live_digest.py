@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -177,6 +177,18 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
     for path, module in model.named_modules():
         if not _has_cache(module):
             yield from module.named_parameters(path, recurse=False)
+
+
+def obstacle(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
+    """Return the first parameter that is not on `device`, or the first module with an obstacle, as `of` says.
+
+    Returns "" if there is none.
+    """
+    away = next((name for name, each in model.named_parameters() if each.device != device), None)
+    if away:
+        return f"{away} is not on {device}"
+    reasons = ((name, of(module)) for name, module in model.named_modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
 
 
 def addresses_of(model: torch.nn.Module) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightsync.engines.loading.float32_parts import keep_float32
 from weightsync.engines.serving.texts import Tokenizer
 from weightsync.errors import ConfigError
+from weightsync.memory.tensors import named_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -113,6 +114,23 @@ class ModelFolder:
             if (self.trust_remote_code and name in mapped) or type(config) in auto._model_mapping:
                 return auto
         raise ConfigError("model", self.path, _remedy(f"it has no model of type {config.model_type}"))
+
+
+@torch.no_grad()
+def keep_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - transformers' model
+    """Give tensors of a model in `dtype` float32 if ``from_pretrained`` loads them so, such as router biases.
+
+    ``from_config`` does not. The values are not read: weights come later.
+    """
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not kept or dtype == torch.float32:
+        return
+    held = re.compile("|".join(f"(?:{each.replace('*', '.*')})" for each in sorted(kept)))
+    for name, tensor in named_tensors(model)[0].items():
+        if held.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def _named_class(stored: Mapping[str, Any]) -> type[PreTrainedModel] | None:

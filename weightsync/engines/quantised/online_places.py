@@ -1,4 +1,4 @@
-"""The places of matrices that an engine quantises to FP8 itself, of full-precision weights.
+"""The places of matrices that an engine quantises to FP8 itself, of full-precision weights, and their proof.
 
 A stack ``w13_weight`` has the gate and up projections of each expert, one below the other, with one scale for
 both. A stack ``w2_weight`` has the down projections. SGLang and vLLM have them alike.
@@ -17,7 +17,6 @@ import torch
 
 from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.loading.loader_trace import UnprovableError
-from weightsync.engines.loading.traced_rows import block_number, is_whole_rows
 from weightsync.engines.quantised.quantizing_loader import stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
 from weightsync.plan import Box, Segment
@@ -133,7 +132,7 @@ class ScaledMatrix:
         start = segment.byte_offset // self.itemsize
         yield Segment(segment.tensor, segment.box, self.buffer, start, (self.columns, 1))
         name = segment.tensor.removesuffix("weight") + form.scale_suffix
-        box = Box.whole((1,)) if form.block == (0, 0) else Box(block_number(segment.box), (1, 1))
+        box = Box.whole((1,)) if form.block == (0, 0) else Box(_block_number(segment.box), (1, 1))
         yield Segment(name, box, f"{self.buffer}_scale", 4 * self.number, (4,) * box.ndim)
 
 
@@ -146,4 +145,31 @@ def _block(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, 
     if any(size % part or at % part for size, part, at in parts):
         return None
     rows, columns = (0 if part == size else part for size, part, _ in parts)
-    return (rows, columns), block_number(box), tuple(size // part for size, part, _ in parts)
+    return (rows, columns), _block_number(box), tuple(size // part for size, part, _ in parts)
+
+
+def is_whole_rows(segment: Segment, columns: int, itemsize: int) -> bool:
+    """Return True if a segment is whole rows of a matrix, or of matrices in a stack, without gaps."""
+    box, pitch = segment.box, columns * itemsize
+    steps = zip(box.extent, segment.strides, (pitch, itemsize), strict=False)
+    is_rows = box.ndim == 2 and all(size == 1 or stride == step for size, stride, step in steps)
+    return is_rows and box.extent[1] == columns and segment.byte_offset % pitch == 0
+
+
+def _block_number(box: Box) -> tuple[int, ...]:
+    """Return the number of a block along each axis, where all blocks are as large as it."""
+    return tuple(at // size for at, size in zip(box.offset, box.extent, strict=True))
+
+
+def random_matrix(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return a random matrix, with rows of different sizes."""
+    draw = torch.Generator(device).manual_seed(0)
+    matrix = torch.randn(rows, columns, generator=draw, device=device, dtype=dtype)
+    return matrix.mul_(torch.logspace(-4, 1, rows, device=device).to(dtype).unsqueeze(1))
+
+
+def are_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return True if both have the same dtype, shape and bits."""
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        return False
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (found, wanted)))

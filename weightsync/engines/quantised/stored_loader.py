@@ -57,12 +57,17 @@ def trace_places(
     make_loader: Callable[[], Loader],
 ) -> StoredPlaces:
     """Find the places of `stored`, as `find_places` does. Raises UnprovableError if it fails."""
-    live = {name: each.detach() for name, each in parameters_of(model)}
+    live = complete_parameters(model)
+    return StoredPlaces(trace_reload(model, live, stored, make_loader).segments, live, stored, formats)
+
+
+def complete_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the live parameters. Raises UnprovableError if their bytes are not all that was loaded."""
     try:
         require_complete(model)
     except TransportError as error:
         raise UnprovableError(str(error)) from error
-    return StoredPlaces(trace_reload(model, live, stored, make_loader).segments, live, stored, formats)
+    return {name: each.detach() for name, each in parameters_of(model)}
 
 
 class StoredLoader:

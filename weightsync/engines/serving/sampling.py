@@ -79,11 +79,6 @@ class Sampling:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    def require_no_adapter(self) -> None:
-        """Raise ConfigError, for engines without adapters."""
-        if self.adapter:
-            raise ConfigError("sampling.adapter", self.adapter, "leave it out: this engine has no adapters")
-
     def require_known(self, known: Collection[str], refused: Mapping[str, str]) -> None:
         """Raise ConfigError for a passed setting that the engine does not know, or that is `refused`.
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_engine import ServedAdapter
 from weightsync.engines.lora.slot_serving import SlotServing
 from weightsync.engines.rank.rank_process import RankProcess, RankWatch
-from weightsync.engines.serving.checks import check_version, refuse_salt, require_gpus
+from weightsync.engines.serving.checks import check_version, require_gpus
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.serving.request_loop import Params, RequestLoop
 from weightsync.engines.serving.sampling import Sampling
@@ -23,7 +22,7 @@ from weightsync.engines.sglang.api import SglangServer, has_sessions, sampling_p
 from weightsync.engines.sglang.draft import Speculation
 from weightsync.engines.sglang.lora import Adapted, SlotOptions, slot_name
 from weightsync.engines.sglang.rank_calls import Replies
-from weightsync.engines.sglang.slots import SglangSlots
+from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
 
@@ -34,7 +33,7 @@ _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(SlotServing, SglangSlots):
+class SglangEngine(SlotServing, SglangRanks):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except arguments that `sglang.api` fixes;
@@ -73,10 +72,6 @@ class SglangEngine(SlotServing, SglangSlots):
             raise
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
 
-    def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
-        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
-
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
         deadline = time.monotonic() + timeout_s
@@ -96,25 +91,6 @@ class SglangEngine(SlotServing, SglangSlots):
         self._wake(WEIGHTS, CACHES)
         self._asked("commit", lambda server: server.label(str(version)))
         self._serve(version)
-
-    def init_weights_update_group(self, **fields: object) -> None:
-        """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""
-        self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
-
-    def update_weights_from_distributed(self, **fields: object) -> None:
-        """Make SGLang's own call. Afterwards weights do not match the served version.
-
-        The caller has to drop SGLang's caches. Raises EngineError.
-        """
-        self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
-
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
-        """Make SGLang's own call: a tensor's first rows as floats, by the name in the checkpoint.
-
-        Only few of SGLang's models support this call, such as Llama; other models return None.
-        """
-        fields = {"name": name, "truncate_size": truncate_size}
-        return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)
 
     def checksums(self) -> list[Mapping[str, Any]]:
         """Return SGLang's own ``checksums`` of each rank, by live tensor. Raises EngineError."""

@@ -8,15 +8,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from weightsync.config import PrefixCache
 from weightsync.engines.lora.adapter_engine import AdapterEngine
 from weightsync.engines.serving.adopted_engine import AdoptedEngine
-from weightsync.engines.serving.checks import check_version, refuse_salt
+from weightsync.engines.serving.checks import check_version
 from weightsync.engines.sglang.api import LOADER, Manager, has_sessions
 from weightsync.engines.sglang.lora import Adapted, SlotOptions
 from weightsync.engines.sglang.rank_calls import Replies
+from weightsync.engines.sglang.ranks import SglangRanks
 from weightsync.engines.sglang.served import serve
-from weightsync.engines.sglang.slots import SglangSlots
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.plan.layout.layout_table import LayoutTable
@@ -36,7 +35,7 @@ _DEFAULTS = {
 """Options of a server that must have these values: other values put weights or ranks out of our reach."""
 
 
-class AdoptedSglang(AdoptedEngine, SglangSlots):
+class AdoptedSglang(AdoptedEngine, SglangRanks):
     """The server whose ``TokenizerManager`` is `manager`, on the event loop `loop`.
 
     Requests go to the server as before. They wait while it is paused, and after a failed load until a load
@@ -69,10 +68,6 @@ class AdoptedSglang(AdoptedEngine, SglangSlots):
         """Return the layout of each rank."""
         self._join()
         return super().layout()
-
-    def use_prefix_cache(self, treatment: PrefixCache) -> None:
-        """Raise ConfigError for ``salt``: a pause of SGLang retracts requests, which are computed again."""
-        refuse_salt(treatment, self._name, "SGLang computes paused requests again")
 
     async def _pause(self, mode: str) -> None:
         """Pause. ``abort`` ends running requests early, with the tokens that they have."""

@@ -14,8 +14,8 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from weightsync.engines.serving.checks import refuse_sizes
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import Tokenizer
-from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.engines.sglang.storage import derive_again
@@ -283,22 +282,11 @@ class Manager:
 
         return await getattr(self.manager, method)(getattr(io_struct, request)(**fields))
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[None]:
-        """Open a session for SGLang's own updates, if it has sessions.
-
-        At the end of a session, SGLang processes weights.
-        """
-        await self.select("all")
-        try:
-            yield
-        finally:
-            await self.select("")
-
     async def select(self, models: str) -> None:
         """End SGLang's session if it is for others than `models`, and open one for these, if any.
 
-        `models`: ``all``, ``draft`` or none. There are no sessions before 0.5.21.
+        `models`: ``all``, ``draft`` or none. There are no sessions before 0.5.21. At the end of a session,
+        SGLang processes weights.
         """
         if models == self._selected or not self.forgets:
             return
@@ -308,14 +296,6 @@ class Manager:
         if models:
             _require(await self.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector=models))
         self._selected = models
-
-    async def update_from_group(self, **fields: object) -> None:
-        """Call ``update_weights_from_distributed``, in a session if there are any. Raises RuntimeError."""
-        request = "UpdateWeightsFromDistributedReqInput"
-        # Before 0.5.21, SGLang ends if it cannot flush because it holds requests.
-        given: Mapping[str, Any] = {"flush_cache": False, **fields}
-        async with self.session():
-            _require(await self.ask("update_weights_from_distributed", request, **given))
 
     async def run(
         self,
@@ -406,14 +386,6 @@ def _lead_to_cudart() -> None:
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*known, *folders]))
 
 
-def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's
-    """Join ``init_weights_update_group`` as the trainer, NCCL's rank 0. Returns a torch process group."""
-    from sglang.srt.utils import init_custom_process_group
-
-    meeting = f"tcp://{address}:{port}"
-    return init_custom_process_group("nccl", meeting, world_size=world_size, rank=0, group_name=name)
-
-
 def _require(outcome: tuple[bool, str]) -> None:
     """Raise RuntimeError unless SGLang's (ok, message) is ok."""
     ok, message = outcome
@@ -443,6 +415,42 @@ def model_folder(
     return ModelFolder(path, trust_remote_code, revision, change=change)
 
 
+_Named = tuple[str, torch.Tensor]
+
+
+class _FusedParts:
+    """Holds a tensor back until the tensors have come with which a loader fuses it.
+
+    DeepSeek's loader fuses ``q_a_proj`` and ``kv_a_proj_with_mqa``, and drops the first without a word if the
+    second comes in another call of ``load_weights``.
+    """
+
+    def __init__(self, packed: Mapping[str, Sequence[str]]) -> None:
+        """`packed`: last parts of the paths of layers that are fused, by the layer that they become."""
+        self._groups = {part: tuple(parts) for parts in packed.values() for part in parts}
+        self._held: dict[tuple[str, str, tuple[str, ...]], list[_Named]] = {}
+
+    def complete(self, weights: Iterable[_Named]) -> list[_Named]:
+        """Add tensors. Returns those that wait for no other."""
+        ready: list[_Named] = []
+        for name, tensor in weights:
+            path, _, leaf = name.rpartition(".")
+            path, _, part = path.rpartition(".")
+            group = self._groups.get(part, (part,))
+            key = path, leaf, group
+            held = self._held.setdefault(key, [])
+            held.append((name, tensor))
+            if len(held) == len(group):
+                ready += self._held.pop(key)
+        return ready
+
+    def rest(self) -> list[_Named]:
+        """Return the tensors that still wait after the last tensor."""
+        rest = [each for held in self._held.values() for each in held]
+        self._held.clear()
+        return rest
+
+
 class Loads:
     """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
@@ -450,11 +458,11 @@ class Loads:
         """`is_counted`: no trace has proven that the loader fills each parameter."""
         self._model = model
         self._count: FillCount | None = None
-        self._fused: FusedParts | None = None
+        self._fused: _FusedParts | None = None
         if is_counted:
             wanted = {name: ToFill(each, 1) for name, each in parameters_of(model) if each.numel()}
             self._count = FillCount(wanted)
-            self._fused = FusedParts(packed_layers(model))
+            self._fused = _FusedParts(packed_layers(model))
         self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -105,9 +105,3 @@ def _require_places(found: str, path: str, module: Any, last: int) -> None:  # n
     if last >= base.num_experts:
         remedy = f"adapt the model that SGLang serves: its {path} has {base.num_experts} experts"
         raise ConfigError("adapter", f"expert {last}", remedy)
-
-
-def stacks_of(path: str, module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the slots of a layer's experts by name; none if it has none."""
-    held = vars(module)
-    return {f"{path}.{name}": held[name] for name in STACKS if name in held}

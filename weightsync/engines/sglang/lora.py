@@ -219,7 +219,7 @@ class LoraSlots:
         stacks: dict[str, torch.Tensor] = {}
         for path, module in self._model.named_modules():
             for name, value in vars(module).items():
-                if name.startswith(_BUFFERS) and value.dim() == _SLOT_DIMS:
+                is_buffer = name.startswith(_BUFFERS) and value.dim() == _SLOT_DIMS
+                if is_buffer or name in expert_slots.STACKS:
                     stacks[f"{path}.{name}"] = value
-            stacks |= expert_slots.stacks_of(path, module)
         return stacks

@@ -20,9 +20,8 @@ import torch
 from weightsync.engines.loading.checkpoint import Checkpoint
 from weightsync.engines.loading.live_digest import parameters_of
 from weightsync.engines.loading.loader_trace import UnprovableError
-from weightsync.engines.loading.traced_rows import is_whole_rows
 from weightsync.engines.loading.whole_sink import Loader
-from weightsync.engines.quantised.online_places import STACKS, ScaledMatrix, online_places
+from weightsync.engines.quantised.online_places import STACKS, ScaledMatrix, is_whole_rows, online_places
 from weightsync.engines.quantised.quantizing_loader import stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
 from weightsync.engines.sglang.created import Parameters, created_matrix, created_stacks, trace_created

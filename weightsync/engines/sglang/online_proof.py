@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.loading.loader_trace import UnprovableError
-from weightsync.engines.quantised.online_places import STACKS
-from weightsync.engines.quantised.quantiser_bytes import are_same, random_matrix
+from weightsync.engines.quantised.online_places import STACKS, are_same, random_matrix
 from weightsync.engines.sglang.created import created_stacks
 from weightsync.engines.sglang.online import EXPERT, ROWS
 from weightsync.quantising.quantize import quantize, quantize_together

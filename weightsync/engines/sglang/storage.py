@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.loading.live_digest import obstacle
 from weightsync.errors import ConfigError
 from weightsync.plan.layout.formats import FIELD, Format
 
@@ -48,7 +49,7 @@ def processed_once(model: torch.nn.Module, device: torch.device) -> str:
 
     Tensors that a model derives from weights are derived again in place.
     """
-    if reason := _why_not_layers(model, device, _why_not_plain):
+    if reason := obstacle(model, device, _why_not_plain):
         return reason
     before = _addresses(model)
     derive_again(model)
@@ -152,17 +153,7 @@ def _is_online(module: torch.nn.Module) -> bool:
 def _why_not(model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]) -> str:
     if hasattr(model, _DERIVE):
         return f"{type(model).__name__} derives tensors from its weights"
-    return _why_not_layers(model, device, of)
-
-
-def _why_not_layers(
-    model: torch.nn.Module, device: torch.device, of: Callable[[torch.nn.Module], str]
-) -> str:
-    away = next((name for name, each in model.named_parameters() if each.device != device), None)
-    if away:
-        return f"{away} is not on {device}"
-    reasons = ((name, of(module)) for name, module in model.named_modules())
-    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+    return obstacle(model, device, of)
 
 
 def _why_not_plain(module: torch.nn.Module) -> str:

@@ -227,7 +227,10 @@ class TorchEngine:
     def generate(self, prompts: Prompts, sampling: Mapping[str, Any]) -> Rollout:
         """Complete all prompts in one batch; calls run one after another."""
         settings = Sampling.of(sampling)
-        settings.require_no_adapter()
+        if settings.adapter:
+            raise ConfigError(
+                "sampling.adapter", settings.adapter, "leave it out: this engine has no adapters"
+            )
         if self._asleep:
             raise StateError(f"engine {self._name} is asleep: update or wake it first")
         ids = token_ids(prompts, settings, self._tokenizer)

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from weightsync.config import PrefixCache
 from weightsync.engines.base import DraftCounts
 from weightsync.engines.lora.adapter_engine import ServedAdapter
 from weightsync.engines.lora.slot_serving import SlotServing
@@ -25,9 +26,8 @@ from weightsync.engines.vllm.api import (
     start,
     stop,
 )
-from weightsync.engines.vllm.drafted import draft_counts
 from weightsync.engines.vllm.lora import Adapted, adapted, require_no_sleep
-from weightsync.engines.vllm.stepper import Stepper
+from weightsync.engines.vllm.stepper import Stepper, draft_counts
 from weightsync.protocol.adapters import AdapterSpec
 
 T = TypeVar("T")
@@ -81,6 +81,10 @@ class VllmEngine(SlotServing, VllmRanks):
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
         self.watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.thread.fail)
+
+    def use_prefix_cache(self, treatment: PrefixCache) -> None:
+        """Treat cached prefixes so, see `CachesPrefixes.use_prefix_cache`."""
+        self._prefix_cache = treatment
 
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it.

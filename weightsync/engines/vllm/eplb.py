@@ -23,11 +23,6 @@ from weightsync.plan import RankLayout
 from weightsync.plan.layout.arrangement import Experts, arrangement_key
 
 
-def balances_experts(runner: ModelRunner) -> bool:
-    """Return True if vLLM moves experts between ranks."""
-    return bool(runner.vllm_config.parallel_config.enable_eplb)
-
-
 def loads_whole(why: str) -> ConfigError:
     """Return the refusal of an engine that moves experts and loads whole tensors, for the reason `why`."""
     remedy = f"leave it out: {why}, so vLLM's loader writes them, which does not follow experts that moved"

@@ -22,15 +22,13 @@ from typing import Any
 import torch
 
 from weightsync.engines.loading.checkpoint import Checkpoint
-from weightsync.engines.loading.live_digest import parameters_of, require_complete
-from weightsync.engines.loading.loader_trace import UnprovableError
+from weightsync.engines.loading.live_digest import parameters_of
 from weightsync.engines.loading.reload_trace import trace_reload
 from weightsync.engines.loading.whole_sink import Loader
 from weightsync.engines.quantised.online_places import ScaledMatrix, online_places
 from weightsync.engines.quantised.quantizing_loader import QuantizingLoader, stored_tensors
 from weightsync.engines.quantised.stored_checkpoint import StoredCheckpoint
-from weightsync.engines.quantised.stored_loader import StoredLoader
-from weightsync.errors import TransportError
+from weightsync.engines.quantised.stored_loader import StoredLoader, complete_parameters
 from weightsync.plan import Segment
 from weightsync.plan.layout.formats import Format
 from weightsync.quantising.stored_places import StoredPlaces
@@ -61,11 +59,7 @@ def trace_online(
     Raises:
         UnprovableError: vLLM's loader does more than copy, or a layer is made of unknown parts.
     """
-    live = {name: each.detach() for name, each in parameters_of(model)}
-    try:
-        require_complete(model)
-    except TransportError as error:
-        raise UnprovableError(str(error)) from error
+    live = complete_parameters(model)
     whole = stored_tensors(checkpoint, {})
     with _before_it_quantises((model.get_submodule(path), its) for path, its in loaded.items()):
         before = {name: each.detach() for name, each in parameters_of(model)}

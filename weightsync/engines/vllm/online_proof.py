@@ -16,8 +16,7 @@ import torch
 
 from weightsync.engines.loading.loader_trace import UnprovableError
 from weightsync.engines.loading.wrapped import is_lora
-from weightsync.engines.quantised.online_places import STACKS
-from weightsync.engines.quantised.quantiser_bytes import are_same, random_matrix
+from weightsync.engines.quantised.online_places import STACKS, are_same, random_matrix
 from weightsync.engines.vllm.online import LAYER, Loaded
 from weightsync.quantising.quantize import quantize
 

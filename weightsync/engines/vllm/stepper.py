@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from weightsync.engines.base import DraftCounts
 from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import Tokenizer
 from weightsync.engines.vllm.lora import Adapted
+
+_NUM_DRAFTED, _NUM_ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 
 
 class Steppable(Protocol):
     """The methods of vLLM's ``LLMEngine`` that are used here."""
 
     tokenizer: Tokenizer | None
+    log_stats: bool
 
+    def get_metrics(self) -> Iterable[Any]: ...
     def add_request(
         self, request_id: str, prompt: object, params: object, *, lora_request: object = ...
     ) -> object: ...
@@ -141,3 +147,14 @@ def _made(output: Any) -> Made:  # noqa: ANN401 - vLLM's
         return [by_token[token].logprob for token, by_token in pairs]
 
     return Made(output.token_ids, logprobs, output.finish_reason or "")
+
+
+def draft_counts(engine: Steppable) -> DraftCounts | None:
+    """Return the counts since the engine started. None if it does not speculate, or keeps no statistics."""
+    if not engine.log_stats:
+        return None
+    counts = Counter[str]()
+    for metric in engine.get_metrics():
+        if metric.name in (_NUM_DRAFTED, _NUM_ACCEPTED):
+            counts[metric.name] += int(metric.value)
+    return DraftCounts(counts[_NUM_DRAFTED], counts[_NUM_ACCEPTED]) if counts else None

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.engines.loading.live_digest import obstacle
+
 if TYPE_CHECKING:
     from weightsync.engines.vllm.api import ModelRunner
 
@@ -31,11 +33,7 @@ def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
 
 def why_not_live(model: torch.nn.Module, device: torch.device) -> str:
     """Return which layer may hold other bytes than the loader's; "" if none does."""
-    away = next((name for name, each in model.named_parameters() if each.device != device), None)
-    if away:
-        return f"{away} is not on {device}"
-    reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
-    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+    return obstacle(model, device, _why_not_plain)
 
 
 def _why_not_plain(module: torch.nn.Module) -> str:

@@ -32,7 +32,7 @@ from weightsync.engines.vllm.api import (
     require_updatable,
 )
 from weightsync.engines.vllm.draft import draft_of
-from weightsync.engines.vllm.eplb import BalancedExperts, balances_experts, loads_whole
+from weightsync.engines.vllm.eplb import BalancedExperts, loads_whole
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.online import online_loader, trace_online
 from weightsync.engines.vllm.online_proof import loaded_weights, online_layers, require_online
@@ -81,7 +81,8 @@ class VllmHost:
 
     @cached_property
     def _experts(self) -> BalancedExperts | None:
-        return BalancedExperts(self._runner) if balances_experts(self._runner) else None
+        balances = self._runner.vllm_config.parallel_config.enable_eplb
+        return BalancedExperts(self._runner) if balances else None
 
     def model(self) -> torch.nn.Module:
         return self._runner.get_model()

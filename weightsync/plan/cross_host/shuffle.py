@@ -358,11 +358,6 @@ class Messages:
     def num_rounds(self) -> int:
         return int(self.round[-1]) + 1 if len(self.round) else 0
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Size of the receive buffer."""
-        return int((self.offset + self.nbytes).max(initial=0))
-
     def of(self, round: int) -> range:
         """Return the numbers of the messages of one round."""
         return range(*np.searchsorted(self.round, [round, round + 1]).tolist())

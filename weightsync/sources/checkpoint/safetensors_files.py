@@ -15,7 +15,6 @@ from weightsync.plan.layout.draft import DRAFT
 from weightsync.plan.layout.experts import stacked
 from weightsync.plan.layout.segment import most_alike
 from weightsync.sources.checkpoint.float8_weights import scaled_weights
-from weightsync.sources.checkpoint.repeated_head import repeated_heads
 from weightsync.sources.checkpoint.stored_files import (
     DequantisedFile,
     ScaledWeight,
@@ -25,6 +24,7 @@ from weightsync.sources.checkpoint.stored_files import (
 )
 
 _INDEX = ".safetensors.index.json"
+_HEAD, _CHUNK_NBYTES = "lm_head.weight", 4 << 20
 _LONGEST_NAME = 1000
 """Characters of a tensor's name."""
 _DTYPES = {
@@ -99,7 +99,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
             raise ConfigError("exclude", pattern, nearest(pattern, most_alike(pattern, names)))
         for name in left_out:
             found.pop(name, None)
-    tied = tuple(repeated_heads(found))
+    tied = tuple(_repeated_heads(found))
     for alias, _ in tied:
         del found[alias]
     made = _contents(files, found, [] if stored else scaled_weights(found), stack=not stored)
@@ -224,3 +224,34 @@ def _meta(path: Path, name: str, held: object) -> TensorMeta:
     if dtype not in _DTYPES:
         raise PlanError(name, f"dtype {dtype} in {path}; {nearest(dtype, _DTYPES)}")
     return TensorMeta(name, _DTYPES[dtype], shape)
+
+
+def _repeated_heads(found: Mapping[str, StoredPlace]) -> Iterator[tuple[str, str]]:
+    """Yield (head, embedding) where ``config.json`` ties both, and the files have the same bytes for both.
+
+    Loaders of tied models pass over such a head. One with other bytes is not found here.
+    """
+    for name, head in found.items():
+        if name.endswith(_HEAD) and _is_tied(head.file.path.parent / "config.json"):
+            for other, place in found.items():
+                if other != name and _are_equal(head, place):
+                    yield name, other
+                    break
+
+
+def _is_tied(path: Path) -> bool:
+    config = read_json(path) if path.exists() else {}
+    return any(each.get("tie_word_embeddings") is True for each in (config, config.get("text_config") or {}))
+
+
+def _are_equal(head: StoredPlace, other: StoredPlace) -> bool:
+    import torch
+
+    if (head.meta.shape, head.meta.dtype) != (other.meta.shape, other.meta.dtype):
+        return False
+    numel, most = head.meta.numel, _CHUNK_NBYTES // head.meta.itemsize
+    for first in range(0, numel, most):
+        count = min(most, numel - first)
+        if not torch.equal(*(place.read(first, count).view(torch.uint8) for place in (head, other))):
+            return False
+    return True

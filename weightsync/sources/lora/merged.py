@@ -66,7 +66,9 @@ class Merged:
                 held = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
             boxes = tuple(each for each in weights.layout.segments if each.buffer == name)
             self._adapted[name] = _Adapted(held, boxes)
-        still = {name for name, tensor in named_tensors(model)[0].items() if _is_frozen(tensor)}
+        named = named_tensors(model)[0].items()
+        parameters = {name: each for name, each in named if isinstance(each, torch.nn.Parameter)}
+        still = {name for name, each in parameters.items() if not each.requires_grad}
         computed = {_buffer(name): its.held for name, its in self._adapted.items()}
         layout = self._as_base(weights.layout, still.difference(self._adapted))
         return replace(weights, layout=layout, computed={**weights.computed, **computed})
@@ -173,11 +175,6 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if tensors differ in values only."""
     kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in (one, other)]
     return kinds[0] == kinds[1]
-
-
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` is a parameter that nobody trains."""
-    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def _merged(module: Any) -> Sequence[str]:  # noqa: ANN401 - PEFT's

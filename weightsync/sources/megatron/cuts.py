@@ -159,7 +159,9 @@ def _vocabulary(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBo
 
 
 def _gated(array: Array, group: RankGroup, sizes: Sizes) -> Iterator[HeldBox]:
-    half = _half(array.name, array.shape[0])
+    half, odd = divmod(array.shape[0], 2)
+    if odd:
+        raise PlanError(array.name, f"{array.shape[0]} rows; gate and up have as many rows each")
     for tensor in range(2):
         yield _run(array, tensor, half * group.size, tensor * half, half, half * group.rank)
 
@@ -236,12 +238,6 @@ def _run(array: Array, tensor: int, rows: int, at: int, count: int, offset: int)
     shape, inner = (rows, *array.shape[1:]), (0,) * (len(array.shape) - 1)
     box = Box((offset, *inner), (count, *array.shape[1:]))
     return HeldBox(tensor, shape, box, at * array.strides[0], array.strides)
-
-
-def _half(name: str, rows: int) -> int:
-    if rows % 2:
-        raise PlanError(name, f"{rows} rows; gate and up have as many rows each")
-    return rows // 2
 
 
 def _stack_itemsize(array: Array, width: int, num_blocks: int) -> int:

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from weightsync.engines.loading.checkpoint import checkpoint_of
-from weightsync.engines.loading.float32_parts import keep_float32
-from weightsync.engines.loading.model_folder import ModelFolder
+from weightsync.engines.loading.model_folder import ModelFolder, keep_float32
 from weightsync.engines.torch.torch_module import TorchEngine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
