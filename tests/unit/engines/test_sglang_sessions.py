@@ -66,9 +66,8 @@ def test_calls_share_a_session_in_which_no_weights_of_the_model_are_processed(se
 def test_an_own_update_of_sglang_has_a_session_that_processes_all(server: SglangServer) -> None:
     async def own() -> None:
         await server.on_ranks([CALL])
-        await server.select("all")
-        assert server.manager.selected == "all"
-        await server.select("")
+        async with server.session():
+            assert server.manager.selected == "all"
         await server.on_ranks([CALL])
 
     asyncio.run(own())

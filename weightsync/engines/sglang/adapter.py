@@ -92,6 +92,25 @@ class SglangEngine(SlotServing, SglangRanks):
         self._asked("commit", lambda server: server.label(str(version)))
         self._serve(version)
 
+    def init_weights_update_group(self, **fields: object) -> None:
+        """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""
+        self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
+
+    def update_weights_from_distributed(self, **fields: object) -> None:
+        """Make SGLang's own call. Afterwards weights do not match the served version.
+
+        The caller has to drop SGLang's caches. Raises EngineError.
+        """
+        self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
+        """Make SGLang's own call: a tensor's first rows as floats, by the name in the checkpoint.
+
+        Only few of SGLang's models support this call, such as Llama; other models return None.
+        """
+        fields = {"name": name, "truncate_size": truncate_size}
+        return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)
+
     def checksums(self) -> list[Mapping[str, Any]]:
         """Return SGLang's own ``checksums`` of each rank, by live tensor. Raises EngineError."""
         _, _, ranks, *_ = self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})

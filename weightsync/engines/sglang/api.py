@@ -14,8 +14,8 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +282,22 @@ class Manager:
 
         return await getattr(self.manager, method)(getattr(io_struct, request)(**fields))
 
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Open a session for SGLang's own updates, if it has sessions.
+
+        At the end of a session, SGLang processes weights.
+        """
+        await self.select("all")
+        try:
+            yield
+        finally:
+            await self.select("")
+
     async def select(self, models: str) -> None:
         """End SGLang's session if it is for others than `models`, and open one for these, if any.
 
-        `models`: ``all``, ``draft`` or none. There are no sessions before 0.5.21. At the end of a session,
-        SGLang processes weights.
+        `models`: ``all``, ``draft`` or none. There are no sessions before 0.5.21.
         """
         if models == self._selected or not self.forgets:
             return
@@ -296,6 +307,14 @@ class Manager:
         if models:
             _require(await self.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector=models))
         self._selected = models
+
+    async def update_from_group(self, **fields: object) -> None:
+        """Call ``update_weights_from_distributed``, in a session if there are any. Raises RuntimeError."""
+        request = "UpdateWeightsFromDistributedReqInput"
+        # Before 0.5.21, SGLang ends if it cannot flush because it holds requests.
+        given: Mapping[str, Any] = {"flush_cache": False, **fields}
+        async with self.session():
+            _require(await self.ask("update_weights_from_distributed", request, **given))
 
     async def run(
         self,
@@ -384,6 +403,14 @@ def _lead_to_cudart() -> None:
     folders = [os.path.dirname(line.split()[-1]) for line in maps if "/libcudart.so" in line]
     known = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*known, *folders]))
+
+
+def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's
+    """Join ``init_weights_update_group`` as the trainer, NCCL's rank 0. Returns a torch process group."""
+    from sglang.srt.utils import init_custom_process_group
+
+    meeting = f"tcp://{address}:{port}"
+    return init_custom_process_group("nccl", meeting, world_size=world_size, rank=0, group_name=name)
 
 
 def _require(outcome: tuple[bool, str]) -> None:
