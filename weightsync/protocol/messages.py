@@ -58,8 +58,9 @@ class Attached:
     casts: bool = False
 
     def known_by(self, names: dict[bytes, bytes]) -> Attached:
-        """Return the same with names of exported buffers, if any, as in `DeviceMemory.known_by`."""
-        return replace(self, export=self.export.known_by(names)) if self.export else self
+        """Return the same with names of exported buffers as in `DeviceMemory.known_by`."""
+        assert self.export
+        return replace(self, export=self.export.known_by(names))
 
 
 class _Task(msgspec.Struct, frozen=True):

@@ -272,10 +272,11 @@ async def _attach(
 
     # Before the others answer: a thousand ranks have equal names.
     async def attach(call: Coroutine[object, object, Attached]) -> Attached:
-        return (await call).known_by(names)
+        answer = await call
+        return answer.known_by(names) if answer.export else answer
 
     async def attach_ranks(call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
-        return [each.known_by(names) for each in await call]
+        return [each.known_by(names) if each.export else each for each in await call]
 
     calls = {
         f"trainer {rank}": attach(trainer.attach(shared, rank, prepared[holder].send_buffer))
