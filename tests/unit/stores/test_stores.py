@@ -299,7 +299,7 @@ def damaged(path: Path, how: str) -> None:
         path.unlink()
         return
     data[len(data) // 2] ^= 1
-    path.write_bytes(data if how == "flipped" else data[: len(data) // 2])
+    path.write_bytes({"flipped": data, "torn": data[: len(data) // 2], "empty": b""}[how])
 
 
 @pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
@@ -434,15 +434,29 @@ def test_a_folder_that_another_process_switches_meanwhile_has_the_files_of_the_v
     assert folder.version == 2
 
 
-def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:
+@pytest.mark.parametrize("how", ["torn", "flipped", "empty"])
+def test_a_damaged_copy_of_the_version_before_is_downloaded_again(
+    site: Site, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     site.publish()
     site.follow("f")
     first = History(site.store).require(1).files[FILES[0]].content
     site.publish()
-    damaged(site.folder("f").object(first), "flipped")
-    with pytest.raises(StoreError, match=r"copy here of the version before was damaged .* and is removed"):
+    damaged(path := site.folder("f").object(first), how)
+    assert site.follow("f").nbytes > first.nbytes
+    assert f"{path} is damaged, and is removed: it has " in caplog.text
+
+
+def test_a_delta_that_was_damaged_since_it_was_downloaded_is_downloaded_again(site: Site) -> None:
+    site.publish()
+    site.follow("f")
+    site.publish()
+    second = History(site.store).require(2).files[FILES[0]].delta
+    assert second
+    with mock.patch.object(tensor_file, "apply", side_effect=Crash), pytest.raises(Crash):
         site.follow("f")
-    assert site.follow("f").nbytes == first.nbytes
+    damaged(site.folder("f").object(second), "torn")
+    assert site.follow("f").nbytes == second.nbytes
 
 
 def test_a_damaged_file_that_later_versions_share_is_downloaded_again(site: Site) -> None:
