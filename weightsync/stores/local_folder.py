@@ -27,7 +27,7 @@ _PART = ".part"
 LONGEST_S = 3600.0
 """How long a process waits for another one, which may download a version."""
 _PAUSE_S = 0.1
-_Stamp: TypeAlias = tuple[int, ...]
+Stamp: TypeAlias = tuple[int, ...]
 """Which file it is, and its size and times. Any write changes them."""
 
 
@@ -45,7 +45,7 @@ class LocalFolder:
         self.path = path
         self.current = path / "current"
         self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
-        self._hashed: dict[str, _Stamp] = {}
+        self._hashed: dict[str, Stamp] = {}
         with _told(path):
             path.mkdir(parents=True, exist_ok=True)
             if not self._lock.exists() and any(path.iterdir()):
@@ -96,18 +96,18 @@ class LocalFolder:
     def hashed(self, stored: Stored) -> Stored:
         """Hash the object that is here as `stored`, unless nothing has changed it since it was hashed."""
         path = self.object(stored)
-        before = _stamp(path)
+        before = stamp(path)
         if self._hashed.get(stored.sha256) == before:
             return stored
         found = Stored.of(path)
-        if found == stored and _stamp(path) == before:
+        if found == stored and stamp(path) == before:
             self._hashed[stored.sha256] = before
         return found
 
     def changed(self, files: Path) -> list[str]:
         """Return the paths in the folder of a version that are not as they were hashed by this object."""
         links = [*files.iterdir()] if files.is_dir() else [files]
-        return [str(link) for link in links if self._hashed.get(link.resolve().name) != _stamp(link)]
+        return [str(link) for link in links if self._hashed.get(link.resolve().name) != stamp(link)]
 
     def part(self, name: str) -> Path:
         """Return a path for a file that is to become an object by `add`."""
@@ -131,7 +131,7 @@ class LocalFolder:
             part.unlink()  # readers of the other file look at its inode
         else:
             part.rename(path := self.object(stored))
-            self._hashed[stored.sha256] = _stamp(path)
+            self._hashed[stored.sha256] = stamp(path)
 
     def shows(self, manifest: Manifest) -> bool:
         """Return True if readers see this version."""
@@ -173,7 +173,7 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def _stamp(path: Path) -> _Stamp:
+def stamp(path: Path) -> Stamp:
     """Return which file is at a path, and its size and times; nothing if there is none."""
     try:
         now = path.stat()

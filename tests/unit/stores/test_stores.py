@@ -181,18 +181,71 @@ def test_a_publisher_that_has_no_copy_downloads_the_newest_version(site: Site) -
     site.follow("f")
 
 
-def test_a_file_that_is_written_while_it_is_read_is_named(site: Site) -> None:
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_file_that_is_written_while_files_are_read_is_named(site: Site, after: int) -> None:
+    """A trainer saves its next step once so many files were taken: a mix of two steps is no version."""
     site.publish()
-    save_part, times = LocalFolder.save, itertools.count()
+    add, calls = LocalFolder.add, itertools.count()
 
-    def written(folder: LocalFolder, name: str, parts: Iterator[bytes]) -> Any:
-        stored = save_part(folder, name, parts)
-        os.utime(site.root / "files" / FILES[1], ns=(0, next(times)))
-        return stored
+    def then_saved(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        if next(calls) == after:
+            save(site.root / "files", tensors(3), 3)
 
-    with mock.patch.object(LocalFolder, "save", written), pytest.raises(SourceChangedError, match=FILES[1]):
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_saved)
+    with (
+        one_by_one,
+        at,
+        pytest.raises(SourceChangedError, match=r"config.json, .*publish it again") as caught,
+    ):
         publish(site.store, site.root / "files", site.copy)
+    assert {Path(file).name for file in caught.value.files} == {*content(site.root / "files")}
     assert History(site.store).newest == 1
+    assert site.publish().version == 2
+    site.follow("f")
+
+
+def test_a_folder_that_is_switched_while_its_files_are_read_is_named(site: Site) -> None:
+    """`current` of a folder that is followed is another folder after each version."""
+    site.publish()
+    site.follow("f")
+    site.publish()
+    tail = Site(site.root / "tail")
+    add = LocalFolder.add
+
+    def then_followed(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        if part.name == f"taken {FILES[0]}.part":
+            with mock.patch.object(LocalFolder, "add", add):
+                site.follow("f")
+
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_followed)
+    with one_by_one, at, pytest.raises(SourceChangedError, match=FILES[0]):
+        tail.publish_again(site.folder("f").current)
+    assert tail.publish_again(site.folder("f").current).version == 1
+
+
+def test_a_file_that_goes_before_it_is_read_is_named(site: Site) -> None:
+    files = save(site.root / "files", tensors())
+    add = LocalFolder.add
+
+    def then_gone(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        (files / "trainer_state.json").unlink(missing_ok=True)
+
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_gone)
+    with one_by_one, at, pytest.raises(SourceChangedError, match=r"/trainer_state.json changed"):
+        publish(site.store, files, site.copy)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_the_folder_of_the_copy(site: Site) -> None:
+    files = save(site.root / "files", tensors())
+    (files / "memory.bin").symlink_to("/proc/self/mem")  # opens, and fails to be read
+    with pytest.raises(ConfigError, match=r"FOLDER: '\S*/files/memory.bin'.*cannot be read: Input/output"):
+        publish(site.store, files, site.copy)
 
 
 def test_a_publisher_that_crashes_after_any_step_publishes_nothing_or_all(tmp_path: Path) -> None:
