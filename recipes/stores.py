@@ -46,11 +46,14 @@ def follow_store(
     Once the folder has been at a version of the store, errors are told, and it is tried again.
     """
     store, local = ObjectStore(url), LocalFolder(folder)
-    reached, told = 0, ""
+    reached: object = 0
+    told = ""
     while True:
         try:
-            if once or version or History(store).newest != reached:
-                reached, told = _step(store, local, version, say), ""
+            newest = None if once or version else _newest(History(store))
+            if newest != reached:
+                _step(store, local, version, say)
+                reached, told = newest, ""
             elif not reached and not told:
                 say(told := f"{url} has no version yet")
         except StoreError as error:
@@ -63,10 +66,14 @@ def follow_store(
         time.sleep(every_s)
 
 
-def _step(store: ObjectStore, local: LocalFolder, version: int | None, say: Say) -> int:
+def _newest(history: History) -> object:
+    """Return 0, or what differs if the store has a newer version, or another one under the same number."""
+    return history.newest and (history.newest, history.newest_listed)
+
+
+def _step(store: ObjectStore, local: LocalFolder, version: int | None, say: Say) -> None:
     began = time.monotonic()
     with byte_bar("follow") as tell:
         found = follow(store, local, version, tell)
     took = time_text(time.monotonic() - began)
     say(f"version {found.version}: {size_text(found.nbytes)} downloaded in {took}; {local.current}")
-    return found.version

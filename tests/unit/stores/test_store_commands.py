@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
-    """It begins before the first version, and survives a damaged one."""
+    """It begins before the first version, survives a damaged one, and takes one that has the same number."""
     (tmp_path / "store").mkdir()
     held, current = tensors(), tmp_path / "f" / "current"
     command = [sys.executable, "-m", "weightsync.recipes.cli", "follow", f"file://{tmp_path}/store"]
@@ -99,6 +99,13 @@ def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
         assert any("4.json of version 4: it is damaged: " in line for line in process.stdout)
         (tmp_path / "store/versions/00000004.json").unlink()
         weightsync("publish", str(save(tmp_path / "model", held, 4)), f"file://{tmp_path}/store")
+        assert any(line.startswith("version 4: ") for line in process.stdout)
+        assert content(current) == content(tmp_path / "model")
+        for version in range(1, 5):
+            files = save(tmp_path / "model", tensors(7), version)
+            weightsync("publish", str(files), f"file://{tmp_path}/again", "--copy", "copy")
+        (tmp_path / "store").rename(tmp_path / "before")
+        (tmp_path / "again").rename(tmp_path / "store")
         assert any(line.startswith("version 4: ") for line in process.stdout)
         assert content(current) == content(tmp_path / "model")
         process.send_signal(signal.SIGINT)
