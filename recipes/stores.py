@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weightsync.actors.progress import byte_bar
-from weightsync.errors import StoreError
+from weightsync.errors import WeightSyncError
 from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.stores.following import follow
 from weightsync.stores.history import History
@@ -56,7 +56,7 @@ def follow_store(
                 reached, told = newest, ""
             elif not reached and not told:
                 say(told := f"{url} has no version yet")
-        except StoreError as error:
+        except WeightSyncError as error:  # a full disk, too, may have space later
             if not reached:
                 raise
             if str(error) != told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import signal
 import subprocess
@@ -110,3 +111,23 @@ def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
         assert content(current) == content(tmp_path / "model")
         process.send_signal(signal.SIGINT)
         assert process.wait(patient(30)) == 130
+
+
+def test_follow_goes_on_after_a_disk_was_full(tmp_path: Path) -> None:
+    """A limit of the size of files, set while it runs, stands for a disk that fills up."""
+    held, store = tensors(), f"file://{tmp_path}/store"
+    weightsync("publish", str(save(tmp_path / "model", held)), store)
+    command = [sys.executable, "-m", "weightsync.recipes.cli", "follow", store, str(tmp_path / "f")]
+    with subprocess.Popen(
+        [*command, "--every", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline().startswith("version 1: ")
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        change(held, 0.5, 1)
+        weightsync("publish", str(save(tmp_path / "model", held)), store)
+        assert "File too large: give a folder to write to, with enough space" in process.stdout.readline()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert process.stdout.readline().startswith("version 2: ")
+        assert content(tmp_path / "f/current") == content(tmp_path / "model")
+        process.kill()
