@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError, StoreError, nearest
 
@@ -44,7 +43,7 @@ class ObjectStore:
         Raises ConfigError if the URL cannot be one of a store, or obstore is not installed.
         """
         self.url = url
-        scheme = urlsplit(url).scheme
+        scheme = url.partition(":")[0].lower()
         if scheme not in _SCHEMES:
             remedy = f"give file:///mnt/policy or s3://bucket/policy; {nearest(scheme, _SCHEMES)}"
             raise ConfigError("URL", url, remedy)

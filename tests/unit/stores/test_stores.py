@@ -668,6 +668,7 @@ def test_left_over_objects_are_removed(site: Site) -> None:
         ("file:///no/such/folder", "/no/such/folder"),
         ("file://relative", "relative"),
         ("s3://", "s3://"),
+        ("s3://[", "s3://["),
     ],
 )
 def test_a_wrong_url_is_refused(url: str, says: str) -> None:
