@@ -54,7 +54,7 @@ def follow(
         StoreError: the store does not have the version, or an object is missing, torn or damaged.
     """
     with folder.locked():
-        history = History(store)
+        history = History(store, folder.version)
         target = history.require(history.newest if version is None else version)
         nbytes = bring(store, folder, target, history, tell, checks)
         return Followed(target.version, nbytes, folder.files)

@@ -59,7 +59,7 @@ def publish(
         StoreError: another publisher was faster, or the store cannot be read or written.
     """
     with copy.locked():
-        history = History(store)
+        history = History(store, copy.version)
         newest = history.require(history.newest) if history.newest and not anchor else None
         if newest:
             bring(store, copy, newest, history, tell)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from weightsync.stores.following import follow
 from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder, default_folder
 from weightsync.stores.manifest import OBJECTS, Manifest, Stored, VersionFile, manifest_name
-from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.object_store import Listed, ObjectStore
 from weightsync.stores.pruning import prune
 from weightsync.stores.publishing import publish
 
@@ -561,6 +561,23 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_names_it(site: Si
     site.follow("f")
     assert site.publish_again(mine).version == 3
     site.follow("f")
+
+
+def test_a_version_that_is_listed_late_is_not_lost(site: Site) -> None:
+    """Neither does a follower go back, nor does a publisher take itself for another one."""
+    site.publish()
+    site.publish()
+    site.follow("f")
+    listing = ObjectStore.list
+
+    def late(store: ObjectStore, folder: str) -> Mapping[str, Listed]:
+        return {name: each for name, each in listing(store, folder).items() if name != manifest_name(2)}
+
+    with mock.patch.object(ObjectStore, "list", late):
+        assert site.follow("f").version == 2
+        assert site.publish().version == 3
+        assert site.follow("joins").version == 3
+    assert site.follow("f").version == 3
 
 
 def test_publishers_at_once_all_get_a_version_or_lose(site: Site) -> None:
