@@ -134,15 +134,16 @@ class LocalFolder:
             self._hashed[stored.sha256] = stamp(path)
 
     def shows(self, manifest: Manifest) -> bool:
-        """Return True if readers see this version."""
-        return self._shown == _folder_name(manifest)
+        """Return True if readers see this version, and all files are there."""
+        name = _folder_name(manifest)
+        return self._shown == name and self._is_whole(self._versions / name, manifest)
 
     def show(self, manifest: Manifest) -> None:
         """Switch to a version whose files are here. Files of the version before stay until `tidy`."""
         name = _folder_name(manifest)
-        if not (self._versions / name).exists():
-            part = self._versions / (name + _PART)
-            shutil.rmtree(part, ignore_errors=True)
+        if not self._is_whole(self._versions / name, manifest):
+            for folder in (part := self._versions / (name + _PART), self._versions / name):
+                shutil.rmtree(folder, ignore_errors=True)
             part.mkdir()
             for file, sha256 in manifest.contents.items():
                 (part / file).symlink_to(f"../../objects/{sha256}")
@@ -152,13 +153,18 @@ class LocalFolder:
         link.symlink_to(f"versions/{name}")
         link.replace(self.current)
 
+    @staticmethod
+    def _is_whole(files: Path, manifest: Manifest) -> bool:
+        """Return True if all files of a version are there. A cleaner of caches may have removed some."""
+        return all((files / name).exists() for name in manifest.files)
+
     def tidy(self, needed: Collection[Stored] = ()) -> None:
         """Remove all but the version that readers see, and objects that are needed next."""
         for folder in self._versions.iterdir():
             if folder.name != self._shown:
                 shutil.rmtree(folder)
         used = {stored.sha256 for stored in needed}
-        if self._shown:
+        if self.current.is_dir():
             used |= {os.path.basename(os.readlink(link)) for link in self.current.iterdir()}
         for file in self._objects.iterdir():
             if file.name not in used:

@@ -526,6 +526,24 @@ def test_a_damaged_file_that_later_versions_share_is_downloaded_again(site: Site
         assert content(site.folder("f").current) == site.contents[2]
 
 
+@pytest.mark.parametrize("gone", ["objects/*", "versions/*", "versions/*/config.json"])
+@pytest.mark.parametrize("checks", [False, True])
+def test_files_that_are_removed_here_come_back(site: Site, gone: str, checks: bool) -> None:
+    """A cache is cleaned by age, for example, and the version stays the newest."""
+    site.publish()
+    site.publish()
+    site.follow("f")
+    for folder in (site.folder("f"), site.copy):
+        for path in folder.path.glob(gone):
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+        found = follow(site.store, folder, checks=checks)
+        assert (found.version, content(folder.current)) == (2, site.contents[2])
+    for path in site.copy.path.glob(gone):
+        path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+    assert site.publish().version == 3
+    site.follow("f")
+
+
 def test_a_damaged_copy_of_the_publisher_does_not_reach_followers(site: Site) -> None:
     site.publish()
     first = History(site.store).require(1).files[FILES[0]].content
