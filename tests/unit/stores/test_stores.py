@@ -173,6 +173,20 @@ def test_a_file_with_another_header_comes_whole(site: Site) -> None:
         site.follow("f", version)
 
 
+@pytest.mark.parametrize(
+    "header", ["{}", "[]", '{"a": 1}', '{"a": {"data_offsets": [0, 9], "shape": [2]}}', "[" * 10**5]
+)
+def test_a_file_that_is_no_safetensors_file_comes_whole(site: Site, header: str) -> None:
+    """An index need not name all files of a folder, and nobody checks the others."""
+    files = save(site.root / "files", site.held)
+    for number in (1, 2):
+        data = len(header).to_bytes(8, "little") + header.encode() + bytes([number] * 100)
+        (files / "optimizer.safetensors").write_bytes(data)
+        site.publish_again(files)
+        site.follow("f")
+    assert History(site.store).require(2).files["optimizer.safetensors"].whole
+
+
 def test_a_publisher_that_has_no_copy_downloads_the_newest_version(site: Site) -> None:
     for _ in range(3):
         site.publish()
