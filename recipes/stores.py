@@ -46,15 +46,13 @@ def follow_store(
     Once the folder has been at a version of the store, errors are told, and it is tried again.
     """
     store, local = ObjectStore(url), LocalFolder(folder)
-    reached: object = 0
+    reached: Path | None = None
     told = ""
     while True:
         try:
-            newest = None if once or version else _newest(History(store))
-            if newest != reached:
-                _step(store, local, version, say)
-                reached, told = newest, ""
-            elif not reached and not told:
+            if once or version or reached or History(store).newest:
+                reached, told = _step(store, local, version, say, reached), ""
+            elif not told:
                 say(told := f"{url} has no version yet")
         except WeightSyncError as error:  # a full disk, too, may have space later
             if not reached:
@@ -66,14 +64,14 @@ def follow_store(
         time.sleep(every_s)
 
 
-def _newest(history: History) -> object:
-    """Return 0, or what differs if the store has a newer version, or another one under the same number."""
-    return history.newest and (history.newest, history.newest_listed)
-
-
-def _step(store: ObjectStore, local: LocalFolder, version: int | None, say: Say) -> None:
+def _step(
+    store: ObjectStore, local: LocalFolder, version: int | None, say: Say, reached: Path | None
+) -> Path:
+    """Follow, and tell of files that are new since `reached`, their folder before. Returns their folder."""
     began = time.monotonic()
     with byte_bar("follow") as tell:
         found = follow(store, local, version, tell)
-    took = time_text(time.monotonic() - began)
-    say(f"version {found.version}: {size_text(found.nbytes)} downloaded in {took}; {local.current}")
+    if found.files != reached or found.nbytes:
+        took = time_text(time.monotonic() - began)
+        say(f"version {found.version}: {size_text(found.nbytes)} downloaded in {took}; {local.current}")
+    return found.files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,10 @@ def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
         (tmp_path / "store").rename(tmp_path / "before")
         (tmp_path / "again").rename(tmp_path / "store")
         assert any(line.startswith("version 4: ") for line in process.stdout)
+        assert content(current) == content(tmp_path / "model")
+        shutil.rmtree(tmp_path / "f" / "objects")
+        (tmp_path / "f" / "objects").mkdir()
+        assert any(line.startswith("version 4: ") for line in process.stdout), "removed files come back"
         assert content(current) == content(tmp_path / "model")
         process.send_signal(signal.SIGINT)
         assert process.wait(patient(30)) == 130
