@@ -23,6 +23,7 @@ from weightsync.stores.routes import MOST_DELTAS, since_anchor
 from weightsync.stores.threads import on_threads
 
 _CHUNK = 8 << 20
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,18 @@ def _stamps(folder: Path) -> dict[Path, Stamp]:
     found = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     if not any(path.suffix == ".safetensors" for path in found):
         raise ConfigError("FOLDER", str(folder), "give a folder with safetensors files")
+    if wrong := [path for path in found if not _has_name(path)]:
+        remedy = f"rename the file: a name is UTF-8, and has at most {_LONGEST_NAME} bytes"
+        raise ConfigError("FOLDER", str(wrong[0]), remedy)
     return {path: stamp(path) for path in found}
+
+
+def _has_name(path: Path) -> bool:
+    """Return True if a manifest, and names of local files, can have the name."""
+    try:
+        return len(path.name.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
 
 
 def _take(copy: LocalFolder, path: Path) -> Stored:

@@ -255,6 +255,15 @@ def test_a_file_that_goes_before_it_is_read_is_named(site: Site) -> None:
         publish(site.store, files, site.copy)
 
 
+@pytest.mark.parametrize("name", [b"\xff.json", b"n" * 201])
+def test_a_name_that_no_manifest_can_have_is_refused(site: Site, name: bytes) -> None:
+    files = save(site.root / "files", tensors())
+    (files / os.fsdecode(name)).touch()
+    with pytest.raises(ConfigError, match=r"rename the file: a name is UTF-8, and has at most 200 bytes"):
+        publish(site.store, files, site.copy)
+    assert not site.file(OBJECTS).exists()
+
+
 def test_a_file_that_cannot_be_read_is_named_and_not_the_folder_of_the_copy(site: Site) -> None:
     files = save(site.root / "files", tensors())
     (files / "memory.bin").symlink_to("/proc/self/mem")  # opens, and fails to be read
