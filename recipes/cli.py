@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -386,7 +387,7 @@ def doctor(
     from weightsync.recipes.doctor.probes import diagnose  # imports torch and looks for engines
     from weightsync.recipes.doctor.servers import server as examine_server
 
-    planned = what is not None and not Path(what).is_dir()
+    planned = what is not None and not os.path.isdir(what)
     served = None if what is None else _served(what)
     rows = [*map(examine_server, server or ()), *diagnose()]
     print(diagnosis_json(rows, served) if as_json else diagnosis(rows, served, planned=planned))
@@ -395,7 +396,7 @@ def doctor(
 
 def _served(what: str) -> list[Covered]:
     """Return the rows of the engines of a run, given a folder, or of a recipe."""
-    if Path(what).is_dir():
+    if os.path.isdir(what):
         return read_report(report_in(Path(what))).coverage
     return planned(load_recipe(recipe_file(what), []))
 

@@ -5,6 +5,7 @@ All functions raise ConfigError, which names the option, or the file, line and f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +57,7 @@ def check_cluster(recipe: Recipe) -> None:
 def recipe_file(given: str) -> Path:
     """Find a recipe by path or shipped name. ``recipes/NAME.yaml`` works in a job's empty folder too."""
     known, path = shipped_recipes(plans=False), Path(given)
-    if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
+    if path.parts[:-1] == (SHIPPED.name,) and not os.path.exists(path) and path.stem in known:
         return known[path.stem]
     return find(given, "recipe", known)
 
@@ -94,7 +95,7 @@ def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
 def report_in(folder: Path) -> Path:
     """Return the report in `folder`. The error names the nearest folder that has one."""
     path = folder / "report.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         others = [each.parent.name for each in folder.parent.glob("*/report.json")]
         hint = f"; {nearest(folder.name, others)}" if others else ""
         raise ConfigError("DIR", str(folder), f"give the folder of a run{hint}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weightsync.actors.progress import byte_bar
-from weightsync.errors import StoreError
+from weightsync.errors import WeightSyncError
 from weightsync.sources.checkpoint.safetensors_files import contents
 from weightsync.stores.following import follow
 from weightsync.stores.history import History
@@ -46,14 +46,15 @@ def follow_store(
     Once the folder has been at a version of the store, errors are told, and it is tried again.
     """
     store, local = ObjectStore(url), LocalFolder(folder)
-    reached, told = 0, ""
+    reached: Path | None = None
+    told = ""
     while True:
         try:
-            if once or version or History(store).newest != reached:
-                reached, told = _step(store, local, version, say), ""
-            elif not reached and not told:
+            if once or version or reached or History(store).newest:
+                reached, told = _step(store, local, version, say, reached), ""
+            elif not told:
                 say(told := f"{url} has no version yet")
-        except StoreError as error:
+        except WeightSyncError as error:  # a full disk, too, may have space later
             if not reached:
                 raise
             if str(error) != told:
@@ -63,10 +64,14 @@ def follow_store(
         time.sleep(every_s)
 
 
-def _step(store: ObjectStore, local: LocalFolder, version: int | None, say: Say) -> int:
+def _step(
+    store: ObjectStore, local: LocalFolder, version: int | None, say: Say, reached: Path | None
+) -> Path:
+    """Follow, and tell of files that are new since `reached`, their folder before. Returns their folder."""
     began = time.monotonic()
     with byte_bar("follow") as tell:
         found = follow(store, local, version, tell)
-    took = time_text(time.monotonic() - began)
-    say(f"version {found.version}: {size_text(found.nbytes)} downloaded in {took}; {local.current}")
-    return found.version
+    if found.files != reached or found.nbytes:
+        took = time_text(time.monotonic() - began)
+        say(f"version {found.version}: {size_text(found.nbytes)} downloaded in {took}; {local.current}")
+    return found.files

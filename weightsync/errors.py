@@ -291,8 +291,8 @@ class SourceChangedError(WeightSyncError):
         told = [f"{name} wrote {_shown(tensors)} while it was read" for name, tensors in self.writers]
         remedy = "leave weights as they are until the call that moves them returns"
         if self.files:
-            told.append(f"{_shown(self.files)} changed after the checkpoint was registered")
-            remedy = "unregister the checkpoint, and register it again once its files stay as they are"
+            told.append(f"{_shown(self.files)} changed since the checkpoint was first read")
+            remedy = "once its files stay as they are, publish it again, or unregister and register it again"
         at = f"version {self.version}: " if self.version else ""
         return f"{at}{'; '.join(told)}; {remedy}"
 

@@ -21,6 +21,7 @@ _HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128,
 _VocabSize = Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")]
 _Seed = Annotated[int, Limit(range(1 << 63).__contains__, "give at least 0 and less than 2**63")]
 _Pairs = Annotated[int, Limit(range(1, 17).__contains__, "give 1 to 16")]
+_Count = Annotated[int, Limit(range(1, 100_001).__contains__, "give at least 1, at most 100000")]
 _GroupSize = Annotated[int, at_least(2)]
 _Rate = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give a finite number above 0")]
 _Wrong = Iterator[tuple[str, object, str]]
@@ -37,7 +38,7 @@ class MoeSpec:
         intermediate_size: size of one expert's MLP; a multiple of the ranks of every engine.
     """
 
-    num_experts: Positive
+    num_experts: _Count
     num_experts_per_tok: Positive
     intermediate_size: Positive
 
@@ -69,7 +70,7 @@ class ModelSpec:
 
     hidden_size: Positive = 128
     intermediate_size: Positive = 256
-    num_hidden_layers: Positive = 2
+    num_hidden_layers: _Count = 2
     num_attention_heads: int = 4
     num_key_value_heads: Positive = 2
     head_dim: _HeadDim = 32
@@ -108,7 +109,7 @@ class DraftSpec:
         num_speculative_tokens: tokens that the draft proposes before the model checks them.
     """
 
-    num_hidden_layers: Positive = 1
+    num_hidden_layers: _Count = 1
     num_speculative_tokens: Positive = 2
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class TrainerSpec:
     """
 
     kind: Literal["fsdp2", "deepspeed", "megatron", "plain"] = "fsdp2"
-    count: Positive = 2
+    count: _Count = 2
     quantize: bool = False
     lora: LoraSpec | None = None
 
@@ -182,8 +183,8 @@ class EngineSpec:
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
-    count: Positive = 1
-    tensor_parallel_size: Positive = 1
+    count: _Count = 1
+    tensor_parallel_size: _Count = 1
     quantization: Literal["none", "int4"] = "none"
     deployment: str = ""
 

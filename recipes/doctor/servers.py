@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
@@ -27,8 +28,7 @@ def server(url: str, timeout_s: float = _TIMEOUT_S) -> Row:
 
     Raises ConfigError for a text that is no URL.
     """
-    where = urlsplit(url)
-    if where.scheme not in ("http", "https") or not where.hostname:
+    if not _is_address(url):
         raise ConfigError("--server", url, "give the address of a server, such as http://10.0.0.2:8000")
     base = url.rstrip("/")
     try:
@@ -44,6 +44,16 @@ def server(url: str, timeout_s: float = _TIMEOUT_S) -> Row:
     except OSError as error:
         return Row(base, f"does not answer: {error}", "missing", "give the address of a server that runs")
     return Row(base, "no controls of vLLM or SGLang that we know")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        where = urlsplit(url)
+    except ValueError:  # a bracket that is not closed
+        return False
+    return (
+        where.scheme in ("http", "https") and bool(where.hostname) and re.fullmatch("[!-~]+", url) is not None
+    )
 
 
 def _there(base: str, paths: tuple[str, ...], timeout_s: float) -> list[str]:

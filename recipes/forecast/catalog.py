@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ def find(given: str, field: str, known: Mapping[str, Path]) -> Path:
     if given in known:
         return known[given]
     path = Path(given)
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    if path.suffix in (".yaml", ".yml") or os.path.exists(path):
         return path
     raise ConfigError(field, given, f"give a YAML file or a shipped name; {nearest(given, known)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ def read_model(given: str) -> tuple[str, ModelShape, tuple[TensorMeta, ...]]:
             transformers does not know; or the cut of a tensor is not known.
     """
     path = Path(given)
-    if given in shipped("models") or not (path.is_dir() or path.suffix == ".json"):
+    if given in shipped("models") or not (os.path.isdir(path) or path.suffix == ".json"):
         shape = load(ModelShape, given, field=FIELD, kind="models")
         return given, shape, checkpoint_tensors(shape)
     file = path / "config.json" if path.is_dir() else path
@@ -58,7 +59,7 @@ def read_model(given: str) -> tuple[str, ModelShape, tuple[TensorMeta, ...]]:
 def _configuration(given: str, file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remedy = f"give a folder with a config.json, as Hugging Face saves it, or this file: {error}"
         raise ConfigError(FIELD, given, remedy) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -110,7 +111,9 @@ def _of_checkpoint(found: Sequence[TensorMeta], num_layers: object) -> Iterator[
 def _form(given: str, config: Mapping[str, Any], tensors: Sequence[TensorMeta]) -> ModelShape:
     """Return the numbers on which the cuts of trainers and engines depend. Tensors give the sizes."""
     for meta in tensors:
-        if not _CUT.fullmatch(meta.name) and not (_NORM.fullmatch(meta.name) and len(meta.shape) == 1):
+        is_vector = meta.name.endswith(("norm.weight", "bias"))
+        is_known = _CUT.fullmatch(meta.name) or _NORM.fullmatch(meta.name)
+        if not is_known or not meta.numel or len(meta.shape) != (1 if is_vector else 2):
             remedy = (
                 f"the cut of {meta.name} {meta.shape} in a {config['model_type']} is not known: "
                 "give a model with the layers of Llama, Qwen3, GLM4-MoE or DeepSeek-V3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,11 +53,11 @@ def quantization_config(given: str) -> dict[str, Any]:
         ConfigError: it is no such file.
     """
     path = Path(given)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError("--quantization", given, "give a model's config.json, or a YAML file like it")
     try:
         config = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("--quantization", given, f"it is neither JSON nor YAML: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get(FIELD), dict):
         raise ConfigError("--quantization", given, f"it has no {FIELD}; give a quantised model's config.json")

@@ -164,7 +164,7 @@ def test_a_file_that_is_replaced_after_its_checkpoint_was_registered_is_named(
     os.replace(tmp_path / "other", file)
     (tmp_path / "b" / "go").touch()
     for _ in range(2):
-        with pytest.raises(SourceChangedError, match="changed after the checkpoint was registered") as caught:
+        with pytest.raises(SourceChangedError, match="changed since the checkpoint was first read") as caught:
             sync.update_weights(checkpoint="b")
         assert caught.value.files == (str(file),)
     assert sync.engine_versions() == served
@@ -311,7 +311,7 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         assert all_hold(sync, a)
         version = sync.version
         os.utime(f"{folder}/model-0.safetensors")
-        with pytest.raises(SourceChangedError, match=f"^{folder}/model-0.* changed after the checkpoint"):
+        with pytest.raises(SourceChangedError, match=f"^{folder}/model-0.* changed since the checkpoint"):
             sync.update_weights(checkpoint="a")
         assert set(sync.engine_versions().values()) == {version}
         sync.unregister_checkpoint("a")

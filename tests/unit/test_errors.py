@@ -70,13 +70,14 @@ EXAMPLES = [
     ),
     (
         SourceChangedError(0, (), ["/m/1.safetensors"]),
-        "/m/1.safetensors changed after the checkpoint was registered; unregister the checkpoint, and "
-        "register it again once its files stay as they are",
+        "/m/1.safetensors changed since the checkpoint was first read; once its files stay as they are, "
+        "publish it again, or unregister and register it again",
     ),
     (
         SourceChangedError(3, [("another process", ["a"])], ["/m/1.safetensors"]),
-        "version 3: another process wrote a while it was read; /m/1.safetensors changed after the checkpoint "
-        "was registered; unregister the checkpoint, and register it again once its files stay as they are",
+        "version 3: another process wrote a while it was read; /m/1.safetensors changed since the checkpoint "
+        "was first read; once its files stay as they are, publish it again, or unregister and register it "
+        "again",
     ),
     (
         ConfigError("files", "x" * 10**5, "shorten it"),

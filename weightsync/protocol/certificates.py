@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from weightsync.config import TlsFiles
 from weightsync.errors import ConfigError
 
 _REMEDY = "make new files with weightsync keys"
+_HOST = "[A-Za-z0-9._:-]{1,64}"
+"""It names a folder, and is the name in a certificate."""
 _EARLIER = datetime.timedelta(minutes=5)
 """Certificates are valid from a little before now, for hosts whose clocks are behind."""
 
@@ -25,8 +28,15 @@ def make_keys(folder: Path, hosts: Sequence[str], days: int) -> tuple[list[Path]
     """Write a CA's certificate, and a certificate with its key for the fleet, or in a folder for each host.
 
     The CA's own key is not stored, so that nobody can make another certificate of this CA. Returns the
-    folders, for `TlsFiles.within`, and when they expire. Raises ConfigError if one of the files exists.
+    folders, for `TlsFiles.within`, and when they expire. Raises ConfigError if one of the files exists, or a
+    host is no name.
     """
+    for number, host in enumerate(hosts):
+        if host in hosts[:number] or host in (".", "..") or not re.fullmatch(_HOST, host):
+            remedy = (
+                "give each host once, by a name or an address of 1 to 64 letters, digits, '.', ':', '-', '_'"
+            )
+            raise ConfigError("--host", host, remedy)
     folders = [folder / host for host in hosts] or [folder]
     files = [Path(path) for each in folders for path in TlsFiles.within(str(each)).paths]
     for path in files:

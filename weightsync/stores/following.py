@@ -12,7 +12,7 @@ from weightsync.errors import StoreError
 from weightsync.stores import tensor_file
 from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder
-from weightsync.stores.manifest import Manifest, Stored, VersionFile, manifest_name
+from weightsync.stores.manifest import Manifest, Stored, manifest_name
 from weightsync.stores.meter import Meter, Tell, silent
 from weightsync.stores.object_store import ObjectStore
 from weightsync.stores.routes import Route, route
@@ -54,7 +54,7 @@ def follow(
         StoreError: the store does not have the version, or an object is missing, torn or damaged.
     """
     with folder.locked():
-        history = History(store)
+        history = History(store, folder.version)
         target = history.require(history.newest if version is None else version)
         nbytes = bring(store, folder, target, history, tell, checks)
         return Followed(target.version, nbytes, folder.files)
@@ -71,9 +71,7 @@ def bring(
     """Bring a locked folder to `target`. Returns the bytes that were downloaded."""
     if folder.shows(target) and not checks:
         return 0
-    on_threads(lambda file: _drop_if_damaged(folder, *file), target.files.items())
-    routes = {name: _route(store, folder, name, target, history) for name in target.files}
-    sources = {stored for way in routes.values() for stored in (way.start, *way.changes)}
+    routes, sources = _routes(store, folder, target, history)
     folder.tidy(sources | {file.content for file in target.files.values()})
     missing = [stored for stored in sources if not folder.has(stored)]
     meter = Meter(tell, sum(stored.nbytes for stored in missing))
@@ -84,12 +82,26 @@ def bring(
     return meter.nbytes
 
 
-def _drop_if_damaged(folder: LocalFolder, name: str, file: VersionFile) -> None:
-    """Remove a file that is here and damaged, so that it is made again."""
-    path = folder.object(file.content)
-    if folder.has(file.content) and (found := folder.hashed(file.content)) != file.content:
-        logger.warning("%s: %s is damaged, and is removed: it has %s", path, name, found)
-        path.unlink()
+def _routes(
+    store: ObjectStore, folder: LocalFolder, target: Manifest, history: History
+) -> tuple[dict[str, Route], set[Stored]]:
+    """Return a way to each file, and the objects of all ways. Those that are here are undamaged."""
+    routes = {name: _route(store, folder, name, target, history) for name in target.files}
+    sources = {stored for way in routes.values() for stored in (way.start, *way.changes)}
+    here = filter(folder.has, sources)
+    if any(on_threads(lambda stored: _drop_if_damaged(folder, stored), here)):
+        return _routes(store, folder, target, history)  # without them, other ways may be shorter
+    return routes, sources
+
+
+def _drop_if_damaged(folder: LocalFolder, stored: Stored) -> bool:
+    """Remove an object that is here and damaged. Returns True if it was."""
+    if (found := folder.hashed(stored)) == stored:
+        return False
+    path = folder.object(stored)
+    logger.warning("%s is damaged, and is removed: it has %s", path, found)
+    path.unlink()
+    return True
 
 
 def _route(store: ObjectStore, folder: LocalFolder, name: str, target: Manifest, history: History) -> Route:
@@ -110,13 +122,7 @@ def _make(store: ObjectStore, folder: LocalFolder, version: int, wanted: Stored,
     if (found := Stored.of(part)) == wanted:
         folder.add(part, wanted)
         return
-    problem = f"applied, it gives {found}, not {wanted}"
-    if (base := Stored.of(start)) != way.start:
-        start.unlink()
-        problem += (
-            f": the copy here of the version before was damaged ({base}, not {way.start}) and is removed"
-        )
-    raise StoreError(store.url, way.changes[-1].name, problem, version)
+    raise StoreError(store.url, way.changes[-1].name, f"applied, it gives {found}, not {wanted}", version)
 
 
 def _fetch(store: ObjectStore, folder: LocalFolder, stored: Stored, version: int, meter: Meter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightsync.errors import StoreError
 from weightsync.stores.manifest import FOLDER, Manifest, manifest_name
-from weightsync.stores.object_store import Listed, ObjectStore
+from weightsync.stores.object_store import ObjectStore
 
 
 class _DamagedError(StoreError):
@@ -16,24 +16,24 @@ class History:
 
     Attributes:
         versions: the numbers, rising.
+        newest_listed: the size and time of the newest manifest that is listed; None if there is none.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, known: int = 0) -> None:
+        """`known`: a version that a local folder has. If it is there, it counts even if the list is late."""
         self._store = store
-        self._listed = store.list(FOLDER)
-        names = (name.removeprefix(f"{FOLDER}/").removesuffix(".json") for name in self._listed)
+        listed = store.list(FOLDER)
+        names = (name.removeprefix(f"{FOLDER}/").removesuffix(".json") for name in listed)
         self.versions = sorted(int(name) for name in names if name.isdecimal())
+        self.newest_listed = listed.get(manifest_name(self.newest))
         self._read: dict[int, Manifest] = {}
+        if known > self.newest and self.find(known):
+            self.versions.append(known)
 
     @property
     def newest(self) -> int:
         """The newest version, 0 if there is none."""
         return self.versions[-1] if self.versions else 0
-
-    @property
-    def newest_listed(self) -> Listed:
-        """The size and time of the newest manifest."""
-        return self._listed[manifest_name(self.newest)]
 
     def find(self, version: int) -> Manifest | None:
         """Return the manifest of a version, None if it is not there or damaged."""

@@ -27,7 +27,7 @@ _PART = ".part"
 LONGEST_S = 3600.0
 """How long a process waits for another one, which may download a version."""
 _PAUSE_S = 0.1
-_Stamp: TypeAlias = tuple[int, ...]
+Stamp: TypeAlias = tuple[int, ...]
 """Which file it is, and its size and times. Any write changes them."""
 
 
@@ -45,7 +45,7 @@ class LocalFolder:
         self.path = path
         self.current = path / "current"
         self._objects, self._versions, self._lock = path / "objects", path / "versions", path / "lock"
-        self._hashed: dict[str, _Stamp] = {}
+        self._hashed: dict[str, Stamp] = {}
         with _told(path):
             path.mkdir(parents=True, exist_ok=True)
             if not self._lock.exists() and any(path.iterdir()):
@@ -96,18 +96,18 @@ class LocalFolder:
     def hashed(self, stored: Stored) -> Stored:
         """Hash the object that is here as `stored`, unless nothing has changed it since it was hashed."""
         path = self.object(stored)
-        before = _stamp(path)
+        before = stamp(path)
         if self._hashed.get(stored.sha256) == before:
             return stored
         found = Stored.of(path)
-        if found == stored and _stamp(path) == before:
+        if found == stored and stamp(path) == before:
             self._hashed[stored.sha256] = before
         return found
 
     def changed(self, files: Path) -> list[str]:
         """Return the paths in the folder of a version that are not as they were hashed by this object."""
         links = [*files.iterdir()] if files.is_dir() else [files]
-        return [str(link) for link in links if self._hashed.get(link.resolve().name) != _stamp(link)]
+        return [str(link) for link in links if self._hashed.get(link.resolve().name) != stamp(link)]
 
     def part(self, name: str) -> Path:
         """Return a path for a file that is to become an object by `add`."""
@@ -131,18 +131,19 @@ class LocalFolder:
             part.unlink()  # readers of the other file look at its inode
         else:
             part.rename(path := self.object(stored))
-            self._hashed[stored.sha256] = _stamp(path)
+            self._hashed[stored.sha256] = stamp(path)
 
     def shows(self, manifest: Manifest) -> bool:
-        """Return True if readers see this version."""
-        return self._shown == _folder_name(manifest)
+        """Return True if readers see this version, and all files are there."""
+        name = _folder_name(manifest)
+        return self._shown == name and self._is_whole(self._versions / name, manifest)
 
     def show(self, manifest: Manifest) -> None:
         """Switch to a version whose files are here. Files of the version before stay until `tidy`."""
         name = _folder_name(manifest)
-        if not (self._versions / name).exists():
-            part = self._versions / (name + _PART)
-            shutil.rmtree(part, ignore_errors=True)
+        if not self._is_whole(self._versions / name, manifest):
+            for folder in (part := self._versions / (name + _PART), self._versions / name):
+                shutil.rmtree(folder, ignore_errors=True)
             part.mkdir()
             for file, sha256 in manifest.contents.items():
                 (part / file).symlink_to(f"../../objects/{sha256}")
@@ -152,13 +153,18 @@ class LocalFolder:
         link.symlink_to(f"versions/{name}")
         link.replace(self.current)
 
+    @staticmethod
+    def _is_whole(files: Path, manifest: Manifest) -> bool:
+        """Return True if all files of a version are there. A cleaner of caches may have removed some."""
+        return all((files / name).exists() for name in manifest.files)
+
     def tidy(self, needed: Collection[Stored] = ()) -> None:
         """Remove all but the version that readers see, and objects that are needed next."""
         for folder in self._versions.iterdir():
             if folder.name != self._shown:
                 shutil.rmtree(folder)
         used = {stored.sha256 for stored in needed}
-        if self._shown:
+        if self.current.is_dir():
             used |= {os.path.basename(os.readlink(link)) for link in self.current.iterdir()}
         for file in self._objects.iterdir():
             if file.name not in used:
@@ -173,7 +179,7 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def _stamp(path: Path) -> _Stamp:
+def stamp(path: Path) -> Stamp:
     """Return which file is at a path, and its size and times; nothing if there is none."""
     try:
         now = path.stat()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError, StoreError, nearest
 
@@ -17,6 +16,8 @@ _SCHEMES = ("file", "gs", "memory", "s3")
 _CHUNK = 8 << 20
 _MOST_PARTS = 9_000
 """S3 takes 10,000 parts of an object."""
+_PARTS_AT_ONCE = 2
+"""Parts of an object that are uploaded at once. All that share a link have to arrive in half a minute."""
 Moved = Callable[[int], None]
 """Is told how many more bytes have moved."""
 
@@ -42,7 +43,7 @@ class ObjectStore:
         Raises ConfigError if the URL cannot be one of a store, or obstore is not installed.
         """
         self.url = url
-        scheme = urlsplit(url).scheme
+        scheme = url.partition(":")[0].lower()
         if scheme not in _SCHEMES:
             remedy = f"give file:///mnt/policy or s3://bucket/policy; {nearest(scheme, _SCHEMES)}"
             raise ConfigError("URL", url, remedy)
@@ -73,10 +74,23 @@ class ObjectStore:
                 return None
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Yield an object's bytes in parts."""
-        with self._told(name):
-            for part in self._obstore.get(self._store, name).stream(min_chunk_size=_CHUNK):
-                yield memoryview(part)
+        """Yield an object's bytes in parts, however long that takes while parts arrive.
+
+        obstore gives up after 11 requests of half a minute, or after three minutes.
+        """
+        at = 0
+        while True:
+            begin = at
+            try:
+                options = {"range": {"offset": at}} if at else {}
+                found = self._obstore.get(self._store, name, options=options)
+                for part in found.stream(min_chunk_size=_CHUNK):
+                    yield memoryview(part)
+                    at += len(part)
+                return
+            except self._errors as error:
+                if at == begin:
+                    raise self._error(name, error) from error
 
     def put(self, name: str, path: Path, moved: Moved) -> None:
         """Upload a file. The object appears once it is whole."""
@@ -84,7 +98,8 @@ class ObjectStore:
             nbytes = path.stat().st_size
             if nbytes > _CHUNK:
                 size = max(_CHUNK, nbytes // _MOST_PARTS)
-                self._obstore.put(self._store, name, _parts(path, moved), chunk_size=size)
+                parts = _parts(path, moved)
+                self._obstore.put(self._store, name, parts, chunk_size=size, max_concurrency=_PARTS_AT_ONCE)
             else:
                 self._obstore.put(self._store, name, path.read_bytes(), use_multipart=False)
                 moved(nbytes)
@@ -109,8 +124,11 @@ class ObjectStore:
         try:
             yield
         except self._errors as error:
-            problem = "it is not there" if isinstance(error, FileNotFoundError) else _first_line(error)
-            raise StoreError(self.url, name, problem) from error
+            raise self._error(name, error) from error
+
+    def _error(self, name: str, error: Exception) -> StoreError:
+        problem = "it is not there" if isinstance(error, FileNotFoundError) else _first_line(error)
+        return StoreError(self.url, name, problem)
 
 
 def _parts(path: Path, moved: Moved) -> Iterator[bytes]:

@@ -34,4 +34,5 @@ def prune(store: ObjectStore, keep: int) -> tuple[int, int]:
 
 def is_left_over(listed: Listed, history: History) -> bool:
     """Return True if `prune` removes this object when no version names it."""
-    return bool(history.newest) and listed.written < history.newest_listed.written - _UPLOAD_TIME
+    newest = history.newest_listed
+    return newest is not None and listed.written < newest.written - _UPLOAD_TIME

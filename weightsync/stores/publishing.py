@@ -14,7 +14,7 @@ from weightsync.errors import ConfigError, SourceChangedError, StoreError
 from weightsync.stores import tensor_file
 from weightsync.stores.following import bring
 from weightsync.stores.history import History
-from weightsync.stores.local_folder import LocalFolder
+from weightsync.stores.local_folder import LocalFolder, Stamp, stamp
 from weightsync.stores.manifest import OBJECTS, Manifest, Stored, VersionFile, manifest_name
 from weightsync.stores.meter import Meter, Tell, silent
 from weightsync.stores.object_store import Listed, ObjectStore
@@ -23,6 +23,7 @@ from weightsync.stores.routes import MOST_DELTAS, since_anchor
 from weightsync.stores.threads import on_threads
 
 _CHUNK = 8 << 20
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,16 @@ def publish(
         StoreError: another publisher was faster, or the store cannot be read or written.
     """
     with copy.locked():
-        history = History(store)
+        history = History(store, copy.version)
         newest = history.require(history.newest) if history.newest and not anchor else None
         if newest:
             bring(store, copy, newest, history, tell)
         copy.tidy()
-        paths = _files(files)
-        taken = dict(zip((path.name for path in paths), on_threads(partial(_take, copy), paths), strict=True))
+        before = _stamps(files)
+        stored = on_threads(partial(_take, copy), before)
+        taken = dict(zip((path.name for path in before), stored, strict=True))
+        if changed := before.items() ^ _stamps(files).items():  # else the version would be a mix of two
+            raise SourceChangedError(0, (), sorted({str(path) for path, _ in changed}))
         if newest and {name: stored.sha256 for name, stored in taken.items()} == newest.contents:
             return PublishedFolder(newest.version, 0, newest.is_anchor, is_new=False)
         made = replace(_compared(copy, taken, newest, history), version=history.newest + 1)
@@ -76,32 +80,41 @@ def publish(
         return PublishedFolder(made.version, nbytes, made.is_anchor, is_new=True)
 
 
-def _files(folder: Path) -> list[Path]:
+def _stamps(folder: Path) -> dict[Path, Stamp]:
+    """Return the files to publish, and what any write to them changes."""
     found = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     if not any(path.suffix == ".safetensors" for path in found):
         raise ConfigError("FOLDER", str(folder), "give a folder with safetensors files")
-    return found
+    if wrong := [path for path in found if not _has_name(path)]:
+        remedy = f"rename the file: a name is UTF-8, and has at most {_LONGEST_NAME} bytes"
+        raise ConfigError("FOLDER", str(wrong[0]), remedy)
+    return {path: stamp(path) for path in found}
+
+
+def _has_name(path: Path) -> bool:
+    """Return True if a manifest, and names of local files, can have the name."""
+    try:
+        return len(path.name.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
 
 
 def _take(copy: LocalFolder, path: Path) -> Stored:
     """Copy a file, so that it stays as it is while it is compared and uploaded."""
-
-    def parts() -> Iterator[bytes]:
-        with path.open("rb") as file:
-            while part := file.read(_CHUNK):
-                yield part
-
-    before = _stamp(path)
-    stored = copy.save(f"taken {path.name}", parts())
-    if _stamp(path) != before:
-        raise SourceChangedError(0, (), (str(path),))
+    stored = copy.save(f"taken {path.name}", _parts(path))
     copy.add(copy.part(f"taken {path.name}"), stored)
     return stored
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    now = path.stat()
-    return now.st_ino, now.st_size, now.st_mtime_ns
+def _parts(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while part := file.read(_CHUNK):
+                yield part
+    except FileNotFoundError as error:
+        raise SourceChangedError(0, (), (str(path),)) from error
+    except OSError as error:  # the disk of the copy is not to blame
+        raise ConfigError("FOLDER", str(path), f"it cannot be read: {error.strerror}") from error
 
 
 def _compared(

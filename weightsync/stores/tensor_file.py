@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from weightsync.deltas.changes import Changes, Span
 from weightsync.deltas.tiles import Bytes
@@ -20,11 +21,13 @@ def delta(old: Path, new: Path) -> Bytes | None:
     """Return the changes as bytes; None if the headers differ or cannot be read, or the file is as short."""
     try:
         was, now = _mapped(old), _mapped(new)
+        with safe_open(new, framework="numpy"):
+            pass  # the tensors fill the file: changes between them would be lost
         header = _header(now)
         if len(was) != len(now) or header != _header(was):
             return None
         changes = Changes.between(_spans(header), was, now)
-    except ValueError:  # no JSON, or an empty file
+    except (SafetensorError, ValueError):  # an empty file
         return None
     if changes.nbytes >= len(now):
         return None

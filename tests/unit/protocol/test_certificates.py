@@ -73,6 +73,18 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "hosts", [["../elsewhere"], ["one", "one"], [""], [".."], ["a" * 65], ["one", "t wo"]]
+)
+def test_a_host_that_is_no_name_is_refused_before_anything_is_written(
+    hosts: list[str], tmp_path: Path
+) -> None:
+    code, said = keys(tmp_path / "tls", *(part for host in hosts for part in ("--host", host)))
+    assert code == 2
+    assert f"--host: '{hosts[-1]}' is not valid; give each host once, by a name" in said.replace("\n", "")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, said = keys(tmp_path / "file" / "tls")

@@ -121,7 +121,9 @@ def test_a_server_that_is_not_there_is_missing() -> None:
     assert "refused" in row.found
 
 
-@pytest.mark.parametrize("url", ["10.0.0.2:8000", "http://", "file:///etc/passwd", ""])
+@pytest.mark.parametrize(
+    "url", ["10.0.0.2:8000", "http://", "file:///etc/passwd", "", "http://[::1", "http://a b"]
+)
 def test_a_text_that_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="give the address of a server, such as http://"):
         server(url)

@@ -126,6 +126,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     [
         (None, "is not valid; give a folder with a config.json, as Hugging Face saves it, or this file: "),
         ("[", "give a folder with a config.json, as Hugging Face saves it, or this file: "),
+        ("[" * 10**5, "give a folder with a config.json, as Hugging Face saves it, or this file: "),
         ([], "has no model_type: give a model's config.json"),
         ({"hidden_size": 8}, "has no model_type: give a model's config.json"),
         (
@@ -155,6 +156,30 @@ def test_what_cannot_be_planned_is_said(config: object, says: str, tmp_path: Pat
     assert result.stderr.startswith(f"weightsync: --model: '{tmp_path}' is not valid; ")
     assert says in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("embed_tokens.weight", (8,)),
+        ("embed_tokens.weight", ()),
+        ("layers.1.self_attn.v_proj.weight", (32, 0)),
+        ("layers.1.mlp.up_proj.weight", (64, 32, 1)),
+        ("layers.1.mlp.shared_experts.gate_proj.weight", ()),
+        ("layers.0.self_attn.q_proj.bias", (4, 4)),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"][0])
+    save_file(
+        {each: held.clone() for each, held in model.state_dict().items()}
+        | {f"model.{name}": torch.ones(shape)},
+        tmp_path / "model.safetensors",
+    )
+    model.config.save_pretrained(tmp_path)
+    result = plan(tmp_path)
+    assert result.exit_code == 2, result.output
+    assert f"the cut of model.{name} {shape} in a qwen3 is not known: give a model" in result.stderr
 
 
 def test_a_part_of_a_checkpoint_is_refused_by_what_is_missing(tmp_path: Path) -> None:

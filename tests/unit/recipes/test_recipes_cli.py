@@ -558,6 +558,24 @@ def test_a_plan_says_what_awq_makes_of_a_model(model: str, last: str, tmp_path: 
         ("{", "neither JSON nor YAML"),
         ("model_type: qwen3", "it has no quantization_config"),
         ("quantization_config: {quant_method: gguf}", "valid: awq, compressed-tensors, fp8, gptq"),
+        ("[" * 10**5, "neither JSON nor YAML"),
+        ("quantization_config: {quant_method: fp8, weight_block_size: 5}", "as the config.json of a quant"),
+        (
+            "quantization_config: {quant_method: fp8, weight_block_size: [1, 1], ignored_layers: 5}",
+            "as the config.json of a quantised",
+        ),
+        (
+            "quantization_config: {quant_method: fp8, weight_block_size: [1, 1], ignored_layers: ['re:(']}",
+            "missing ), unterminated",
+        ),
+        (
+            "quantization_config: {quant_method: compressed-tensors, config_groups: [1]}",
+            "as the config.json of a quantised model has it",
+        ),
+        (
+            "quantization_config: {quant_method: compressed-tensors, config_groups: {all: null}}",
+            "as the config.json of a quantised model has it",
+        ),
     ],
 )
 def test_a_file_without_a_known_format_is_one_line(text: str | None, problem: str, tmp_path: Path) -> None:
@@ -733,6 +751,9 @@ def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
         (["--model", "qwen3-30b-a33b", *MODEL[2:]], "did you mean 'qwen3-30b-a3b'?"),
         ([*MODEL[:2], "--trainers", "fsdq=4", *MODEL[4:]], "did you mean 'fsdp'?"),
         ([*MODEL[:4], "--engine", "tp=6"], "--engine tp: 6 is not valid; the 32 attention heads"),
+        (["a" * 300], "give a YAML file or a shipped name"),
+        (["--model", "a" * 300, *MODEL[2:]], "give a YAML file or a shipped name"),
+        ([*MODEL, "--quantization", "a" * 300], "give a model's config.json"),
     ],
 )
 def test_a_bad_plan_is_one_line(arguments: list[str], says: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,7 +82,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
-    """It begins before the first version, and survives a damaged one."""
+    """It begins before the first version, survives a damaged one, and takes one that has the same number."""
     (tmp_path / "store").mkdir()
     held, current = tensors(), tmp_path / "f" / "current"
     command = [sys.executable, "-m", "weightsync.recipes.cli", "follow", f"file://{tmp_path}/store"]
@@ -101,5 +103,36 @@ def test_follow_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
         weightsync("publish", str(save(tmp_path / "model", held, 4)), f"file://{tmp_path}/store")
         assert any(line.startswith("version 4: ") for line in process.stdout)
         assert content(current) == content(tmp_path / "model")
+        for version in range(1, 5):
+            files = save(tmp_path / "model", tensors(7), version)
+            weightsync("publish", str(files), f"file://{tmp_path}/again", "--copy", "copy")
+        (tmp_path / "store").rename(tmp_path / "before")
+        (tmp_path / "again").rename(tmp_path / "store")
+        assert any(line.startswith("version 4: ") for line in process.stdout)
+        assert content(current) == content(tmp_path / "model")
+        shutil.rmtree(tmp_path / "f" / "objects")
+        (tmp_path / "f" / "objects").mkdir()
+        assert any(line.startswith("version 4: ") for line in process.stdout), "removed files come back"
+        assert content(current) == content(tmp_path / "model")
         process.send_signal(signal.SIGINT)
         assert process.wait(patient(30)) == 130
+
+
+def test_follow_goes_on_after_a_disk_was_full(tmp_path: Path) -> None:
+    """A limit of the size of files, set while it runs, stands for a disk that fills up."""
+    held, store = tensors(), f"file://{tmp_path}/store"
+    weightsync("publish", str(save(tmp_path / "model", held)), store)
+    command = [sys.executable, "-m", "weightsync.recipes.cli", "follow", store, str(tmp_path / "f")]
+    with subprocess.Popen(
+        [*command, "--every", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline().startswith("version 1: ")
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        change(held, 0.5, 1)
+        weightsync("publish", str(save(tmp_path / "model", held)), store)
+        assert "File too large: give a folder to write to, with enough space" in process.stdout.readline()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert process.stdout.readline().startswith("version 2: ")
+        assert content(tmp_path / "f/current") == content(tmp_path / "model")
+        process.kill()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +76,59 @@ def test_a_bucket_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"^s3://nobucket/policy: versions: .*404 Not Found"):
         publish(site.store, save(tmp_path / "files", tensors()), site.copy)
     assert not (tmp_path / "copy" / "objects" / FILES[0]).exists()
+
+
+class _Direction:
+    """All bytes that share a link in one direction."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
+
+    def carry(self, here: socket.socket, there: socket.socket) -> None:
+        with suppress(OSError):
+            while data := here.recv(1 << 16):
+                with self._lock:
+                    self._free = max(self._free, time.monotonic()) + len(data) / self._rate
+                    arrives = self._free
+                time.sleep(max(0.0, arrives - time.monotonic()))
+                there.sendall(data)
+        for end in (here, there):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def slow_link(server: str, rate: float) -> Iterator[str]:
+    """Yield a URL behind which the server is, at `rate` bytes per second in each direction."""
+    host, _, port = server.removeprefix("http://").rpartition(":")
+    up, down = _Direction(rate), _Direction(rate)
+
+    class Link(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection((host, int(port))) as there:
+                back = threading.Thread(target=down.carry, args=(there, self.request))
+                back.start()
+                up.carry(self.request, there)
+                back.join()
+
+    with socketserver.ThreadingTCPServer((host, 0), Link) as link:
+        link.daemon_threads = True
+        threading.Thread(target=link.serve_forever, daemon=True).start()
+        yield f"http://{host}:{link.server_address[1]}"
+        link.shutdown()
+
+
+@pytest.mark.faults
+def test_a_slow_link_carries_whole_files(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request has seconds in place of half a minute, and 96 MB take ten seconds each way."""
+    with slow_link(server, 10e6) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_TIMEOUT", "3s")
+        site = Site(tmp_path, "s3://bucket/slow")
+        site.held["head"] = np.zeros((2000, 12000), np.float32)
+        site.publish()
+        monkeypatch.setenv("AWS_TIMEOUT", "0.5s")
+        site.store = ObjectStore(site.url)
+        site.follow("f")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from weightsync.stores.following import follow
 from weightsync.stores.history import History
 from weightsync.stores.local_folder import LocalFolder, default_folder
 from weightsync.stores.manifest import OBJECTS, Manifest, Stored, VersionFile, manifest_name
-from weightsync.stores.object_store import ObjectStore
+from weightsync.stores.object_store import Listed, ObjectStore
 from weightsync.stores.pruning import prune
 from weightsync.stores.publishing import publish
 
@@ -173,6 +173,20 @@ def test_a_file_with_another_header_comes_whole(site: Site) -> None:
         site.follow("f", version)
 
 
+@pytest.mark.parametrize(
+    "header", ["{}", "[]", '{"a": 1}', '{"a": {"data_offsets": [0, 9], "shape": [2]}}', "[" * 10**5]
+)
+def test_a_file_that_is_no_safetensors_file_comes_whole(site: Site, header: str) -> None:
+    """An index need not name all files of a folder, and nobody checks the others."""
+    files = save(site.root / "files", site.held)
+    for number in (1, 2):
+        data = len(header).to_bytes(8, "little") + header.encode() + bytes([number] * 100)
+        (files / "optimizer.safetensors").write_bytes(data)
+        site.publish_again(files)
+        site.follow("f")
+    assert History(site.store).require(2).files["optimizer.safetensors"].whole
+
+
 def test_a_publisher_that_has_no_copy_downloads_the_newest_version(site: Site) -> None:
     for _ in range(3):
         site.publish()
@@ -181,18 +195,80 @@ def test_a_publisher_that_has_no_copy_downloads_the_newest_version(site: Site) -
     site.follow("f")
 
 
-def test_a_file_that_is_written_while_it_is_read_is_named(site: Site) -> None:
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_file_that_is_written_while_files_are_read_is_named(site: Site, after: int) -> None:
+    """A trainer saves its next step once so many files were taken: a mix of two steps is no version."""
     site.publish()
-    save_part, times = LocalFolder.save, itertools.count()
+    add, calls = LocalFolder.add, itertools.count()
 
-    def written(folder: LocalFolder, name: str, parts: Iterator[bytes]) -> Any:
-        stored = save_part(folder, name, parts)
-        os.utime(site.root / "files" / FILES[1], ns=(0, next(times)))
-        return stored
+    def then_saved(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        if next(calls) == after:
+            save(site.root / "files", tensors(3), 3)
 
-    with mock.patch.object(LocalFolder, "save", written), pytest.raises(SourceChangedError, match=FILES[1]):
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_saved)
+    with (
+        one_by_one,
+        at,
+        pytest.raises(SourceChangedError, match=r"config.json, .*publish it again") as caught,
+    ):
         publish(site.store, site.root / "files", site.copy)
+    assert {Path(file).name for file in caught.value.files} == {*content(site.root / "files")}
     assert History(site.store).newest == 1
+    assert site.publish().version == 2
+    site.follow("f")
+
+
+def test_a_folder_that_is_switched_while_its_files_are_read_is_named(site: Site) -> None:
+    """`current` of a folder that is followed is another folder after each version."""
+    site.publish()
+    site.follow("f")
+    site.publish()
+    tail = Site(site.root / "tail")
+    add = LocalFolder.add
+
+    def then_followed(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        if part.name == f"taken {FILES[0]}.part":
+            with mock.patch.object(LocalFolder, "add", add):
+                site.follow("f")
+
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_followed)
+    with one_by_one, at, pytest.raises(SourceChangedError, match=FILES[0]):
+        tail.publish_again(site.folder("f").current)
+    assert tail.publish_again(site.folder("f").current).version == 1
+
+
+def test_a_file_that_goes_before_it_is_read_is_named(site: Site) -> None:
+    files = save(site.root / "files", tensors())
+    add = LocalFolder.add
+
+    def then_gone(folder: LocalFolder, part: Path, stored: Stored) -> None:
+        add(folder, part, stored)
+        (files / "trainer_state.json").unlink(missing_ok=True)
+
+    one_by_one = mock.patch("weightsync.stores.threads.NUM_THREADS", 1)
+    at = mock.patch.object(LocalFolder, "add", then_gone)
+    with one_by_one, at, pytest.raises(SourceChangedError, match=r"/trainer_state.json changed"):
+        publish(site.store, files, site.copy)
+
+
+@pytest.mark.parametrize("name", [b"\xff.json", b"n" * 201])
+def test_a_name_that_no_manifest_can_have_is_refused(site: Site, name: bytes) -> None:
+    files = save(site.root / "files", tensors())
+    (files / os.fsdecode(name)).touch()
+    with pytest.raises(ConfigError, match=r"rename the file: a name is UTF-8, and has at most 200 bytes"):
+        publish(site.store, files, site.copy)
+    assert not site.file(OBJECTS).exists()
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_the_folder_of_the_copy(site: Site) -> None:
+    files = save(site.root / "files", tensors())
+    (files / "memory.bin").symlink_to("/proc/self/mem")  # opens, and fails to be read
+    with pytest.raises(ConfigError, match=r"FOLDER: '\S*/files/memory.bin'.*cannot be read: Input/output"):
+        publish(site.store, files, site.copy)
 
 
 def test_a_publisher_that_crashes_after_any_step_publishes_nothing_or_all(tmp_path: Path) -> None:
@@ -299,7 +375,7 @@ def damaged(path: Path, how: str) -> None:
         path.unlink()
         return
     data[len(data) // 2] ^= 1
-    path.write_bytes(data if how == "flipped" else data[: len(data) // 2])
+    path.write_bytes({"flipped": data, "torn": data[: len(data) // 2], "empty": b""}[how])
 
 
 @pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
@@ -434,15 +510,29 @@ def test_a_folder_that_another_process_switches_meanwhile_has_the_files_of_the_v
     assert folder.version == 2
 
 
-def test_a_damaged_copy_here_is_named_and_downloaded_again(site: Site) -> None:
+@pytest.mark.parametrize("how", ["torn", "flipped", "empty"])
+def test_a_damaged_copy_of_the_version_before_is_downloaded_again(
+    site: Site, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     site.publish()
     site.follow("f")
     first = History(site.store).require(1).files[FILES[0]].content
     site.publish()
-    damaged(site.folder("f").object(first), "flipped")
-    with pytest.raises(StoreError, match=r"copy here of the version before was damaged .* and is removed"):
+    damaged(path := site.folder("f").object(first), how)
+    assert site.follow("f").nbytes > first.nbytes
+    assert f"{path} is damaged, and is removed: it has " in caplog.text
+
+
+def test_a_delta_that_was_damaged_since_it_was_downloaded_is_downloaded_again(site: Site) -> None:
+    site.publish()
+    site.follow("f")
+    site.publish()
+    second = History(site.store).require(2).files[FILES[0]].delta
+    assert second
+    with mock.patch.object(tensor_file, "apply", side_effect=Crash), pytest.raises(Crash):
         site.follow("f")
-    assert site.follow("f").nbytes == first.nbytes
+    damaged(site.folder("f").object(second), "torn")
+    assert site.follow("f").nbytes == second.nbytes
 
 
 def test_a_damaged_file_that_later_versions_share_is_downloaded_again(site: Site) -> None:
@@ -457,6 +547,24 @@ def test_a_damaged_file_that_later_versions_share_is_downloaded_again(site: Site
         else:
             assert follow(site.store, site.folder("f"), checks=True).nbytes == shared.nbytes
         assert content(site.folder("f").current) == site.contents[2]
+
+
+@pytest.mark.parametrize("gone", ["objects/*", "versions/*", "versions/*/config.json"])
+@pytest.mark.parametrize("checks", [False, True])
+def test_files_that_are_removed_here_come_back(site: Site, gone: str, checks: bool) -> None:
+    """A cache is cleaned by age, for example, and the version stays the newest."""
+    site.publish()
+    site.publish()
+    site.follow("f")
+    for folder in (site.folder("f"), site.copy):
+        for path in folder.path.glob(gone):
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+        found = follow(site.store, folder, checks=checks)
+        assert (found.version, content(folder.current)) == (2, site.contents[2])
+    for path in site.copy.path.glob(gone):
+        path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+    assert site.publish().version == 3
+    site.follow("f")
 
 
 def test_a_damaged_copy_of_the_publisher_does_not_reach_followers(site: Site) -> None:
@@ -494,6 +602,23 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_names_it(site: Si
     site.follow("f")
     assert site.publish_again(mine).version == 3
     site.follow("f")
+
+
+def test_a_version_that_is_listed_late_is_not_lost(site: Site) -> None:
+    """Neither does a follower go back, nor does a publisher take itself for another one."""
+    site.publish()
+    site.publish()
+    site.follow("f")
+    listing = ObjectStore.list
+
+    def late(store: ObjectStore, folder: str) -> Mapping[str, Listed]:
+        return {name: each for name, each in listing(store, folder).items() if name != manifest_name(2)}
+
+    with mock.patch.object(ObjectStore, "list", late):
+        assert site.follow("f").version == 2
+        assert site.publish().version == 3
+        assert site.follow("joins").version == 3
+    assert site.follow("f").version == 3
 
 
 def test_publishers_at_once_all_get_a_version_or_lose(site: Site) -> None:
@@ -601,6 +726,7 @@ def test_left_over_objects_are_removed(site: Site) -> None:
         ("file:///no/such/folder", "/no/such/folder"),
         ("file://relative", "relative"),
         ("s3://", "s3://"),
+        ("s3://[", "s3://["),
     ],
 )
 def test_a_wrong_url_is_refused(url: str, says: str) -> None:

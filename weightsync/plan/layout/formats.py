@@ -212,6 +212,17 @@ class Quantization:
         Raises:
             ConfigError: a format that is not known here, or one with scales that a bf16 trainer cannot give.
         """
+        try:
+            found = cls._read(config)
+            for patterns in (found.ignored, *(group.targets for group in found.groups)):
+                _sorted_out(patterns)
+        except (AttributeError, TypeError, re.error) as error:  # a number in place of a list, for example
+            remedy = f"give it as the config.json of a quantised model has it: {error}"
+            raise ConfigError(FIELD, config, remedy) from error
+        return found
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> Quantization:
         method = config.get("quant_method")
         if method == "compressed-tensors":
             return cls(tuple(_read_groups(config)), tuple(config.get("ignore") or ()))
