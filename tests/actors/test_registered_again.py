@@ -1,0 +1,49 @@
+"""Actors that are registered again, in another order or under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+
+from tests.fleets.actors import Engine, Trainer, spawn
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+
+WIDTH = 64
+CONFIG = SyncConfig(
+    bucket_bytes=4096,
+    timeout_s=patient(2),
+    connect_timeout_s=patient(60),
+    heartbeat_s=patient(0.25),
+    heal_attempts=0,
+)
+
+
+@pytest.fixture
+def sync(cluster: None) -> Iterator[WeightSync]:
+    """Two trainers and two engines, registered again the other way round."""
+    trainers = [spawn(Trainer, WIDTH, f"again-t{rank}") for rank in range(2)]
+    engines = {name: spawn(Engine, WIDTH, name, f"again-{name}") for name in ("e0", "e1")}
+    with WeightSync(CONFIG) as made:
+        made.register_trainers(trainers)
+        made.register_engines(engines)
+        made.connect()
+        made.update_weights()
+        made.register_trainers(trainers[::-1])
+        made.register_engines({"e0": engines["e1"], "e1": engines["e0"]})
+        made.connect()
+        yield made
+    for actor in (*trainers, *engines.values()):
+        ray.kill(actor)
+
+
+def test_trainers_in_another_order_publish_into_buffers_of_their_new_shares(sync: WeightSync) -> None:
+    ray.get([trainer.train.remote(2) for trainer in sync.trainers()])
+    assert sync.update_weights().engines == {"e0": 2, "e1": 2}
+    trained, *held = ray.get(
+        [each.weights.remote() for each in (sync.trainers()[0], *sync.engines().values())]
+    )
+    assert all(torch.equal(weights[name], each) for weights in held for name, each in trained.items())
