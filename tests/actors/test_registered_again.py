@@ -8,9 +8,10 @@ import pytest
 import ray
 import torch
 
-from tests.fleets.actors import Engine, Trainer, spawn
+from tests.fleets.actors import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.driver.engine_state import EngineState
 
 WIDTH = 64
 CONFIG = SyncConfig(
@@ -47,3 +48,15 @@ def test_trainers_in_another_order_publish_into_buffers_of_their_new_shares(sync
         [each.weights.remote() for each in (sync.trainers()[0], *sync.engines().values())]
     )
     assert all(torch.equal(weights[name], each) for weights in held for name, each in trained.items())
+
+
+def test_an_engine_that_ends_is_dead_by_its_new_name(sync: WeightSync) -> None:
+    ray.kill(sync.engines()["e1"])
+    assert until(lambda: sync.engine_states()["e1"] is EngineState.DEAD, patient(10))
+    assert sync.engine_states()["e0"] is not EngineState.DEAD
+
+
+def test_an_engine_that_fails_is_blamed_by_its_new_name(sync: WeightSync) -> None:
+    ray.get(sync.engines()["e1"].fail_to_pause.remote(RuntimeError("no")))
+    report = sync.update_weights()
+    assert report.failures == {"e1": "engine e1 failed: RuntimeError: no (engine e1, version 2, pause)"}

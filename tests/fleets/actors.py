@@ -108,6 +108,9 @@ class Engine(EngineActor):
         """Fail in each layout from now on."""
         self._engine.layout = mock.Mock(side_effect=error)
 
+    async def fail_to_pause(self, error: Exception) -> None:
+        self._engine.pause = mock.Mock(side_effect=error)
+
     async def weights(self) -> Mapping[str, torch.Tensor]:
         return dict(self._engine.tensors)
 
