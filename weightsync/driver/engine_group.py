@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -62,10 +62,14 @@ class EngineGroup:
         self.num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
-    def first_failure(self) -> WeightSyncError:
-        """Return the first of the last update's `failures`. Without any, deployments lack engines."""
+    def first_failure(self, names: Collection[str] = ()) -> WeightSyncError:
+        """Return the first of the last update's `failures`, of engines in `names` if one of them failed.
+
+        Without any, deployments lack engines.
+        """
         lacking = StateError("no deployment is whole: heal or replace its engines, see engine_states()")
-        return next(iter(self.failures.values()), lacking)
+        own = [error for name, error in self.failures.items() if name in names]
+        return next(iter(own or self.failures.values()), lacking)
 
     def next_attempt(self) -> int:
         """Return a new attempt number, greater than all before."""

@@ -89,6 +89,7 @@ class Update:
         self._version, self._committed, self._takers = version, committed, takers
         self._clock, self._when_held = clock, when_held
         self._publishing: Publishing | None = None
+        self._paused: Sequence[str] = ()
         self.publication: Publication | None = None
         self.spans: dict[str, Sequence[Span]] = {}
         self.staged: StagedVersion | None = None
@@ -181,6 +182,7 @@ class Update:
         if len(paused) < self._config.min_engines:
             await self._engines.go_on(paused)
             raise self._engines.first_failure()
+        self._paused = paused  # if the update fails from now on, a pause that failed is not the cause
         with self._clock.phase("move"):
             was_published = self.publication is not None
             loaded = await self._move_and_publish([name for name in self._takers if name in paused])
@@ -202,7 +204,7 @@ class Update:
         self.breaks_connection |= not router.suffices
         if len(self._fleet.whole(verified)) < least:
             self._engines.enter(verified, EngineState.STALE)
-            raise self._engines.first_failure()
+            raise self._engines.first_failure(self._paused)
         with self._clock.phase("commit"):
             if self._joint:
                 try:
@@ -215,7 +217,7 @@ class Update:
         if num_serving:
             self._note_commit()
         if num_serving < least:
-            raise self._engines.first_failure()
+            raise self._engines.first_failure(self._paused)
 
     def _note_commit(self) -> None:
         self.has_committed = True
