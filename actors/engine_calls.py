@@ -57,6 +57,7 @@ class EngineCalls(Claimable):
 
     _engine: Engine
     _name = ""
+    _served = 0
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
@@ -188,6 +189,7 @@ class EngineCalls(Claimable):
     def _sync_resume(self, version: int) -> None:
         with self._turn("commit", _LONGEST_S):
             inject("commit", version=version)
+            self._served = max(self._served, version)
             self._engine.resume(version)
         logger.info("[%s · v%d] serves", f"engine {self._name}".rstrip(), version)
 
@@ -209,6 +211,10 @@ class EngineCalls(Claimable):
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
+
+    async def sync_served(self) -> int:
+        """Return the newest version that this process was told to serve, 0 before the first."""
+        return self._served
 
     async def sync_experts(self) -> Experts:
         """Return the expert in each slot of all ranks, by layer, see `MovesExperts.experts`."""

@@ -203,8 +203,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         With a `name`, `connect` takes over the holders that an earlier driver left. `version` is then the
         newest version that an engine serves or that holders keep whole. Engines that do not serve this
         version are refilled if holders keep it, else they get the next update. Without a `name`, `version` is
-        0. The first update then needs a greater number than the versions that engines serve from an earlier
-        WeightSync.
+        0. The first update then needs a greater number than the versions that engines served for an earlier
+        WeightSync, also if they are paused now.
 
         Raises:
             PlanError: the trainers' tensors do not fit the engines'; names the tensor.
@@ -271,7 +271,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
 
         Args:
             version: a whole number greater than the last version, and than the versions that engines served
-                when they were connected; by default the least such number.
+                before they were connected; by default the least such number.
             checkpoint: the registered checkpoint to move, or the store whose newest version to move, if there
                 are no trainers. The call waits until the checkpoint is read.
             components: the components to update together: ``model``, names of `add_model`, and adapters, such
@@ -412,8 +412,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             await self._members.connect()
             is_first = not self._controller.version
             stale = await self._controller.restore() if is_first and self.name is not None else []
-            if not self._controller.version:
-                await note_served(self._fleet, self.config)
+            if is_first:
+                await note_served(self._fleet, self.config, self._controller.engine_group.told[0])
         refills = (self._controller.refill(name) for name in stale if self._controller.can_refill(name))
         for error in await asyncio.gather(*refills, return_exceptions=True):
             # An engine that failed is healed, or takes the next version.

@@ -103,6 +103,7 @@ class Engine(EngineActor):
 
     async def forget(self) -> None:
         self._engine.resume(0)
+        self._served = 0
 
     async def fail(self, error: Exception) -> None:
         """Fail in each layout from now on."""

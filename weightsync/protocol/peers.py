@@ -159,6 +159,8 @@ class EnginePeer(Protocol):
 
     `digests` returns the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
 
+    `served` returns the newest version that the process was told to serve, also if it is paused now.
+
     `weightsync.engines.MovesExperts` documents `experts`, `move_experts` and `live_digests`. Other engines
     have no experts.
     """
@@ -179,3 +181,4 @@ class EnginePeer(Protocol):
     async def move_experts(self, experts: Sequence[Sequence[int]]) -> None: ...
     async def live_digests(self) -> LoadReport: ...
     async def serving(self) -> int: ...
+    async def served(self) -> int: ...
