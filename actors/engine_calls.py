@@ -33,7 +33,7 @@ from weightsync.engines import (
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.serving.engine_digests import EngineDigests
-from weightsync.errors import ConfigError, DeadlineError, StateError
+from weightsync.errors import ConfigError, DeadlineError, RestartedError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
@@ -274,12 +274,13 @@ class EngineCalls(Claimable):
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holders and version.
 
-        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed.
+        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed, and to the
+        heartbeat RestartedError: the driver ends its heartbeats before it closes an adapter.
         """
         if method == "sync_claim":
             await self.sync_keep_adapter(spec)
         if self._spec(spec.name) != spec:
-            raise _no_slots(spec.name)
+            raise RestartedError if method == "sync_ping" else _no_slots(spec.name)
         answer = getattr(self.sync_part(spec.name), method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
 

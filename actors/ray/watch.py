@@ -10,7 +10,7 @@ import ray
 
 from weightsync.actors.ray.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
-from weightsync.errors import DeadlineError, PeerError, RestartedError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerError, RestartedError, StateError, WeightSyncError
 
 Lost = Callable[[WeightSyncError], None]
 Heard = Callable[[], None]
@@ -84,7 +84,8 @@ class Watches:
         """Wait for a heartbeat's time, or until the process has ended. Returns whether it has."""
         timeout_s = self._heartbeat_s if timeout_s is None else timeout_s
         if (await asyncio.wait([waiting], timeout=timeout_s))[0] and not waiting.cancelled():
-            if isinstance(waiting.exception(), PeerError):  # Ray lost the connection
+            # Ray lost the connection, or the actor's next process does not have the adapter yet.
+            if isinstance(waiting.exception(), PeerError | StateError):
                 await asyncio.sleep(timeout_s)
                 return False
             return True
