@@ -383,7 +383,10 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         return self._loop.submit(lambda: self._members.heal(name)).result()
 
     def close(self) -> None:
-        """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
+        """End the holders, also named ones. Trainers and engines keep running. Safe to call twice.
+
+        An update that runs ends first, since the engines would stay paused.
+        """
         self._models.close()
         if self._loop.shut():
             self._loop.run_concurrently(self._close()).result()
@@ -398,6 +401,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         self.close()
 
     async def _close(self) -> None:
+        await self._controller.close()
         for name in self._healer.busy():
             self._healer.forget(name)
         await self._adapters.close()
