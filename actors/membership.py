@@ -362,6 +362,7 @@ class Membership:
         Raises as `connect`. The engines are then as before.
         """
         before = self.engines.pop(name, None), self._fleet.engines.pop(name, None)
+        placed = self._placements.get(name, [])
         try:
             await self.place_engine(name, handle)
             try:
@@ -377,6 +378,7 @@ class Membership:
             self._fleet.engines.pop(name, None)
             if before[0] is not None and before[1] is not None:
                 self.engines[name], self._fleet.engines[name] = before[0], before[1]
+                self._placements[name] = placed  # `respawn` ends these processes
             raise
 
     async def heal(self, name: str) -> SyncReport:

@@ -42,7 +42,7 @@ from weightsync.driver.healing.healing import Healer
 from weightsync.driver.updating.controller import Controller
 from weightsync.driver.updating.joint_commit import JointMember
 from weightsync.driver.updating.takeover import note_served
-from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster
 from weightsync.protocol.log_level import log_level, use_log_level
@@ -349,7 +349,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         Raises:
             ConfigError: a living engine has this name or uses a GPU of the new engine, or the actor is
                 registered already or is not an engine.
-            WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
+            WeightSyncError: as `connect`, or the refill failed. The engine has not joined. A dead one of the
+                name is healed as before.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
         known = with_servers({name: handle}, self.config, self._members.door)
@@ -450,8 +451,14 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
 
     async def _join(self, name: str, handle: EngineHandle) -> SyncReport | None:
         await self._members.check_free(name)
-        self._healer.forget(name)
-        report = await self._members.join(name, handle)
+        was_healed = self._healer.forget(name)
+        try:
+            report = await self._members.join(name, handle)
+        except WeightSyncError:
+            if was_healed:
+                nobody = EngineError(name, "join", "no other engine has joined")
+                self._healer.engine_failed(name, self._controller.engine_group.failures.get(name, nobody))
+            raise
         self._adapters.follow()
         return report
 
