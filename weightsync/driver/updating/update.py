@@ -203,8 +203,9 @@ class Update:
                 router.demote(name, error)
         self.breaks_connection |= not router.suffices
         if len(self._fleet.whole(verified)) < least:
-            self._engines.enter(verified, EngineState.STALE)
-            raise self._engines.first_failure(self._paused)
+            error = self._engines.first_failure(self._paused)
+            self._give_up(verified, f"too few engines have version {self._version}: {error}")
+            raise error
         with self._clock.phase("commit"):
             if self._joint:
                 try:
@@ -271,7 +272,7 @@ class Update:
             raise
 
     def _give_up(self, names: Iterable[str], reason: str) -> None:
-        """Mark engines STALE that took bytes which cannot be verified."""
+        """Mark engines STALE that took bytes which do not become a version."""
         self._engines.enter(names, EngineState.STALE)
         for name in names:
             self._parts.events.publish(EngineFailed(name, StateError(reason)))
