@@ -211,9 +211,9 @@ class EngineGroup:
 
     async def go_on(self, names: Iterable[str]) -> None:
         """Resume paused engines with the version that they hold, since no update follows."""
-        for name in names:
-            if version := self._fleet.engines[name].record.version:
-                await self.resume([name], version)
+        held = {name: self._fleet.engines[name].record.version for name in names}
+        for version in {*held.values()} - {0}:  # most hold one
+            await self.resume([name for name in held if held[name] == version], version)
 
     def judge(self, version: int, wrong: Mapping[str, Sequence[str]], changed: Rewritten) -> list[str]:
         """Record engines with `wrong` tensors as failed; return those that hold `version`.
