@@ -129,11 +129,12 @@ class EngineCalls(Claimable):
         layouts = await self.sync_layout()
 
         def attach() -> Sequence[Attached]:
-            inject("connect")
-            attached = self._engine.attach(plan, tickets, timeout_s)
-            if isinstance(self._engine, CachesPrefixes):
-                self._engine.use_prefix_cache(prefix_cache)
-            return attached
+            with self._turn("attach", timeout_s, "_attaching"):
+                inject("connect")
+                attached = self._engine.attach(plan, tickets, timeout_s)
+                if isinstance(self._engine, CachesPrefixes):
+                    self._engine.use_prefix_cache(prefix_cache)
+                return attached
 
         attached = await asyncio.to_thread(attach)
 
@@ -194,13 +195,14 @@ class EngineCalls(Claimable):
         logger.info("[%s · v%d] serves", f"engine {self._name}".rstrip(), version)
 
     @contextmanager
-    def _turn(self, phase: str, timeout_s: float) -> Iterator[None]:
-        """Run the body after earlier turns. Raises DeadlineError if one of them does not end in time.
+    def _turn(self, phase: str, timeout_s: float, kind: str = "_turns") -> Iterator[None]:
+        """Run the body after earlier turns of a kind. Raises DeadlineError if one does not end in time.
 
         Otherwise a commit that the driver gave up would end after the next pause: the engine would serve
-        weights that are being written.
+        weights that are being written. And an attach that the driver gave up would end after the next one:
+        the engine would read from the holders of a connection that has ended.
         """
-        turns: threading.Lock = vars(self).setdefault("_turns", threading.Lock())
+        turns: threading.Lock = vars(self).setdefault(kind, threading.Lock())
         if not turns.acquire(timeout=timeout_s):
             raise DeadlineError(phase, (f"engine {self._name}",), timeout_s)
         try:
