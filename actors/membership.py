@@ -389,12 +389,12 @@ class Membership:
         return await self._controller.refill(name)
 
     async def part(self, name: str) -> None:
-        """Remove an engine without calling other engines.
+        """Remove an engine. Others of its deployment serve the version that they hold, if they are ready.
 
         The engine's holder stays until the next connect.
         """
         async with self._controller.update_lock.shared(name):
-            gone = self.engines.pop(name)
+            gone, mates = self.engines.pop(name), {*self._fleet.together(name)} - {name}
             if not self._adapter:
                 self.door.forget(gone)
             self._placements.pop(name, None)
@@ -402,6 +402,8 @@ class Membership:
             at = member.holders if member else ()
             calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in at}
             await gather_named(calls, "drop", self._config.timeout_s)
+            ready = [n for n in mates if self._fleet.engines[n].record.state is EngineState.READY]
+            await self._controller.engine_group.go_on(ready)  # they waited for it
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
         if not member:
             await self.follow()
