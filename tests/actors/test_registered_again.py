@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
@@ -12,6 +13,7 @@ from tests.fleets.actors import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
+from weightsync.testing import Fault, FaultPlan
 
 WIDTH = 64
 CONFIG = SyncConfig(
@@ -60,3 +62,23 @@ def test_an_engine_that_fails_is_blamed_by_its_new_name(sync: WeightSync) -> Non
     ray.get(sync.engines()["e1"].fail_to_pause.remote(RuntimeError("no")))
     report = sync.update_weights()
     assert report.failures == {"e1": "engine e1 failed: RuntimeError: no (engine e1, version 2, pause)"}
+
+
+def test_copies_are_looked_at_where_they_are_though_their_holders_have_other_numbers(cluster: None) -> None:
+    trainers = [spawn(Trainer, WIDTH, f"fewer-t{rank}") for rank in range(2)]
+    engines = {name: spawn(Engine, WIDTH, name, f"fewer-{name}") for name in ("e0", "e1")}
+    with WeightSync(replace(CONFIG, heal_attempts=2, heal_backoff_s=0.01)) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines(engines)
+        sync.connect()
+        sync.register_trainers(trainers[1:])
+        sync.connect()
+        sync.update_weights()
+        sync.settle(patient(20))
+        fails = Fault(process="engine e1", action="error", at="move", version=2)
+        sync.inject(FaultPlan((fails, Fault(process="engine e1", action="corrupt", at="refill"))))
+        assert sync.update_weights().engines == {"e0": 2, "e1": 0}
+        sync.settle(patient(20))
+        assert sync.engine_versions() == {"e0": 2, "e1": 2}
+    for actor in (*trainers, *engines.values()):
+        ray.kill(actor)

@@ -100,7 +100,12 @@ class RelayPeer(Protocol):
 
 
 class HolderPeer(Protocol):
-    """A holder, as the driver calls it. `weightsync.holder.holder.Holder` documents the methods."""
+    """A holder, as the driver calls it. `weightsync.holder.holder.Holder` documents the methods.
+
+    `name` is the holder's own, which has another number if the fleet was connected again without others.
+    """
+
+    name: str
 
     async def try_mapping(self, memory: Mapping[str, DeviceHandle]) -> str: ...
     async def prepare(self, plan: SharedPlan, index: int, source: str) -> Prepared: ...
