@@ -154,6 +154,7 @@ class Adapter:
 
         Raises DeadlineError if requests still use the slots then.
         """
+        await self._controller.close()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()

@@ -33,7 +33,7 @@ from weightsync.engines import (
 from weightsync.engines.rank.rank_host import RankHost
 from weightsync.engines.rank.rank_process import this_host
 from weightsync.engines.serving.engine_digests import EngineDigests
-from weightsync.errors import ConfigError, DeadlineError, StateError
+from weightsync.errors import ConfigError, DeadlineError, RestartedError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.node.messages import NodeOffer
 from weightsync.node.node import Node, serve
@@ -61,6 +61,7 @@ class EngineCalls(Claimable):
 
     _engine: Engine
     _name = ""
+    _served = 0
     _slot: str | None = None
     _components: Components = MappingProxyType({})
     _layouts: Sequence[LayoutTable] | None = None
@@ -132,11 +133,12 @@ class EngineCalls(Claimable):
         layouts = await self.sync_layout()
 
         def attach() -> Sequence[Attached]:
-            inject("connect")
-            attached = self._engine.attach(plan, tickets, timeout_s)
-            if isinstance(self._engine, CachesPrefixes):
-                self._engine.use_prefix_cache(prefix_cache)
-            return attached
+            with self._turn("attach", timeout_s, "_attaching"):
+                inject("connect")
+                attached = self._engine.attach(plan, tickets, timeout_s)
+                if isinstance(self._engine, CachesPrefixes):
+                    self._engine.use_prefix_cache(prefix_cache)
+                return attached
 
         attached = await asyncio.to_thread(attach)
 
@@ -179,17 +181,19 @@ class EngineCalls(Claimable):
         """Serve `version`, see `Engine.resume`."""
         with self._turn("commit", _LONGEST_S):
             inject("commit", version=version)
+            self._served = max(self._served, version)
             self._engine.resume(version)
         logger.info("[%s · v%d] serves", f"engine {self._name}".rstrip(), version)
 
     @contextmanager
-    def _turn(self, phase: str, timeout_s: float) -> Iterator[None]:
-        """Run the body after earlier turns. Raises DeadlineError if one of them does not end in time.
+    def _turn(self, phase: str, timeout_s: float, kind: str = "_turns") -> Iterator[None]:
+        """Run the body after earlier turns of a kind. Raises DeadlineError if one does not end in time.
 
         Otherwise a commit that the driver gave up would end after the next pause: the engine would serve
-        weights that are being written.
+        weights that are being written. And an attach that the driver gave up would end after the next one:
+        the engine would read from the holders of a connection that has ended.
         """
-        turns: threading.Lock = vars(self).setdefault("_turns", threading.Lock())
+        turns: threading.Lock = vars(self).setdefault(kind, threading.Lock())
         if not turns.acquire(timeout=timeout_s):
             raise DeadlineError(phase, (f"engine {self._name}",), timeout_s)
         try:
@@ -200,6 +204,10 @@ class EngineCalls(Claimable):
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
+
+    async def sync_served(self) -> int:
+        """Return the newest version that this process was told to serve, 0 before the first."""
+        return self._served
 
     async def sync_experts(self) -> Experts:
         """Return the expert in each slot of all ranks, by layer, see `MovesExperts.experts`."""
@@ -259,12 +267,13 @@ class EngineCalls(Claimable):
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
         """Call a ``sync_…`` method of one adapter, with the adapter's own plan, holders and version.
 
-        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed.
+        The first call, a claim, opens the adapter if need be. Raises StateError if it was closed, and to the
+        heartbeat RestartedError: the driver ends its heartbeats before it closes an adapter.
         """
         if method == "sync_claim":
             await self.sync_keep_adapter(spec)
         if self._spec(spec.name) != spec:
-            raise _no_slots(spec.name)
+            raise RestartedError if method == "sync_ping" else _no_slots(spec.name)
         answer = getattr(self.sync_part(spec.name), method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
 

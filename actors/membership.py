@@ -362,6 +362,7 @@ class Membership:
         Raises as `connect`. The engines are then as before.
         """
         before = self.engines.pop(name, None), self._fleet.engines.pop(name, None)
+        placed = self._placements.get(name, [])
         try:
             await self.place_engine(name, handle)
             try:
@@ -377,6 +378,7 @@ class Membership:
             self._fleet.engines.pop(name, None)
             if before[0] is not None and before[1] is not None:
                 self.engines[name], self._fleet.engines[name] = before[0], before[1]
+                self._placements[name] = placed  # `respawn` ends these processes
             raise
 
     async def heal(self, name: str) -> SyncReport:
@@ -387,12 +389,12 @@ class Membership:
         return await self._controller.refill(name)
 
     async def part(self, name: str) -> None:
-        """Remove an engine without calling other engines.
+        """Remove an engine. Others of its deployment serve the version that they hold, if they are ready.
 
         The engine's holder stays until the next connect.
         """
         async with self._controller.update_lock.shared(name):
-            gone = self.engines.pop(name)
+            gone, mates = self.engines.pop(name), {*self._fleet.together(name)} - {name}
             if not self._adapter:
                 self.door.forget(gone)
             self._placements.pop(name, None)
@@ -400,6 +402,8 @@ class Membership:
             at = member.holders if member else ()
             calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in at}
             await gather_named(calls, "drop", self._config.timeout_s)
+            ready = [n for n in mates if self._fleet.engines[n].record.state is EngineState.READY]
+            await self._controller.engine_group.go_on(ready)  # they waited for it
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
         if not member:
             await self.follow()

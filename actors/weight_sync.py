@@ -42,7 +42,7 @@ from weightsync.driver.healing.healing import Healer
 from weightsync.driver.updating.controller import Controller
 from weightsync.driver.updating.joint_commit import JointMember
 from weightsync.driver.updating.takeover import note_served
-from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster
 from weightsync.protocol.log_level import log_level, use_log_level
@@ -203,8 +203,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         With a `name`, `connect` takes over the holders that an earlier driver left. `version` is then the
         newest version that an engine serves or that holders keep whole. Engines that do not serve this
         version are refilled if holders keep it, else they get the next update. Without a `name`, `version` is
-        0. The first update then needs a greater number than the versions that engines serve from an earlier
-        WeightSync.
+        0. The first update then needs a greater number than the versions that engines served for an earlier
+        WeightSync, also if they are paused now.
 
         Raises:
             PlanError: the trainers' tensors do not fit the engines'; names the tensor.
@@ -271,7 +271,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
 
         Args:
             version: a whole number greater than the last version, and than the versions that engines served
-                when they were connected; by default the least such number.
+                before they were connected; by default the least such number.
             checkpoint: the registered checkpoint to move, or the store whose newest version to move, if there
                 are no trainers. The call waits until the checkpoint is read.
             components: the components to update together: ``model``, names of `add_model`, and adapters, such
@@ -349,7 +349,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         Raises:
             ConfigError: a living engine has this name or uses a GPU of the new engine, or the actor is
                 registered already or is not an engine.
-            WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
+            WeightSyncError: as `connect`, or the refill failed. The engine has not joined. A dead one of the
+                name is healed as before.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
         known = with_servers({name: handle}, self.config, self._members.door)
@@ -383,7 +384,10 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         return self._loop.submit(lambda: self._members.heal(name)).result()
 
     def close(self) -> None:
-        """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
+        """End the holders, also named ones. Trainers and engines keep running. Safe to call twice.
+
+        An update that runs ends first, since the engines would stay paused.
+        """
         self._models.close()
         if self._loop.shut():
             self._loop.run_concurrently(self._close()).result()
@@ -398,6 +402,7 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
         self.close()
 
     async def _close(self) -> None:
+        await self._controller.close()
         for name in self._healer.busy():
             self._healer.forget(name)
         await self._adapters.close()
@@ -412,8 +417,8 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
             await self._members.connect()
             is_first = not self._controller.version
             stale = await self._controller.restore() if is_first and self.name is not None else []
-            if not self._controller.version:
-                await note_served(self._fleet, self.config)
+            if is_first:
+                await note_served(self._fleet, self.config, self._controller.engine_group.told[0])
         refills = (self._controller.refill(name) for name in stale if self._controller.can_refill(name))
         for error in await asyncio.gather(*refills, return_exceptions=True):
             # An engine that failed is healed, or takes the next version.
@@ -446,8 +451,14 @@ class WeightSync(FleetMethods, AdapterMethods, CheckpointMethods, ExpertMethods,
 
     async def _join(self, name: str, handle: EngineHandle) -> SyncReport | None:
         await self._members.check_free(name)
-        self._healer.forget(name)
-        report = await self._members.join(name, handle)
+        was_healed = self._healer.forget(name)
+        try:
+            report = await self._members.join(name, handle)
+        except WeightSyncError:
+            if was_healed:
+                nobody = EngineError(name, "join", "no other engine has joined")
+                self._healer.engine_failed(name, self._controller.engine_group.failures.get(name, nobody))
+            raise
         self._adapters.follow()
         return report
 

@@ -149,10 +149,12 @@ class LocalPeer:
     """Makes an object a peer of the controller. The object's methods run on other threads.
 
     Attributes:
+        name: the object's name, if it has one.
         target: the object.
     """
 
     def __init__(self, target: object) -> None:
+        self.name: str = getattr(target, "name", "")
         self.target = target
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ class NodeLinks:
     def open(self, peer: Served) -> None:
         """Give `peer` the link to its actor, whose node Ray starts if it has none.
 
-        Raises ConfigError or TransportError as `Links`.
+        Errors name the actor by the peer's name from now on. Raises ConfigError or TransportError as `Links`.
         """
         if isinstance(handle := getattr(peer, "handle", None), ProcessHandle):
             peer.node = handle.link
@@ -58,6 +58,7 @@ class NodeLinks:
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
         peer.node = self._links[peer.key]
+        peer.node.name = peer.name
 
     def start_holder(
         self, name: str, placement: Placement, transport: str, config: SyncConfig

@@ -10,7 +10,7 @@ import ray
 
 from weightsync.actors.ray.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
-from weightsync.errors import DeadlineError, PeerError, RestartedError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerError, RestartedError, StateError, WeightSyncError
 
 Lost = Callable[[WeightSyncError], None]
 Heard = Callable[[], None]
@@ -28,11 +28,11 @@ class Watches:
 
         One that missed heartbeats may be heard again, and lost again. So may the next process of an actor.
         """
-        self._begin(engine.key, lambda: self._engine(engine, lost, heard))
+        self._begin(engine, lambda: self._engine(engine, lost, heard))
 
     def holder(self, holder: RemoteHolder, lost: Lost) -> None:
         """Call `lost` once when `holder` ends."""
-        self._begin(holder.key, lambda: self._ended(holder.watch(), lost))
+        self._begin(holder, lambda: self._ended(holder.watch(), lost))
 
     async def close(self) -> None:
         """End all watches, and wait until they have ended."""
@@ -41,12 +41,20 @@ class Watches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, key: Hashable, work: Callable[[], Coroutine[object, object, None]]) -> None:
-        if key in self._tasks:
-            return
-        task = asyncio.create_task(work())
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key))
+    def _begin(
+        self, peer: RemoteEngine | RemoteHolder, work: Callable[[], Coroutine[object, object, None]]
+    ) -> None:
+        """Start a watch of `peer`, in place of a watch under another name."""
+        if known := self._tasks.get(peer.key):
+            if known.get_name() == peer.name:
+                return
+            known.cancel()
+        self._tasks[peer.key] = task = asyncio.create_task(work(), name=peer.name)
+        task.add_done_callback(lambda _: self._forget(peer.key, task))
+
+    def _forget(self, key: Hashable, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     async def _engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
         waiting, before = asyncio.ensure_future(engine.watch()), None
@@ -76,7 +84,8 @@ class Watches:
         """Wait for a heartbeat's time, or until the process has ended. Returns whether it has."""
         timeout_s = self._heartbeat_s if timeout_s is None else timeout_s
         if (await asyncio.wait([waiting], timeout=timeout_s))[0] and not waiting.cancelled():
-            if isinstance(waiting.exception(), PeerError):  # Ray lost the connection
+            # Ray lost the connection, or the actor's next process does not have the adapter yet.
+            if isinstance(waiting.exception(), PeerError | StateError):
                 await asyncio.sleep(timeout_s)
                 return False
             return True

@@ -142,6 +142,41 @@ def test_a_commit_that_was_given_up_ends_before_the_next_pause() -> None:
         assert (commit.result(), pause.result()) == (None, None)
 
 
+class SlowToAttach(Committing):
+    """Its first attach takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end, self.plans = threading.Event(), list[str]()
+
+    def attach(self, plan: str, tickets: object, timeout_s: float) -> list[object]:
+        if plan == "first":
+            assert self.may_end.wait(patient(10))
+        self.plans.append(plan)
+        return []
+
+
+def test_an_attach_that_was_given_up_ends_before_the_next_begins() -> None:
+    """Else an engine would read from the holders of a connection that has ended."""
+    adapter = SlowToAttach()
+    calls = Calls(adapter, "e0")
+
+    async def attach(plan: str) -> None:
+        await calls.sync_attach(plan, (), patient(10))  # type: ignore[arg-type]
+
+    async def twice() -> None:
+        first = asyncio.create_task(attach("first"))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        again = asyncio.create_task(attach("second"))
+        await asyncio.wait([again], timeout=0.5)
+        adapter.may_end.set()
+        await again
+
+    asyncio.run(twice())
+    assert adapter.plans == ["first", "second"]
+
+
 class Declaring(Adapter):
     def layout(self) -> list[object]:
         self.num_asked += 1

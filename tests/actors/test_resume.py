@@ -19,10 +19,10 @@ import psutil
 import pytest
 import ray
 
-from tests.fleets.actors import Engine, Trainer, forget, until
+from tests.fleets.actors import Engine, Trainer, forget, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import StateError
+from weightsync.errors import ConfigError, StateError
 
 PHASES = ("publish", "pause", "move", "verify", "commit", "keep", "refill")
 
@@ -247,3 +247,24 @@ def test_one_whose_driver_lives_keeps_its_actors_and_one_whose_driver_died_loses
     with make(actors, "e0") as sync:
         sync.connect()
         assert sync.update_weights(2).engines == {"e0": 2}
+
+
+def test_numbers_of_versions_that_engines_served_before_they_slept_are_not_given_again(cluster: None) -> None:
+    trainer, engine = spawn(Trainer, WIDTH, "slept-t"), spawn(Engine, WIDTH, "e0", "slept-e0")
+    for how in ({}, {"name": "slept"}):  # the second has nothing to take over: there are no copies
+        with WeightSync(SyncConfig(keep_versions=1), **how) as sync:
+            sync.register_trainers([trainer])
+            sync.register_engines({"e0": engine})
+            sync.connect()
+            first = sync.update_weights().version
+            assert sync.update_weights().version == first + 1
+            sync.sleep()
+    assert first == 3
+    with WeightSync(SyncConfig()) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        with pytest.raises(ConfigError, match="engine e0 served version 4 of an earlier WeightSync"):
+            sync.update_weights(4)
+    for actor in (trainer, engine):
+        ray.kill(actor)

@@ -14,10 +14,12 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.exceptions import RayError
 
 from tests.fleets.actors import Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.ray.actor_class import actor_class
 from weightsync.errors import NonfiniteError, WeightSyncError
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,9 +37,11 @@ NUM_PLACES = 3
 class Rig:
     """A trainer of a base model, one of adapters, and two engines that serve them."""
 
-    def __init__(self, sync: WeightSync) -> None:
+    def __init__(self, sync: WeightSync, max_restarts: int = 0) -> None:
+        """With `max_restarts`, Ray starts engines again, and nobody else does."""
         from tests.fleets.slots import AdapterTrainer
 
+        self._max_restarts = max_restarts
         self.sync, self.versions, self.published = sync, dict[str, int](), dict[str, Any]()
         self.base, self.trainer = (
             spawn(Trainer, WIDTH, "shared-base"),
@@ -45,14 +49,16 @@ class Rig:
         )
         self.spawned: list[Any] = [self.base, self.trainer]
         sync.register_trainers([self.base])
-        sync.register_engines({name: self.respawn(name) for name in ("e0", "e1")}, respawn=self.respawn)
+        engines = {name: self.respawn(name) for name in ("e0", "e1")}
+        sync.register_engines(engines, respawn=None if max_restarts else self.respawn)
         sync.connect()
         sync.update_weights()
 
     def respawn(self, name: str) -> Any:
         from tests.fleets.slots import SlotActor
 
-        self.spawned.append(spawn(SlotActor, WIDTH, name, f"shared-{name}"))
+        options = {"num_cpus": 0, "max_restarts": self._max_restarts}
+        self.spawned.append(actor_class(SlotActor).options(**options).remote(WIDTH, name, f"shared-{name}"))
         return self.spawned[-1]
 
     def register(self, *names: str) -> None:
@@ -242,3 +248,23 @@ def _is_back(rig: Rig) -> bool:
         return rig.serves(*NAMES)
     except ray.exceptions.RayError:
         return False
+
+
+def test_an_actor_that_ray_started_again_gets_its_adapters_back(cluster: None) -> None:
+    with WeightSync(CONFIG) as sync:
+        rig = Rig(sync, max_restarts=1)
+        rig.register("math", "code")
+        rig.update("math", "code")
+        engine = sync.engines()["e1"]
+        os.kill(first := ray.get(engine.pid.remote()), signal.SIGKILL)
+
+        def is_back() -> bool:
+            with contextlib.suppress(RayError):
+                return bool(ray.get(engine.pid.remote()) != first) and rig.serves("math", "code")
+            return False
+
+        assert until(is_back, patient(20), pause_s=0.5)
+        rig.update("math")
+        rig.update("code")
+        assert rig.serves("math", "code")
+    rig.close()

@@ -165,6 +165,19 @@ def test_a_deployment_that_is_not_whole_does_not_commit_a_version() -> None:
         assert [*sync.serving()] == ["p0", "d0"]
 
 
+def test_an_engine_serves_once_the_one_that_it_waited_for_is_removed() -> None:
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([spawn(Trainer, WIDTH, "t")])
+        sync.register_engines({name: start(name) for name in NAMES}, deployments=DEPLOYMENTS)
+        sync.connect()
+        sync.update_weights(1)
+        sync.inject(FaultPlan((Fault(process="engine d0", action="kill", at="move", version=2),)))
+        assert sync.update_weights(2).states == {"p0": "READY", "d0": "DEAD", "e0": "SERVING"}
+        sync.remove_engine("d0")
+        assert {*sync.serving()} == {"p0", "e0"}
+        assert "serves 2" in notes_of(sync, "p0")
+
+
 STAGED = SyncConfig(bucket_bytes=4096, stage="host", timeout_s=patient(10), connect_timeout_s=patient(30))
 
 

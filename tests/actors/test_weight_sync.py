@@ -164,7 +164,7 @@ def test_a_new_one_numbers_its_versions_above_those_that_engines_serve(make: Mak
     second.connect()
     assert second.version == 0
     for version in (1, 5):
-        with pytest.raises(ConfigError, match=r"engine e0 serves version 5 .*more than 5"):
+        with pytest.raises(ConfigError, match=r"engine e0 served version 5 .*more than 5"):
             second.update_weights(version)
     assert ray.get(second.engines()["e0"].generate.remote([[1]], {})).version == 5
     assert second.update_weights().engines == {"e0": 6, "e1": 6}

@@ -103,10 +103,14 @@ class Engine(EngineActor):
 
     async def forget(self) -> None:
         self._engine.resume(0)
+        self._served = 0
 
     async def fail(self, error: Exception) -> None:
         """Fail in each layout from now on."""
         self._engine.layout = mock.Mock(side_effect=error)
+
+    async def fail_to_pause(self, error: Exception) -> None:
+        self._engine.pause = mock.Mock(side_effect=error)
 
     async def weights(self) -> Mapping[str, torch.Tensor]:
         return dict(self._engine.tensors)

@@ -104,6 +104,18 @@ def test_a_pause_that_comes_late_is_undone_without_an_update() -> None:
     connected(work)
 
 
+def test_an_update_that_fails_later_does_not_blame_the_engine_that_did_not_pause() -> None:
+    async def work(loop: Loop) -> None:
+        stopped = Stopped(loop)
+        loop.engines["e0"].on_write = mock.Mock(side_effect=EngineError("e0", "load", "no memory", 0))
+        with pytest.raises(EngineError, match=r"engine e0.*no memory"):
+            await loop.controller.update(2)
+        stopped.go_on()
+        await until(lambda: state(loop) is EngineState.SERVING)
+
+    connected(work)
+
+
 def test_a_late_pause_is_not_undone_under_an_update_that_took_the_engine() -> None:
     async def work(loop: Loop) -> None:
         stopped, resumed = Stopped(loop), []

@@ -10,6 +10,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.fleets.loop import Loop, drive
 from tests.patience import patient
@@ -450,3 +451,23 @@ def test_if_too_few_engines_are_connected_an_update_connects_them() -> None:
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
 
     drive(work)
+
+
+def test_an_engine_with_a_version_that_too_few_others_have_is_filled_with_the_one_before() -> None:
+    config = replace(CONFIG, min_engines=2)
+
+    async def work(loop: Loop) -> None:
+        healer = _healer(loop, Respawned(loop), config=config)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        kept = {name: each.clone() for name, each in loop.model.state_dict().items()}
+        loop.train()
+        loop.engines["e1"].on_write = Mock(side_effect=[RuntimeError("no memory"), *[None] * 100])
+        with pytest.raises(EngineError, match=r"engine e1.*no memory"):
+            await loop.controller.update(2)
+        await _healed(healer)
+        assert {each.record.version for each in loop.fleet.engines.values()} == {1}
+        for engine in loop.engines.values():
+            assert all(torch.equal(engine.tensors[name], each) for name, each in kept.items())
+
+    drive(work, config)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.integration.test_controller import fail_to_publish, read_in_place
+from tests.patience import patient
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.healing.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, VerifyError
@@ -78,6 +80,21 @@ def test_only_with_weights_on_the_host_they_wake_without_an_update() -> None:
         with pytest.raises(StateError, match="e0 sleeps without weights: update_weights"):
             await loop.controller.wake(BOTH)
         assert states(loop) == [ASLEEP] * 2
+
+    drive(work)
+
+
+def test_engines_wake_at_the_same_time() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        await loop.controller.sleep(BOTH, 1)
+        both = threading.Barrier(2)
+        for engine in loop.engines.values():
+            resume = engine.resume
+            engine.resume = lambda version, resume=resume: (both.wait(patient(5)), resume(version))
+        await loop.controller.wake(BOTH)
+        assert states(loop) == [SERVING] * 2
 
     drive(work)
 

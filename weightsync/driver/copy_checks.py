@@ -33,7 +33,7 @@ class CopyChecks:
 
     async def without_header(self, headers: Mapping[Copy, SnapshotHeader]) -> list[Copy]:
         """Return the copies that their holders do not have any more, or whose header is damaged."""
-        named = self._fleet.named_holders()
+        named = {each.name: each for each in self._fleet.holders}  # as offers name them
         calls = {holder: named[holder].snapshots() for holder, _ in headers if holder in named}
         outcome = await gather_named(calls, "check", self._config.timeout_s)
         whole = {holder: {each.header for each in its} for holder, its in outcome.answers.items()}
@@ -67,7 +67,7 @@ class CopyChecks:
 
     async def _digests(self, version: int, layout: str, copies: Mapping[int, Sequence[Offer]]) -> Found:
         """Return the digests of all copies whose holders answer."""
-        named = self._fleet.named_holders()
+        named = {each.name: each for each in self._fleet.holders}  # as offers name them
         calls = {
             f"{offer.holder}, part {part}": named[offer.holder].copy_digests(
                 SnapshotHeader(version, layout, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -62,10 +62,14 @@ class EngineGroup:
         self.num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
-    def first_failure(self) -> WeightSyncError:
-        """Return the first of the last update's `failures`. Without any, deployments lack engines."""
+    def first_failure(self, names: Collection[str] = ()) -> WeightSyncError:
+        """Return the first of the last update's `failures`, of engines in `names` if one of them failed.
+
+        Without any, deployments lack engines.
+        """
         lacking = StateError("no deployment is whole: heal or replace its engines, see engine_states()")
-        return next(iter(self.failures.values()), lacking)
+        own = [error for name, error in self.failures.items() if name in names]
+        return next(iter(own or self.failures.values()), lacking)
 
     def next_attempt(self) -> int:
         """Return a new attempt number, greater than all before."""
@@ -207,9 +211,9 @@ class EngineGroup:
 
     async def go_on(self, names: Iterable[str]) -> None:
         """Resume paused engines with the version that they hold, since no update follows."""
-        for name in names:
-            if version := self._fleet.engines[name].record.version:
-                await self.resume([name], version)
+        held = {name: self._fleet.engines[name].record.version for name in names}
+        for version in {*held.values()} - {0}:  # most hold one
+            await self.resume([name for name in held if held[name] == version], version)
 
     def judge(self, version: int, wrong: Mapping[str, Sequence[str]], changed: Rewritten) -> list[str]:
         """Record engines with `wrong` tensors as failed; return those that hold `version`.

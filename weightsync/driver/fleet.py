@@ -38,7 +38,7 @@ class Fleet:
         relays: ask trainers to publish for the driver. The driver asks ranks without a relay directly.
         drafts: the draft models of engines that were connected.
         deployments: engines that serve one version together, by the name of the deployment.
-        served: versions of an earlier driver that engines served when they were connected, by process.
+        served: the newest versions of earlier drivers that engines served, by process.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
@@ -91,7 +91,7 @@ class Fleet:
             raise ConfigError("version", version, f"versions grow: give more than {committed}")
         if version <= (highest := self.newest(committed)):
             name = next(name for name, served in self.served.items() if served == highest)
-            last = f"{name} serves version {highest} of an earlier WeightSync"
+            last = f"{name} served version {highest} of an earlier WeightSync"
             raise ConfigError("version", version, f"{last}: give more than {highest}, or nothing")
 
     def named_holders(self) -> dict[str, HolderPeer]:

@@ -116,7 +116,7 @@ class ConnectingHolder(HolderProcess):
         trainer = trainers.index(index) if index in trainers else -1
         sender = -1 if self._device and source == self._device else trainer  # else it is read in place
         send_buffer, self._send_buffer, self._published = self._send_buffer, None, None
-        self._send_buffer = held = send_buffer_for(plan, sender, source, before, send_buffer)
+        self._send_buffer = held = send_buffer_for(plan, sender, source, before, self._trainer, send_buffer)
         self._published = Copy(held) if isinstance(held, SharedBuffer) else held
         handle = buffer_handle(held)
         engine = next((name for name, holders in plan.members.engines if index in holders), None)

@@ -217,12 +217,13 @@ SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
 
 
 def send_buffer_for(
-    plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
+    plan: Plan, trainer: int, source: str, before: Plan | None, was: int, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
     """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if the layout is unchanged.
 
-    `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for. Closes
-    `send_buffer` if it is not reused. Raises TransportError when the host is short of memory.
+    `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for, and
+    `was` the trainer's rank in it. Closes `send_buffer` if it is not reused. Raises TransportError when the
+    host is short of memory.
     """
     if send_buffer is not None:
         if (
@@ -231,7 +232,7 @@ def send_buffer_for(
             and source != MAPPED
             and before is not None
             and before.tensors == plan.tensors
-            and before.trainer_pieces(trainer) == plan.trainer_pieces(trainer)
+            and before.trainer_pieces(was) == plan.trainer_pieces(trainer)
         ):
             return send_buffer
         send_buffer.close()

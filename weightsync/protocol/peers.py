@@ -101,7 +101,12 @@ class RelayPeer(Protocol):
 
 
 class HolderPeer(Protocol):
-    """A holder, as the driver calls it. `weightsync.holder.holder.Holder` documents the methods."""
+    """A holder, as the driver calls it. `weightsync.holder.holder.Holder` documents the methods.
+
+    `name` is the holder's own, which has another number if the fleet was connected again without others.
+    """
+
+    name: str
 
     async def try_mapping(self, memory: Mapping[str, DeviceHandle]) -> str: ...
     async def prepare(self, plan: SharedPlan, index: int, source: str) -> Prepared: ...
@@ -160,6 +165,8 @@ class EnginePeer(Protocol):
 
     `digests` returns the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
 
+    `served` returns the newest version that the process was told to serve, also if it is paused now.
+
     `weightsync.engines.MovesExperts` documents `experts`, `move_experts` and `live_digests`. Other engines
     have no experts.
     """
@@ -180,3 +187,4 @@ class EnginePeer(Protocol):
     async def move_experts(self, experts: Sequence[Sequence[int]]) -> None: ...
     async def live_digests(self) -> LoadReport: ...
     async def serving(self) -> int: ...
+    async def served(self) -> int: ...

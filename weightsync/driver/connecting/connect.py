@@ -223,7 +223,7 @@ def _plan(fleet: Fleet, layouts: Layouts, config: SyncConfig, epoch: int, num_sl
     members = Members(
         num_holders=len(fleet.holders),
         trainers=tuple(holder for _, holder in fleet.trainers),
-        engines=tuple((name, member.holders) for name, member in fleet.live().items()),
+        engines=tuple((name, fleet.engines[name].holders) for name in layouts.engines),
     )
     if not num_slots:
         return make_direct_plan(
@@ -283,7 +283,8 @@ async def _attach(
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
     engines = {}
-    for name, member in fleet.live().items():
+    for name in layouts.engines:  # also one that is DEAD by now: its error ends the wait of its holders
+        member = fleet.engines[name]
         tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
         call = member.peer.attach(shared, tickets, timeout_s, config.prefix_cache)
         engines[f"engine {name}"] = attach_ranks(call)

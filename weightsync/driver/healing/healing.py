@@ -102,12 +102,13 @@ class Healer:
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._ended(name, done))
 
-    def forget(self, name: str) -> None:
-        """Stop healing `name`: it was replaced or removed."""
+    def forget(self, name: str) -> bool:
+        """Stop healing `name`: it is replaced or removed. Returns whether it was being healed."""
         self.given_up.pop(name, None)
         self._controller.engine_group.kept_up([name])
         if task := self._tasks.get(name):
             task.cancel()
+        return task is not None
 
     def busy(self) -> list[str]:
         """Return the engines that are being healed."""

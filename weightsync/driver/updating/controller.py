@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -83,6 +84,7 @@ class Controller:
         self._stager: Stager | None = None
         self._connection: Connection | None = None
         self._connecting: PhaseClock | None = None
+        self._pausing, self._closed = asyncio.Lock(), False
 
     @property
     def plan(self) -> Plan | None:
@@ -188,7 +190,8 @@ class Controller:
         async def once() -> SyncReport:
             update = Update(self._parts(), version, self.version, takers, clock, when_held, joint)
             try:
-                await update.run()
+                async with self._open():
+                    await update.run()
             finally:
                 self.connected = self.connected and not update.breaks_connection
                 if update.has_committed:
@@ -207,6 +210,21 @@ class Controller:
             if not member.attached:
                 self.events.publish(EngineLeftOut(name))
         return report
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[None]:
+        async with self._pausing:
+            if self._closed:
+                raise StateError("this WeightSync is closed: make a new one")
+            yield
+
+    async def close(self) -> None:
+        """Refuse updates from now on, and wait for one that runs: its engines would stay paused."""
+        self._closed = True
+        if self._pausing.locked():
+            logger.warning("[driver] waiting for the end of an update before this WeightSync is closed")
+        async with self._pausing:
+            pass  # it has ended
 
     def _takers(self) -> dict[str, EngineMember]:
         busy = {name for name in self._late if self.update_lock.is_held(name)}
@@ -292,9 +310,10 @@ class Controller:
         await self.snapshot_index.writable([*experts])  # holders may still copy from the engines' memory
         group = self.engine_group
         moved = MovedExperts(self._config, self._fleet, group, connection)
-        verified = await moved.move(experts, self.version, self._comparison, expected, clock)
-        with clock.phase("commit"):
-            await group.resume(verified, self.version)
+        async with self._open():
+            verified = await moved.move(experts, self.version, self._comparison, expected, clock)
+            with clock.phase("commit"):
+                await group.resume(verified, self.version)
         if verified and connection.in_place:  # copies of the engines' memory have experts in other places
             self.snapshot_index.begin(self.version, connection, expected)
         if failures := [group.failures[name] for name in experts if name in group.failures]:

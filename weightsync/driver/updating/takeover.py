@@ -41,11 +41,13 @@ async def take_over(
     return version, stale
 
 
-async def note_served(fleet: Fleet, config: SyncConfig) -> None:
-    """Note which versions engines serve before the first update of this driver. New numbers are greater.
+async def note_served(fleet: Fleet, config: SyncConfig, told: int) -> None:
+    """Note the versions of earlier drivers that engines served, maybe before a pause. New ones are greater.
 
-    Raises DeadlineError with the names of engines that do not answer, and the errors of lost ones.
+    `told`: the last version that this driver told engines to serve. It may be tried again. Raises
+    DeadlineError with the names of engines that do not answer, and the errors of lost ones.
     """
-    calls = {f"engine {name}": member.peer.serving() for name, member in fleet.live().items()}
-    answers = (await gather_named(calls, "serving", config.timeout_s)).require()
-    fleet.served = {name: version for name, version in answers.items() if version}
+    calls = {f"engine {name}": member.peer.served() for name, member in fleet.live().items()}
+    answers = (await gather_named(calls, "served", config.timeout_s)).require()
+    known = {name: version for name, version in answers.items() if version not in (0, told)}
+    fleet.served = {**fleet.served, **known}

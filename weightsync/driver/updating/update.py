@@ -88,6 +88,7 @@ class Update:
         self._version, self._committed, self._takers = version, committed, takers
         self._clock, self._when_held = clock, when_held
         self._publishing: Publishing | None = None
+        self._paused: Sequence[str] = ()
         self.publication: Publication | None = None
         self.spans: dict[str, Sequence[Span]] = {}
         self.staged: StagedVersion | None = None
@@ -180,6 +181,7 @@ class Update:
         if len(paused) < self._config.min_engines:
             await self._engines.go_on(paused)
             raise self._engines.first_failure()
+        self._paused = paused  # if the update fails from now on, a pause that failed is not the cause
         with self._clock.phase("move"):
             was_published = self.publication is not None
             loaded = await self._move_and_publish([name for name in self._takers if name in paused])
@@ -200,8 +202,9 @@ class Update:
                 router.demote(name, error)
         self.breaks_connection |= not router.suffices
         if len(self._fleet.whole(verified)) < least:
-            self._engines.enter(verified, EngineState.STALE)
-            raise self._engines.first_failure()
+            error = self._engines.first_failure(self._paused)
+            self._give_up(verified, f"too few engines have version {self._version}: {error}")
+            raise error
         with self._clock.phase("commit"):
             if self._joint:
                 try:
@@ -214,7 +217,7 @@ class Update:
         if num_serving:
             self._note_commit()
         if num_serving < least:
-            raise self._engines.first_failure()
+            raise self._engines.first_failure(self._paused)
 
     def _note_commit(self) -> None:
         self.has_committed = True
@@ -268,7 +271,7 @@ class Update:
             raise
 
     def _give_up(self, names: Iterable[str], reason: str) -> None:
-        """Mark engines STALE that took bytes which cannot be verified."""
+        """Mark engines STALE that took bytes which do not become a version."""
         self._engines.enter(names, EngineState.STALE)
         for name in names:
             self._parts.events.publish(EngineFailed(name, StateError(reason)))
