@@ -84,10 +84,9 @@ class Door:
         found = self._server(join.url) if isinstance(join, Join) else self._rank(join)
         if isinstance(found, str):
             return found
-        if found.link.is_dialled and found.process != join.process and not self._is_silent(found):
+        if found.link.is_dialled and found.link.process != join.process and not self._is_silent(found):
             return f"another process is {found}"
-        found.process = join.process
-        if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
+        if found.link.process:  # by the same process, which has given up, or by an earlier one
             found.link.end(PeerLostError(found.link.name, "its process joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
         if isinstance(found, JoinedServer):
@@ -111,7 +110,7 @@ class Door:
         """Return `error`, with the address to dial if it is about a server that has not joined."""
         if not isinstance(error, DeadlineError) or not isinstance(server, JoinedServer):
             return error
-        if server.link.was_dialled:
+        if server.link.process:
             return error
         why = f"{server.url} has not joined at {self._address}:{self.port}{self._refused}"
         return DeadlineError(error.phase, [f"{each} ({why})" for each in error.missing], error.timeout_s)

@@ -47,7 +47,7 @@ class JoinedEngine(JoinedProcess, EngineCalls):
         return Join(self._url, self._process)
 
     def _new_node(self, offer: NodeOffer) -> Node:
-        return Node(offer, Methods(self), ServedEngine, self._loop)
+        return Node(offer, Methods(self), ServedEngine, self._loop, self._process)
 
     def _here(self, slot: str) -> Placement:
         return self._placed(f"slot:{slot}")

@@ -91,7 +91,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
         return self._as_rank
 
     def _new_node(self, offer: NodeOffer) -> Node:
-        self._node = Node(offer, _Methods(self, self._calls), ServedTrainer)
+        self._node = Node(offer, _Methods(self, self._calls), ServedTrainer, None, self._process)
         return self._node
 
     def _left(self, why: str) -> None:

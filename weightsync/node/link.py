@@ -72,6 +72,7 @@ class Link:
 
     Attributes:
         methods: the names of the methods.
+        process: the process that has, or had, this place, as its hello names it; "" before the first.
         when_noticed: is called with the node's notices.
     """
 
@@ -88,7 +89,7 @@ class Link:
         self.methods: Collection[str] = self._methods.keys()
         self.when_noticed: Callable[[Notice], None] = _nothing
         self._calls: dict[int, _Call] = {}
-        self._ticket, self._process = 0, ""
+        self._ticket, self.process = 0, ""
         self._connection: AcceptedConnection | None = None
         self._dialled = asyncio.Event()
         self._lost_later: asyncio.TimerHandle | None = None
@@ -107,11 +108,6 @@ class Link:
     def is_dialled(self) -> bool:
         """Return True if the node has dialled, and the connection lasts."""
         return self._connection is not None
-
-    @property
-    def was_dialled(self) -> bool:
-        """Return True if a node has, or had, this place."""
-        return bool(self._process)
 
     @property
     def has_ended(self) -> bool:
@@ -172,7 +168,7 @@ class Link:
             self._connection.abort()
         if self._lost_later:
             self._lost_later.cancel()
-        self._process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
+        self.process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
         self._send(Welcome(time.monotonic()))
         self._dialled.set()
         for ticket in self._calls.keys() - hello.open:
@@ -183,7 +179,7 @@ class Link:
     def _refusal(self, process: str) -> str:
         if self._error:
             return f"it is taken for dead: {self._error}"
-        return "another process has this place" if self._process not in ("", process) else ""
+        return "another process has this place" if self.process not in ("", process) else ""
 
     def _came(self, message: Answer | Raised | Late | Tell) -> None:
         call = self._calls.get(message.ticket)

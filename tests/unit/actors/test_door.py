@@ -39,11 +39,11 @@ def test_the_url_of_a_server_that_was_refused_is_named(door: Door) -> None:
     assert str(error).endswith("at 10.0.0.1:29500; http://10.0.0.7:8001 was refused)")
 
 
-def test_other_errors_and_other_engines_stay(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_and_other_engines_stay(door: Door) -> None:
     server, lost = door.server("http://127.0.0.1:8000"), PeerLostError("engine e0", "it ended")
     assert door.explained(lost, server) is lost
     assert door.explained(LATE, object()) is LATE
-    monkeypatch.setattr(Link, "was_dialled", True)
+    server.link.process = "a process"
     assert door.explained(LATE, server) is LATE
 
 

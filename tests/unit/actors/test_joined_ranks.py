@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
@@ -21,12 +22,17 @@ from tests.patience import patient
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.remote import remote_trainer
 from weightsync.actors.servers.door import with_ranks
+from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.trainer import JoinedTrainer
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.node.link import Link
+from weightsync.node.messages import MAX_NBYTES, JoinRank, Place, Refused
+from weightsync.node.messages import joined as answered
+from weightsync.node.node import Node
 from weightsync.protocol.messages import PublishTask
+from weightsync.protocol.stream import Stream
 
 TOKEN = "a secret of the fleet"
 
@@ -304,6 +310,39 @@ def test_ranks_are_let_go_if_the_driver(
         await driver.members.close()
         with pytest.raises(PeerLostError, match="the driver at"):
             await waiting
+
+    drive(test, num_ranks=1)
+
+
+def ask(driver: Driver, process: str) -> Place | Refused:
+    """Ask for the place of the only rank, as `JoinedProcess` does."""
+    stream = Stream(f"tcp://127.0.0.1:{driver.config.join_port}", TOKEN, MAX_NBYTES, patient(5))
+    stream.send(msgspec.msgpack.encode(JoinRank(0, 1, process)))
+    came = stream.receive(patient(5))
+    stream.close()
+    assert came
+    return answered(came)
+
+
+def test_of_two_processes_that_ask_at_once_the_one_that_dials_first_keeps_the_place(
+    drive: Callable[..., None],
+) -> None:
+    async def test(driver: Driver) -> None:
+        nodes = list[Node]()
+        for name in ("first", "second"):
+            place = await asyncio.to_thread(ask, driver, name)
+            assert isinstance(place, Place)
+            nodes.append(Node(place.offer, None, ServedTrainer, None, name))
+        first, second = nodes
+        running = asyncio.ensure_future(asyncio.to_thread(first.run))
+        await asyncio.wrap_future(first.welcomed)
+        with pytest.raises(StateError, match="another process has this place"):
+            await asyncio.to_thread(second.run)
+        refused = await asyncio.to_thread(ask, driver, "second")
+        assert refused == Refused("another process is trainer 0")
+        assert driver.members.trainers[0].link.is_dialled
+        first.stop()
+        await running
 
     drive(test, num_ranks=1)
 
