@@ -137,14 +137,19 @@ def with_servers(
 
 
 def _server(field: str, url: str, door: Door) -> JoinedServer:
-    where = urlsplit(url)
-    try:
-        is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
-    except ValueError:  # a port that does not exist
-        is_whole = False
-    if not is_whole or where.path.strip("/"):
+    if not _is_address(url, "http", "https"):
         raise ConfigError(field, url, "give the server's address, such as http://10.0.0.7:8000")
     return door.server(url)
+
+
+def _is_address(url: str, *schemes: str) -> bool:
+    """Return True if `url` is a host and a port, with one of `schemes`."""
+    try:
+        where = urlsplit(url)
+        is_whole = bool(where.port and where.hostname and where.hostname.encode("idna"))
+    except ValueError:  # a port that does not exist, or no name of a host
+        return False
+    return is_whole and where.scheme in schemes and not where.path.strip("/")
 
 
 def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) -> Sequence[TrainerHandle]:
@@ -166,9 +171,13 @@ def _check_door(config: SyncConfig) -> None:
 
 def check_address() -> None:
     """Raise ConfigError unless the environment says where the driver is."""
-    host, _, port = os.environ.get(JOIN, "").rpartition(":")
-    if not host or not port.isdecimal():
+    if not _is_address(driver_endpoint(), "tcp"):
         raise ConfigError(JOIN, os.environ.get(JOIN), "set the driver's address, such as 10.0.0.1:29500")
+
+
+def driver_endpoint() -> str:
+    """Return the endpoint of the driver in the environment."""
+    return f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
 
 
 def check_token() -> None:

@@ -16,7 +16,7 @@ import msgspec
 from weightsync.actors.holders.weight_holder import holder_settings
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.versions import own_versions
-from weightsync.actors.servers.door import JOIN, TOKEN
+from weightsync.actors.servers.door import TOKEN, driver_endpoint
 from weightsync.config import Ports, SyncConfig, TlsFiles
 from weightsync.errors import WeightSyncError
 from weightsync.node.messages import MAX_NBYTES, Join, JoinRank, NodeOffer, Refused, joined
@@ -38,7 +38,7 @@ class JoinedProcess:
     def __init__(self) -> None:
         self._address = self._trouble = ""
         self._process = secrets.token_hex(8)
-        self._driver = f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
+        self._driver = driver_endpoint()
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None

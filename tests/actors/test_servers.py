@@ -185,6 +185,7 @@ def test_strangers_are_refused_while_the_pages_example_runs(fleet: Fleet) -> Non
         (SyncConfig(), "http://10.0.0.7:8000", "sync.join_port"),
         (SyncConfig(join_port=29500), "http://10.0.0.7", "such as http://10.0.0.7:8000"),
         (SyncConfig(join_port=29500), "10.0.0.7:8000", "such as http://10.0.0.7:8000"),
+        (SyncConfig(join_port=29500), "http://[fd00::7:8000", "such as http://10.0.0.7:8000"),
     ],
 )
 def test_bad_input_is_named(

@@ -379,6 +379,10 @@ def test_bad_places_are_named(
     [
         ({"WEIGHTSYNC_JOIN": ""}, {}, "WEIGHTSYNC_JOIN"),
         ({"WEIGHTSYNC_JOIN": "10.0.0.1"}, {}, "WEIGHTSYNC_JOIN.*such as 10.0.0.1:29500"),
+        ({"WEIGHTSYNC_JOIN": "10.0.0.1:295000"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "fd00::1:29500"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "[fd00::1:29500"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "driver..local:29500"}, {}, "WEIGHTSYNC_JOIN"),
         ({"WEIGHTSYNC_TOKEN": "short"}, {}, "WEIGHTSYNC_TOKEN"),
         ({"RANK": "2"}, {}, "RANK.*WORLD_SIZE is 2"),
         ({"RANK": "one"}, {}, "RANK"),
