@@ -23,7 +23,6 @@ from weightsync.node.messages import MAX_NBYTES, Join, JoinRank, NodeOffer, Refu
 from weightsync.node.node import Node
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.host_id import host_id
-from weightsync.protocol.routes import own_address
 from weightsync.protocol.stream import Stream
 
 logger = logging.getLogger("weightsync.actors")
@@ -89,8 +88,8 @@ class JoinedProcess:
 
     def _ask(self) -> NodeOffer:
         """Ask the driver for a place. Raises OSError if it does not answer or has none."""
-        self._address = own_address(self._driver)
         stream = Stream(self._driver, os.environ.get(TOKEN, ""), MAX_NBYTES, _DIAL_S, self._tls)
+        self._address = stream.own_address
         try:
             stream.send(msgspec.msgpack.encode(self._greeting()))
             if (came := stream.receive(_DIAL_S)) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -310,6 +311,26 @@ def test_ranks_are_let_go_if_the_driver(
         await driver.members.close()
         with pytest.raises(PeerLostError, match="the driver at"):
             await waiting
+
+    drive(test, num_ranks=1)
+
+
+def test_a_driver_whose_name_only_has_an_address_of_ipv6_is_joined(
+    drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = socket.getaddrinfo
+    names = {"driver.local": "::1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **given: found(names.get(host, host), *more, **given)
+    )
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "::1")
+
+    async def test(driver: Driver) -> None:
+        monkeypatch.setenv("WEIGHTSYNC_JOIN", f"driver.local:{driver.config.join_port}")
+        waiting = updating(rank(0, 1))
+        assert (await driver.members.trainers[0].placement()).address == "::1"
+        await driver.update()
+        assert await waiting == 1
 
     drive(test, num_ranks=1)
 
