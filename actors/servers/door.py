@@ -7,6 +7,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +22,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link
 from weightsync.node.messages import Join, JoinRank
+from weightsync.protocol.daemon import on_daemon
 from weightsync.text import count_text
 
 logger = logging.getLogger("weightsync.actors")
@@ -50,6 +54,7 @@ class Door:
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
+        self._looked_up: Future[Mapping[JoinedServer, frozenset[str]]] | None = None
         self._address = self._refused = ""
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
@@ -94,11 +99,19 @@ class Door:
         return found.link
 
     def _server(self, url: str) -> JoinedServer | str:
-        found = next((each for each, urls in self._servers.items() if url in urls), None)
+        if self._looked_up and self._looked_up.done():
+            found, self._looked_up = self._looked_up.result(), None
+            self._servers |= {each: urls for each, urls in found.items() if each in self._servers}
+        for server, urls in self._servers.items():
+            if url.rstrip("/") in urls:
+                return server
         known = ", ".join(each.url for each in self._servers) or "none"
-        if not found:
-            self._refused = f"; {url} was refused"
-        return found or f"{url} is not registered; registered: {known}"
+        self._refused = f"; {url} was refused"
+        # A host's name may have another address now: the server asks again, see `JoinedProcess`.
+        self._looked_up = self._looked_up or on_daemon(
+            partial(_look_up, [*self._servers], self._address), "weightsync-names"
+        )
+        return f"{url} is not registered; registered: {known}"
 
     def _rank(self, join: JoinRank) -> JoinedRank | str:
         if len(self._ranks) != join.world_size or not 0 <= join.rank < join.world_size:
@@ -201,6 +214,15 @@ def _addresses(url: str, own: str) -> frozenset[str]:
     if any(ipaddress.ip_address(each).is_loopback for each in hosts):
         hosts.add(own)
     return frozenset({url.rstrip("/"), *(server_url(host, where.port or 0) for host in hosts)})
+
+
+def _look_up(servers: Sequence[JoinedServer], own: str) -> Mapping[JoinedServer, frozenset[str]]:
+    """Return `_addresses` of the servers whose hosts are known now."""
+    found = dict[JoinedServer, frozenset[str]]()
+    for each in servers:
+        with suppress(ConfigError):
+            found[each] = _addresses(each.url, own)
+    return found
 
 
 def server_url(host: str, port: int) -> str:
