@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
@@ -19,6 +20,7 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
 from weightsync.actors.servers.rank import JoinedRank, TrainerHandle
 from weightsync.config import SyncConfig
+from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link
 from weightsync.node.messages import Join, JoinRank
@@ -54,6 +56,7 @@ class Door:
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
+        self._checking: dict[Link, asyncio.Future[None]] = {}
         self._looked_up: Future[Mapping[JoinedServer, frozenset[str]]] | None = None
         self._address = self._refused = ""
         self.port = config.join_port
@@ -90,6 +93,8 @@ class Door:
         if isinstance(found, str):
             return found
         if found.link.is_dialled and found.link.process != join.process and not self._is_silent(found):
+            if isinstance(found, JoinedRank) and found.link not in self._checking:
+                self._checking[found.link] = asyncio.ensure_future(self._check(found.link))
             return f"another process is {found}"
         if found.link.process:  # by the same process, which has given up, or by an earlier one
             found.link.end(PeerLostError(found.link.name, "its process joins again"))
@@ -97,6 +102,14 @@ class Door:
         if isinstance(found, JoinedServer):
             self._when_joined(found)
         return found.link
+
+    async def _check(self, link: Link) -> None:
+        """Let a rank's process go if it does not answer: it hangs, or its host is lost."""
+        ping = {link.name: link.call("ping")}
+        error = (await gather_named(ping, "heartbeat", self._config.heartbeat_s)).failures.get(link.name)
+        if isinstance(error, DeadlineError):
+            link.end(PeerLostError(link.name, "it does not answer, and another process joins"))
+        del self._checking[link]
 
     def _server(self, url: str) -> JoinedServer | str:
         if self._looked_up and self._looked_up.done():

@@ -126,6 +126,9 @@ class _Methods:
         self._calls.put((answer, partial(call, *args)))
         return await asyncio.wrap_future(answer)  # which is cancelled if the driver waits no more
 
+    def ping(self) -> None:
+        """Answer at any time."""
+
     async def begin(self) -> None:
         await self._in_update(setattr, self._trainer, "_takes_part", True)
 

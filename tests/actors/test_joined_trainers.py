@@ -28,11 +28,12 @@ class Script:
         self.ranks: dict[int, JoinedProcess] = {}
         self.start(0, 1)
 
-    def start(self, *ranks: int) -> None:
+    def start(self, *ranks: int, **more: str) -> None:
         env = os.environ | {
             "WEIGHTSYNC_JOIN": f"{ray.util.get_node_ip_address()}:{self.port}",
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
+            **more,
         }
         if self.is_sharded:
             env |= {"FSDP2": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -84,6 +85,30 @@ def test_it_is_updated_killed_and_started_again(script: Script) -> None:
         script.start(*again)
         assert sync.update_weights(4).engines == {"e0": 4}
         check(4, 1 if script.is_sharded else 5, 1)
+    ray.kill(engine)
+
+
+def test_a_process_that_does_not_answer_gives_its_place_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection lasts, as that of a lost host, or if a process that it has forked outlives it."""
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    script, engine = Script(is_sharded=False), ray.remote(num_cpus=0)(Engine).remote(WIDTH, "e0", "e0")
+    script.kill(1)
+    script.start(1, STOPS="1")
+    config = SyncConfig(join_port=script.port, connect_timeout_s=patient(10), heartbeat_s=patient(0.5))
+    with WeightSync(config) as sync:
+        sync.register_trainers(2)
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        assert sync.update_weights(1).verified
+        stopped = script.ranks[1]
+        assert stopped.said() == "1"
+        script.start(1)
+        assert sync.update_weights(2).engines == {"e0": 2}
+        assert script.ranks[1].said() == "2"
+        stopped.kill()
+        script.kill(0, 1)
     ray.kill(engine)
 
 
