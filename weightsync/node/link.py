@@ -175,6 +175,8 @@ class Link:
             self._end(
                 ticket, PeerError(self.name, "the connection was lost, and the call or its answer with it")
             )
+        for ticket in hello.open - self._calls.keys():  # it was given up while the connection was lost
+            self._send(Drop(ticket))
 
     def _refusal(self, process: str) -> str:
         if self._error:
