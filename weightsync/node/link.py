@@ -274,9 +274,11 @@ class Links:
     def _join(self, connection: AcceptedConnection, data: bytes) -> None:
         assert self._door
         found = self._door.link(joining(data))
-        answer = Place(self.offer(found)) if isinstance(found, Link) else Refused(found)
-        connection.send(msgspec.msgpack.encode(answer))
-        connection.hang_up()
+        if isinstance(found, Link):
+            connection.send(msgspec.msgpack.encode(Place(self.offer(found))))
+            connection.hang_up()
+        else:  # it asks again, maybe for weeks: another connection would cost a handshake, and a used proof
+            connection.send(msgspec.msgpack.encode(Refused(found)))
 
 
 def _nothing(*_: object) -> None:

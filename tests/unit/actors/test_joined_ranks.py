@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 import weightsync
+from tests.cable import Cable
 from tests.fleets.actors import until
 from tests.fleets.digesting import PLAN, Digesting
 from tests.fleets.served import free_port
@@ -364,6 +365,30 @@ def test_of_two_processes_that_ask_at_once_the_one_that_dials_first_keeps_the_pl
         assert driver.members.trainers[0].link.is_dialled
         first.stop()
         await running
+
+    drive(test, num_ranks=1)
+
+
+def test_a_process_that_is_refused_asks_again_on_one_connection(drive: Callable[..., None]) -> None:
+    """It may wait for weeks, as a server that is not registered yet: the driver stores each proof."""
+
+    async def test(driver: Driver) -> None:
+        first = rank(0, 1)
+        waiting = updating(first)
+        await driver.members.trainers[0].begin()
+        async with Cable(f"tcp://127.0.0.1:{driver.config.join_port}") as cable:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("WEIGHTSYNC_JOIN", cable.endpoint)
+                second = rank(0, 1)
+            assert await asyncio.to_thread(until, lambda: cable.recorded.count(b"join_rank") > 3, patient(10))
+            assert not cable.has_dials(2)
+            first.leave()
+            driver.members.trainers[0].link.end(PeerLostError("trainer 0", "it was killed"))
+            with pytest.raises(PeerLostError):
+                await waiting
+            again = updating(second)
+            await driver.update()
+            assert await again == 1
 
     drive(test, num_ranks=1)
 
