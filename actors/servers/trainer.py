@@ -198,8 +198,8 @@ def _run() -> str:
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     assert distributed.group.WORLD
-    store = distributed.group.WORLD.get_group_store()
-    return str(store.compare_set("weightsync run", "", secrets.token_hex(8)).decode())
+    store = distributed.group.WORLD.get_group_store()  # None with MPI
+    return str(store.compare_set("weightsync run", "", secrets.token_hex(8)).decode()) if store else ""
 
 
 def _number(variable: str, default: int) -> int:
