@@ -18,7 +18,6 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.versions import own_versions
 from weightsync.actors.servers.door import TOKEN, driver_endpoint
 from weightsync.config import Ports, SyncConfig, TlsFiles
-from weightsync.errors import WeightSyncError
 from weightsync.node.messages import MAX_NBYTES, Join, Joined, JoinRank, NodeOffer, Place, Refused, joined
 from weightsync.node.node import Node
 from weightsync.protocol.daemon import on_daemon
@@ -76,9 +75,9 @@ class JoinedProcess:
                 self._trouble = ""
                 node.run(_DIAL_S, AGAIN_S)
                 logger.info("[%s] the driver at %s has let it go", self._title, self._driver)
-            except (OSError, WeightSyncError) as error:
+            except Exception as error:  # noqa: BLE001 - nobody else has this process join later
                 self._waits(why := str(error))
-            if node and not node.welcomed.exception():
+            if node and node.welcomed.done() and not node.welcomed.exception():
                 self._left(why)
             _end_all(self._holders)
             self._over.wait(PAUSE_S)

@@ -24,6 +24,7 @@ from tests.patience import patient
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.remote import remote_trainer
 from weightsync.actors.servers.door import with_ranks
+from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.trainer import JoinedTrainer
 from weightsync.config import SyncConfig
@@ -391,6 +392,25 @@ def test_a_process_that_is_refused_asks_again_on_one_connection(drive: Callable[
             assert await again == 1
 
     drive(test, num_ranks=1)
+
+
+def test_a_process_asks_again_whatever_has_failed(
+    drive: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def logged(why: str) -> bool:
+        return await asyncio.to_thread(until, lambda: why in caplog.text, patient(10))
+
+    async def test(driver: Driver) -> None:
+        monkeypatch.setenv("WEIGHTSYNC_URL", "http://\udcff:8000")  # no text
+        engine: Any = None
+        server = JoinedEngine(engine, 8000, asyncio.get_running_loop())
+        server.join()
+        assert await logged("waits for its driver")
+        monkeypatch.setenv("WEIGHTSYNC_URL", "http://10.0.0.7:8000")
+        assert await logged("http://10.0.0.7:8000 is not registered")
+        server.leave()
+
+    drive(test)
 
 
 def test_bad_places_are_named(
