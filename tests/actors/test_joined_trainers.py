@@ -128,6 +128,7 @@ def test_ranks_of_two_runs_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> Non
         sync.connect()
         assert sync.update_weights(1).verified
         before = digest(ray.get(engine.weights.remote()))
+        sync.connect()  # both ranks are in the next update(): else the second one fails without the first one
         script.kill(0)
         hangs = script.ranks[1]
         script.start(0, 1)
