@@ -24,7 +24,6 @@ from tests.patience import patient
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.remote import remote_trainer
 from weightsync.actors.servers.door import with_ranks
-from weightsync.actors.servers.engine import JoinedEngine
 from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.trainer import JoinedTrainer
 from weightsync.config import SyncConfig
@@ -397,20 +396,20 @@ def test_a_process_that_is_refused_asks_again_on_one_connection(drive: Callable[
 def test_a_process_asks_again_whatever_has_failed(
     drive: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def logged(why: str) -> bool:
-        return await asyncio.to_thread(until, lambda: why in caplog.text, patient(10))
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
 
     async def test(driver: Driver) -> None:
-        monkeypatch.setenv("WEIGHTSYNC_URL", "http://\udcff:8000")  # no text
-        engine: Any = None
-        server = JoinedEngine(engine, 8000, asyncio.get_running_loop())
-        server.join()
-        assert await logged("waits for its driver")
-        monkeypatch.setenv("WEIGHTSYNC_URL", "http://10.0.0.7:8000")
-        assert await logged("http://10.0.0.7:8000 is not registered")
-        server.leave()
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", fail)
+            waiting = updating(rank(0, 1))
+            assert await asyncio.to_thread(
+                until, lambda: "can't start new thread" in caplog.text, patient(10)
+            )
+        await driver.update()
+        assert await waiting == 1
 
-    drive(test)
+    drive(test, num_ranks=1)
 
 
 def test_bad_places_are_named(
