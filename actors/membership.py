@@ -19,7 +19,7 @@ from weightsync.actors.lost_engines import LostEngines, has_new_link
 from weightsync.actors.ray.adoption import Adoption
 from weightsync.actors.ray.claim import Claims, TakenError
 from weightsync.actors.ray.node_links import NodeLinks
-from weightsync.actors.ray.placement import Placement, check_versions, place_ranks
+from weightsync.actors.ray.placement import Placement, check_runs, check_versions, place_ranks
 from weightsync.actors.ray.publish_relay import publish_relays
 from weightsync.actors.ray.remote import (
     Remote,
@@ -313,6 +313,7 @@ class Membership:
         placements = of_trainers.require() | {
             f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)
         }
+        check_runs({name: placements[name] for name in trainers})
         check_versions({name: [each] for name, each in placements.items()} | of_engines.answers)
         placed = place_ranks(placements, of_engines.answers)
         holders = await self._holders.place(placed.placements)

@@ -14,7 +14,7 @@ from weightsync.actors.servers.door import Door
 from weightsync.actors.servers.handle import JoinedServer, ProcessHandle
 from weightsync.actors.servers.rank import JoinedRank
 from weightsync.config import Ports, SyncConfig, TlsFiles
-from weightsync.errors import PeerError, PeerLostError, WeightSyncError
+from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link, Links
 from weightsync.node.messages import NodeOffer
 
@@ -80,7 +80,13 @@ class NodeLinks:
         assert door
         if (servers or ranks) and not self._joining:
             assert door.port
-            self._joining = Links(host, (door.port, door.port), self._tls, door)
+            try:
+                self._joining = Links(host, (door.port, door.port), self._tls, door)
+            except ConfigError as error:
+                if error.field != "sync.ports":
+                    raise
+                remedy = f"it is in use on {host}: end an earlier driver there, or give another port"
+                raise ConfigError("sync.join_port", door.port, remedy) from None
         for name, server in servers.items():
             door.expect(name, server, host)
         door.expect_ranks(ranks)

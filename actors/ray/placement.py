@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.ray.versions import REMEDY, by_version, own_versions
-from weightsync.errors import ConfigError, PlanError
+from weightsync.errors import ConfigError, PlanError, StateError
 from weightsync.memory.tensors import device_id
 
 logger = logging.getLogger("weightsync.actors")
@@ -30,6 +30,7 @@ class Placement:
         device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.
         versions: the process's versions of weightsync, torch and NCCL, as `own_versions` returns them.
+        run: equal in the ranks of one run of a script that joins, see `check_runs`.
     """
 
     node: str
@@ -37,6 +38,7 @@ class Placement:
     device: str
     pid: int
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    run: str = ""
 
     @classmethod
     def here(cls, slot: str | None = None) -> Placement:
@@ -97,6 +99,17 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
             order = list(placements)
             holder_of[name] = tuple(order.index(placement.key) for placement in ranks)
     return Placements(tuple(placements.values()), holder_of)
+
+
+def check_runs(trainers: Mapping[str, Placement]) -> None:
+    """Raise StateError if trainer ranks, by name, are of two runs of a script: each has a part of its model.
+
+    A rank of an earlier run keeps its place until its process ends.
+    """
+    found = {each.run: f"{name} (process {each.pid} on {each.address})" for name, each in trainers.items()}
+    if len(found) > 1:
+        first, second, *_ = found.values()
+        raise StateError(f"{first} and {second} are of two runs of a script: end the earlier run's processes")
 
 
 def check_versions(ranks: Mapping[str, Sequence[Placement]]) -> None:

@@ -54,7 +54,7 @@ class JoinedEngine(JoinedProcess, EngineCalls):
         return Join(self._url, self._process)
 
     def _new_node(self, offer: NodeOffer) -> Node:
-        return Node(offer, Methods(self), ServedEngine, self._loop)
+        return Node(offer, Methods(self), ServedEngine, self._loop, self._process)
 
     def _here(self, slot: str) -> Placement:
         return self._placed(f"slot:{slot}")
@@ -67,10 +67,6 @@ class JoinsDriver(ABC):
     """An ASGI middleware that takes part in updates while the application runs. Passes all requests on."""
 
     def __init__(self, app: App) -> None:
-        """Raises ConfigError if the environment lacks the driver's address, or the token."""
-        check_address()
-        check_token()
-        use_log_level(log_level() or "WARNING")  # vLLM's server raises the root logger's level to ERROR
         self._app = app
 
     @abstractmethod
@@ -84,10 +80,23 @@ class JoinsDriver(ABC):
         if scope["type"] != "lifespan":
             await self._answer(scope, receive, send)
             return
-        loop = asyncio.get_running_loop()
-        engine = JoinedEngine(*await self._served(scope["app"], loop), loop)
-        engine.join()
+        try:
+            engine = await self._joined(scope["app"])
+        except BaseException as error:  # the server would start all the same, and serve weights of nobody
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            raise
         try:
             await self._app(scope, receive, send)
         finally:
             engine.leave()
+
+    async def _joined(self, app: Any) -> JoinedEngine:  # noqa: ANN401
+        """Have the application's engine join. Raises ConfigError if it cannot, or knows no driver."""
+        check_address()
+        check_token()
+        use_log_level(log_level() or "WARNING")  # vLLM's server raises the root logger's level to ERROR
+        loop = asyncio.get_running_loop()
+        engine = JoinedEngine(*await self._served(app, loop), loop)
+        engine.join()
+        return engine

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,9 +20,11 @@ from weightsync.actors.ray.placement import Placement
 from weightsync.actors.servers.handle import EngineHandle, Joined, JoinedServer
 from weightsync.actors.servers.rank import JoinedRank, TrainerHandle
 from weightsync.config import SyncConfig
+from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
 from weightsync.node.link import Link
 from weightsync.node.messages import Join, JoinRank
+from weightsync.protocol.daemon import on_daemon
 from weightsync.text import count_text
 
 logger = logging.getLogger("weightsync.actors")
@@ -50,6 +56,8 @@ class Door:
         self._servers: dict[JoinedServer, frozenset[str]] = {}
         self._by_url: dict[str, JoinedServer] = {}
         self._ranks: Sequence[JoinedRank] = ()
+        self._checking: dict[Link, asyncio.Future[None]] = {}
+        self._looked_up: Future[Mapping[JoinedServer, frozenset[str]]] | None = None
         self._address = self._refused = ""
         self.port = config.join_port
         self.token = os.environ.get(TOKEN, "")
@@ -84,22 +92,39 @@ class Door:
         found = self._server(join.url) if isinstance(join, Join) else self._rank(join)
         if isinstance(found, str):
             return found
-        if found.link.is_dialled and found.process != join.process and not self._is_silent(found):
+        if found.link.is_dialled and found.link.process != join.process and not self._is_silent(found):
+            if isinstance(found, JoinedRank) and found.link not in self._checking:
+                self._checking[found.link] = asyncio.ensure_future(self._check(found.link))
             return f"another process is {found}"
-        found.process = join.process
-        if found.link.was_dialled:  # by the same process, which has given up, or by an earlier one
+        if found.link.process:  # by the same process, which has given up, or by an earlier one
             found.link.end(PeerLostError(found.link.name, "its process joins again"))
         found.expect(found.link.name, self._config.heartbeat_s)
         if isinstance(found, JoinedServer):
             self._when_joined(found)
         return found.link
 
+    async def _check(self, link: Link) -> None:
+        """Let a rank's process go if it does not answer: it hangs, or its host is lost."""
+        ping = {link.name: link.call("ping")}
+        error = (await gather_named(ping, "heartbeat", self._config.heartbeat_s)).failures.get(link.name)
+        if isinstance(error, DeadlineError):
+            link.end(PeerLostError(link.name, "it does not answer, and another process joins"))
+        del self._checking[link]
+
     def _server(self, url: str) -> JoinedServer | str:
-        found = next((each for each, urls in self._servers.items() if url in urls), None)
+        if self._looked_up and self._looked_up.done():
+            found, self._looked_up = self._looked_up.result(), None
+            self._servers |= {each: urls for each, urls in found.items() if each in self._servers}
+        for server, urls in self._servers.items():
+            if url.rstrip("/") in urls:
+                return server
         known = ", ".join(each.url for each in self._servers) or "none"
-        if not found:
-            self._refused = f"; {url} was refused"
-        return found or f"{url} is not registered; registered: {known}"
+        self._refused = f"; {url} was refused"
+        # A host's name may have another address now: the server asks again, see `JoinedProcess`.
+        self._looked_up = self._looked_up or on_daemon(
+            partial(_look_up, [*self._servers], self._address), "weightsync-names"
+        )
+        return f"{url} is not registered; registered: {known}"
 
     def _rank(self, join: JoinRank) -> JoinedRank | str:
         if len(self._ranks) != join.world_size or not 0 <= join.rank < join.world_size:
@@ -111,7 +136,7 @@ class Door:
         """Return `error`, with the address to dial if it is about a server that has not joined."""
         if not isinstance(error, DeadlineError) or not isinstance(server, JoinedServer):
             return error
-        if server.link.was_dialled:
+        if server.link.process:
             return error
         why = f"{server.url} has not joined at {self._address}:{self.port}{self._refused}"
         return DeadlineError(error.phase, [f"{each} ({why})" for each in error.missing], error.timeout_s)
@@ -138,14 +163,19 @@ def with_servers(
 
 
 def _server(field: str, url: str, door: Door) -> JoinedServer:
-    where = urlsplit(url)
-    try:
-        is_whole = where.scheme in ("http", "https") and bool(where.hostname and where.port)
-    except ValueError:  # a port that does not exist
-        is_whole = False
-    if not is_whole or where.path.strip("/"):
+    if not _is_address(url, "http", "https"):
         raise ConfigError(field, url, "give the server's address, such as http://10.0.0.7:8000")
     return door.server(url)
+
+
+def _is_address(url: str, *schemes: str) -> bool:
+    """Return True if `url` is a host and a port, with one of `schemes`."""
+    try:
+        where = urlsplit(url)
+        is_whole = bool(where.port and where.hostname and where.hostname.encode("idna"))
+    except ValueError:  # a port that does not exist, or no name of a host
+        return False
+    return is_whole and where.scheme in schemes and not where.path.strip("/")
 
 
 def with_ranks(handles: Sequence[ActorHandle[Any]] | int, config: SyncConfig) -> Sequence[TrainerHandle]:
@@ -167,9 +197,13 @@ def _check_door(config: SyncConfig) -> None:
 
 def check_address() -> None:
     """Raise ConfigError unless the environment says where the driver is."""
-    host, _, port = os.environ.get(JOIN, "").rpartition(":")
-    if not host or not port.isdecimal():
+    if not _is_address(driver_endpoint(), "tcp"):
         raise ConfigError(JOIN, os.environ.get(JOIN), "set the driver's address, such as 10.0.0.1:29500")
+
+
+def driver_endpoint() -> str:
+    """Return the endpoint of the driver in the environment."""
+    return f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
 
 
 def check_token() -> None:
@@ -193,6 +227,15 @@ def _addresses(url: str, own: str) -> frozenset[str]:
     if any(ipaddress.ip_address(each).is_loopback for each in hosts):
         hosts.add(own)
     return frozenset({url.rstrip("/"), *(server_url(host, where.port or 0) for host in hosts)})
+
+
+def _look_up(servers: Sequence[JoinedServer], own: str) -> Mapping[JoinedServer, frozenset[str]]:
+    """Return `_addresses` of the servers whose hosts are known now."""
+    found = dict[JoinedServer, frozenset[str]]()
+    for each in servers:
+        with suppress(ConfigError):
+            found[each] = _addresses(each.url, own)
+    return found
 
 
 def server_url(host: str, port: int) -> str:

@@ -53,14 +53,9 @@ class ProcessHandle:
 
 
 class Joined(ProcessHandle):
-    """A process that joins by itself, and starts its holders' processes. Has no link before `expect`.
-
-    Attributes:
-        process: the process that has the place, as it calls itself; "" before the first.
-    """
+    """A process that joins by itself, and starts its holders' processes. Has no link before `expect`."""
 
     def __init__(self) -> None:
-        self.process = ""
         self._remote = frozenset[tuple[str, str]]()
         self._holders: list[Link] = []
         self._numbers = count()

@@ -16,14 +16,12 @@ import msgspec
 from weightsync.actors.holders.weight_holder import holder_settings
 from weightsync.actors.ray.placement import Placement
 from weightsync.actors.ray.versions import own_versions
-from weightsync.actors.servers.door import JOIN, TOKEN
+from weightsync.actors.servers.door import TOKEN, driver_endpoint
 from weightsync.config import Ports, SyncConfig, TlsFiles
-from weightsync.errors import WeightSyncError
-from weightsync.node.messages import MAX_NBYTES, Join, JoinRank, NodeOffer, Refused, joined
+from weightsync.node.messages import MAX_NBYTES, Join, Joined, JoinRank, NodeOffer, Place, Refused, joined
 from weightsync.node.node import Node
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.host_id import host_id
-from weightsync.protocol.routes import own_address
 from weightsync.protocol.stream import Stream
 
 logger = logging.getLogger("weightsync.actors")
@@ -38,7 +36,7 @@ class JoinedProcess:
     def __init__(self) -> None:
         self._address = self._trouble = ""
         self._process = secrets.token_hex(8)
-        self._driver = f"tcp://{os.environ.get(JOIN, '').rpartition('//')[2]}"
+        self._driver = driver_endpoint()
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         self._tls = TlsFiles.within(os.environ[TLS]) if os.environ.get(TLS) else None
@@ -77,31 +75,38 @@ class JoinedProcess:
                 self._trouble = ""
                 node.run(_DIAL_S, AGAIN_S)
                 logger.info("[%s] the driver at %s has let it go", self._title, self._driver)
-            except (OSError, WeightSyncError) as error:
-                why = str(error)
-                if why != self._trouble:  # a driver may come much later
-                    self._trouble = why
-                    logger.warning("[%s] waits for its driver at %s: %s", self._title, self._driver, why)
-            if node and not node.welcomed.exception():
+            except Exception as error:  # noqa: BLE001 - nobody else has this process join later
+                self._waits(why := str(error))
+            if node and node.welcomed.done() and not node.welcomed.exception():
                 self._left(why)
             _end_all(self._holders)
             self._over.wait(PAUSE_S)
 
+    def _waits(self, why: str) -> None:
+        if why != self._trouble:  # a driver may come much later
+            self._trouble = why
+            logger.warning("[%s] waits for its driver at %s: %s", self._title, self._driver, why)
+
     def _ask(self) -> NodeOffer:
-        """Ask the driver for a place. Raises OSError if it does not answer or has none."""
-        self._address = own_address(self._driver)
+        """Ask the driver for a place, until it has one. Raises OSError if it does not answer."""
         stream = Stream(self._driver, os.environ.get(TOKEN, ""), MAX_NBYTES, _DIAL_S, self._tls)
+        self._address = stream.own_address
+        answer: Joined | None = None
         try:
-            stream.send(msgspec.msgpack.encode(self._greeting()))
-            if (came := stream.receive(_DIAL_S)) is None:
-                raise TimeoutError("it does not answer")
+            while not isinstance(answer, Place):
+                if answer and self._over.wait(PAUSE_S):
+                    raise ConnectionAbortedError("this process has left")
+                stream.send(msgspec.msgpack.encode(self._greeting()))
+                if (came := stream.receive(_DIAL_S)) is None:
+                    raise TimeoutError("it does not answer")
+                if isinstance(answer := joined(came), Refused):
+                    self._waits(answer.why)
         except ConnectionResetError as error:
+            if answer:
+                raise
             raise ConnectionResetError(f"it hangs up: is {TOKEN} the same there?") from error
         finally:
             stream.close()
-        answer = joined(came)
-        if isinstance(answer, Refused):
-            raise ConnectionRefusedError(answer.why)
         return msgspec.structs.replace(answer.offer, tls=self._tls)
 
     def _placed(self, device: str) -> Placement:

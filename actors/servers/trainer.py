@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from queue import Empty, SimpleQueue
@@ -44,7 +46,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
         JoinedProcess.__init__(self)
         TrainerShard.__init__(self, **options)
         self.model = model
-        self._as_rank = JoinRank(rank, world_size, self._process)
+        self._as_rank, self._run = JoinRank(rank, world_size, self._process), _run()
         self._calls: _Calls = SimpleQueue()
         self._takes_part = False
 
@@ -81,7 +83,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
             raise DeadlineError("update()", [f"the driver at {self._driver}{trouble}"], timeout_s) from None
 
     def _here(self, slot: str | None) -> Placement:
-        return self._placed(own_device(slot))
+        return replace(self._placed(own_device(slot)), run=self._run)
 
     @property
     def _title(self) -> str:
@@ -91,7 +93,7 @@ class JoinedTrainer(JoinedProcess, TrainerShard):
         return self._as_rank
 
     def _new_node(self, offer: NodeOffer) -> Node:
-        self._node = Node(offer, _Methods(self, self._calls), ServedTrainer)
+        self._node = Node(offer, _Methods(self, self._calls), ServedTrainer, None, self._process)
         return self._node
 
     def _left(self, why: str) -> None:
@@ -123,6 +125,9 @@ class _Methods:
         answer: Future[Any] = Future()
         self._calls.put((answer, partial(call, *args)))
         return await asyncio.wrap_future(answer)  # which is cancelled if the driver waits no more
+
+    def ping(self) -> None:
+        """Answer at any time."""
 
     async def begin(self) -> None:
         await self._in_update(setattr, self._trainer, "_takes_part", True)
@@ -186,6 +191,15 @@ def _rank() -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigError("RANK", rank, f"WORLD_SIZE is {world_size}: give 0 to {world_size - 1}")
     return rank, world_size
+
+
+def _run() -> str:
+    """Return a text that the ranks of this run of the script share, "" without `torch.distributed`."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    assert distributed.group.WORLD
+    store = distributed.group.WORLD.get_group_store()  # None with MPI
+    return str(store.compare_set("weightsync run", "", secrets.token_hex(8)).decode()) if store else ""
 
 
 def _number(variable: str, default: int) -> int:

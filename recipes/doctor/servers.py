@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import urllib.error
 import urllib.request
@@ -21,6 +22,8 @@ _SGLANG = (
 _ASKS_FOR_KEYS = "/update_weights_from_disk"
 _REFUSED = (401, 403)
 _TIMEOUT_S = 5.0
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks the server itself, not the proxy that the environment may name."""
 
 
 def server(url: str, timeout_s: float = _TIMEOUT_S) -> Row:
@@ -57,8 +60,15 @@ def _is_address(url: str) -> bool:
 
 
 def _there(base: str, paths: tuple[str, ...], timeout_s: float) -> list[str]:
-    """Return the paths that exist and do not ask for a key: OPTIONS is not allowed there."""
-    return [path for path in paths if _status(base + path, "OPTIONS", timeout_s) == 405]
+    """Return the paths that exist and do not ask for a key: OPTIONS is not allowed there.
+
+    Raises OSError if the server does not say so, as a balancer that has no server, or that names another URL.
+    """
+    statuses = {path: _status(base + path, "OPTIONS", timeout_s) for path in paths}
+    for status in statuses.values():
+        if status >= 500 or 300 <= status < 400:
+            raise OSError(f"{status} {http.client.responses.get(status, '')}")
+    return [path for path, status in statuses.items() if status == 405]
 
 
 def _status(url: str, method: str, timeout_s: float, data: bytes | None = None) -> int:
@@ -66,7 +76,7 @@ def _status(url: str, method: str, timeout_s: float, data: bytes | None = None) 
     headers = {"Content-Type": "application/json"} if data else {}
     request = urllib.request.Request(url, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _direct.open(request, timeout=timeout_s) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -26,6 +26,7 @@ from tests.fleets.foreign_actors import (
     DozingRollout,
     PlainEngine,
     PlainTrainer,
+    ReplicatedRollout,
     TransformersTrainer,
     VllmRollout,
 )
@@ -123,6 +124,20 @@ def test_a_frameworks_own_vllm_answers_as_the_trainer_also_after_a_kill(tmp_path
         assert until(lambda: first not in sync.serving().values() and sync.serving() != {}, patient(120))
         assert sync.engine_versions() == {"e0": 3}
         assert ray.get(sync.engines()["e0"].complete.remote(*prompt)) == wanted
+
+
+@pytest.mark.faults
+@with_vllm
+def test_replicas_of_which_vllm_names_only_the_first_are_refused(tmp_path: Path) -> None:
+    """The cores of a dense model's replicas do not say that there are others."""
+    save_config(tmp_path)
+    trainer = ray.remote(num_cpus=0)(TransformersTrainer).remote(str(tmp_path))
+    engine = ray.remote(num_cpus=0)(ReplicatedRollout).remote(str(tmp_path))
+    with WeightSync(replace(CONFIG, connect_timeout_s=patient(120))) as sync:
+        sync.register_trainers([trainer], model="actor.model")
+        sync.register_engines({"e0": engine}, llm="llm")
+        with pytest.raises(ConfigError, match="data_parallel_size"):
+            sync.connect()
 
 
 @with_vllm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,7 @@ def test_strangers_are_refused_while_the_pages_example_runs(fleet: Fleet) -> Non
         (SyncConfig(), "http://10.0.0.7:8000", "sync.join_port"),
         (SyncConfig(join_port=29500), "http://10.0.0.7", "such as http://10.0.0.7:8000"),
         (SyncConfig(join_port=29500), "10.0.0.7:8000", "such as http://10.0.0.7:8000"),
+        (SyncConfig(join_port=29500), "http://[fd00::7:8000", "such as http://10.0.0.7:8000"),
     ],
 )
 def test_bad_input_is_named(
@@ -193,6 +195,17 @@ def test_bad_input_is_named(
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
     with WeightSync(config) as sync, pytest.raises(ConfigError, match=named):
         sync.register_engines({"e0": url})
+
+
+def test_a_port_of_another_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
+    with socket.create_server((ray.util.get_node_ip_address(), 0)) as taken:
+        port = taken.getsockname()[1]
+        with WeightSync(SyncConfig(join_port=port)) as sync:
+            sync.register_trainers(1)
+            sync.register_engines({"e0": "http://10.0.0.7:8000"})
+            with pytest.raises(ConfigError, match=rf"sync\.join_port: {port} .* in use on .* earlier driver"):
+                sync.connect()
 
 
 def test_a_token_is_needed() -> None:

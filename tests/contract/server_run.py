@@ -59,10 +59,11 @@ SMALL = {
 class Server:
     """The page's server, in a process group of its own."""
 
-    def __init__(self, kind: str, model: Path, driver: str, apart: bool) -> None:
+    def __init__(self, kind: str, model: Path, driver: str, apart: bool, token: str = TOKEN) -> None:
         page = blocks("docs/servers.md", "sh")[["vllm", "sglang"].index(kind)]
         port = free_port()
         words = {"/models/qwen3-0.6b": str(model), "8000": str(port), "10.0.0.1:29500": driver, "\\\n": ""}
+        words[TOKEN] = token
         for word, here in words.items():
             page = page.replace(word, here)
         export, serve = page.strip().splitlines()
@@ -110,6 +111,12 @@ class Server:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, start_new_session=True)
+
+    def has_ended(self) -> bool:
+        """Wait until it ends by itself, for a while."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(patient(60)) != 0
+        return False
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):  # it has ended
@@ -231,6 +238,12 @@ def save_model(folder: Path) -> type[TransformersTrainer]:
     return SureTrainer
 
 
+def ends_without_a_token(server: Server) -> None:
+    """A server that cannot join does not serve the weights that it has."""
+    assert server.has_ended()
+    server.kill()
+
+
 def main(folder: Path, kind: str) -> None:
     if kind == "sglang":
         write_entry_points(folder)
@@ -246,6 +259,7 @@ def main(folder: Path, kind: str) -> None:
         stage="host" if ON_GPU else "none",  # else the only server has nobody to be filled from
     )
     driver = f"{ray.util.get_node_ip_address()}:{config.join_port}"
+    ends_without_a_token(Server(kind, folder / "model", driver, False, token="short"))
     apart = [False] if ON_GPU else [False, can_be_apart()]  # a GPU has one engine
     servers = [Server(kind, folder / "model", driver, each) for each in apart]
     make = ray.remote(num_cpus=0, num_gpus=0.1 if ON_GPU else 0)(trainer_class)

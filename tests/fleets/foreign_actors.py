@@ -87,10 +87,11 @@ class VllmRollout:
 
     worker = "weightsync.WeightSyncWorker"
     ranks: Mapping[str, Any] = MappingProxyType({"distributed_executor_backend": "uni"})
+    core_apart = "0"
 
     def __init__(self, path: str) -> None:
         # On CPUs, vLLM starts a process for the worker, too, unless told that there are no other processes.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = self.core_apart
         from vllm import AsyncEngineArgs, AsyncLLMEngine
 
         self.llm = AsyncLLMEngine.from_engine_args(
@@ -124,6 +125,13 @@ class FarRollout(VllmRollout):
     """Has two ranks, which Ray starts on hosts with a GPU each."""
 
     ranks = MappingProxyType({"distributed_executor_backend": "ray", "tensor_parallel_size": 2})
+
+
+class ReplicatedRollout(VllmRollout):
+    """Has two replicas, which answer requests in turn."""
+
+    ranks = MappingProxyType({"distributed_executor_backend": "uni", "data_parallel_size": 2})
+    core_apart = "1"
 
 
 class DozingRollout(VllmRollout):

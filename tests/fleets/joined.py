@@ -1,13 +1,14 @@
 """A trainer rank that Ray did not start: python -m tests.fleets.joined WIDTH. Says what came of each update.
 
 Rank 0 or 1 has the first or second layer alone. If ``FSDP2`` is set, ranks share the whole model, and if
-``ADAPTER`` is, each has the adapter of an `AdapterTrainer`.
+``ADAPTER`` is, each has the adapter of an `AdapterTrainer`. If ``STOPS`` is, it hangs after the first update.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,8 @@ def main(width: int) -> None:
             said = f"{type(error).__name__}: {error}"
         sys.stdout.write(f"{said}\n")
         sys.stdout.flush()
+        if "STOPS" in os.environ:  # it answers nobody from now on, and keeps its connections
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def itself(wanted: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -363,6 +363,32 @@ def test_a_call_that_was_given_up_is_cancelled_if_it_has_begun() -> None:
     run(test)
 
 
+def test_a_call_that_was_given_up_while_the_connection_was_lost_is_cancelled() -> None:
+    """Else it goes on, and may change what later calls have made."""
+    cancelled = list[int]()
+
+    class Noting(Adder):
+        async def wait(self, number: int) -> int:
+            try:
+                return await super().wait(number)
+            except asyncio.CancelledError:
+                cancelled.append(number)
+                raise
+
+    async def test(links: Links) -> None:
+        async with cabled(links, peer := Noting()) as (process, cable):
+            waiting = process.begin("wait", 1)
+            await until(lambda: peer.asked)
+            cable.hold()
+            waiting.cancel()
+            await cable.holds_some()
+            await cable.cut()
+            await until(lambda: cancelled == [1])
+            assert await process.call("add", 2) == 12
+
+    run(test)
+
+
 def test_a_call_is_not_carried_out_after_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
     """As after a link was down: another engine may have taken its part by then."""
 

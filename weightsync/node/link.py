@@ -72,6 +72,7 @@ class Link:
 
     Attributes:
         methods: the names of the methods.
+        process: the process that has, or had, this place, as its hello names it; "" before the first.
         when_noticed: is called with the node's notices.
     """
 
@@ -88,7 +89,7 @@ class Link:
         self.methods: Collection[str] = self._methods.keys()
         self.when_noticed: Callable[[Notice], None] = _nothing
         self._calls: dict[int, _Call] = {}
-        self._ticket, self._process = 0, ""
+        self._ticket, self.process = 0, ""
         self._connection: AcceptedConnection | None = None
         self._dialled = asyncio.Event()
         self._lost_later: asyncio.TimerHandle | None = None
@@ -107,11 +108,6 @@ class Link:
     def is_dialled(self) -> bool:
         """Return True if the node has dialled, and the connection lasts."""
         return self._connection is not None
-
-    @property
-    def was_dialled(self) -> bool:
-        """Return True if a node has, or had, this place."""
-        return bool(self._process)
 
     @property
     def has_ended(self) -> bool:
@@ -172,18 +168,20 @@ class Link:
             self._connection.abort()
         if self._lost_later:
             self._lost_later.cancel()
-        self._process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
+        self.process, self._connection, connection.when_lost = hello.process, connection, self._hung_up
         self._send(Welcome(time.monotonic()))
         self._dialled.set()
         for ticket in self._calls.keys() - hello.open:
             self._end(
                 ticket, PeerError(self.name, "the connection was lost, and the call or its answer with it")
             )
+        for ticket in hello.open - self._calls.keys():  # it was given up while the connection was lost
+            self._send(Drop(ticket))
 
     def _refusal(self, process: str) -> str:
         if self._error:
             return f"it is taken for dead: {self._error}"
-        return "another process has this place" if self._process not in ("", process) else ""
+        return "another process has this place" if self.process not in ("", process) else ""
 
     def _came(self, message: Answer | Raised | Late | Tell) -> None:
         call = self._calls.get(message.ticket)
@@ -276,9 +274,11 @@ class Links:
     def _join(self, connection: AcceptedConnection, data: bytes) -> None:
         assert self._door
         found = self._door.link(joining(data))
-        answer = Place(self.offer(found)) if isinstance(found, Link) else Refused(found)
-        connection.send(msgspec.msgpack.encode(answer))
-        connection.hang_up()
+        if isinstance(found, Link):
+            connection.send(msgspec.msgpack.encode(Place(self.offer(found))))
+            connection.hang_up()
+        else:  # it asks again, maybe for weeks: another connection would cost a handshake, and a used proof
+            connection.send(msgspec.msgpack.encode(Refused(found)))
 
 
 def _nothing(*_: object) -> None:

@@ -73,6 +73,7 @@ class Node:
         peer: Any,  # noqa: ANN401 - it has the methods of `protocol`
         protocol: type,
         loop: asyncio.AbstractEventLoop | None = None,
+        process: str = "",
     ) -> None:
         """
         Args:
@@ -81,10 +82,11 @@ class Node:
                 ``part(name)`` returns one, with the same methods.
             protocol: such as `weightsync.protocol.peers.HolderPeer`.
             loop: where coroutines run, by default on a thread of the node.
+            process: the process's name in its hello. By default names differ by node.
         """
         use_log_level(offer.log_level)
         self._offer, self._peer, self._methods, self._loop = offer, peer, methods_of(protocol), loop
-        self._process = secrets.token_hex(8)
+        self._process = process or secrets.token_hex(8)
         self._counting, self._sending, self._poll = threading.Lock(), threading.Lock(), select.epoll()
         self._num_idle = 0
         self._running: dict[int, Future[Any] | None] = {}

@@ -42,8 +42,12 @@ class Secrets:
 
 
 def _name(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()[:_NAME_NBYTES]
+    return hashlib.sha256(_bytes(secret)).digest()[:_NAME_NBYTES]
 
 
 def _sign(secret: str, nonce: bytes) -> bytes:
-    return hmac.digest(secret.encode(), nonce, "sha256")
+    return hmac.digest(_bytes(secret), nonce, "sha256")
+
+
+def _bytes(secret: str) -> bytes:
+    return secret.encode(errors="surrogateescape")  # a token of the environment may be no text

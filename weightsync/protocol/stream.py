@@ -77,6 +77,9 @@ class Stream:
     """A connection that this process has dialled. Used by one thread at a time.
 
     All methods raise OSError once it is lost. It is then of no more use.
+
+    Attributes:
+        own_address: this host's address on the network to the listener, without brackets.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Stream:
         dialled = socket.create_connection((where.hostname or "", where.port or 0), timeout_s)
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(dialled)
+        self.own_address = str(dialled.getsockname()[0])
         self._socket: socket.socket | TlsSocket = wrapped(dialled, context, endpoint) if context else dialled
         self._timeout_s = timeout_s
         self._splitter = Splitter(max_nbytes)

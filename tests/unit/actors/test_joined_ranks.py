@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
 import weightsync
+from tests.cable import Cable
 from tests.fleets.actors import until
 from tests.fleets.digesting import PLAN, Digesting
 from tests.fleets.served import free_port
@@ -21,12 +24,17 @@ from tests.patience import patient
 from weightsync.actors.membership import Membership
 from weightsync.actors.ray.remote import remote_trainer
 from weightsync.actors.servers.door import with_ranks
+from weightsync.actors.servers.peers import ServedTrainer
 from weightsync.actors.servers.trainer import JoinedTrainer
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.node.link import Link
+from weightsync.node.messages import MAX_NBYTES, JoinRank, Place, Refused
+from weightsync.node.messages import joined as answered
+from weightsync.node.node import Node
 from weightsync.protocol.messages import PublishTask
+from weightsync.protocol.stream import Stream
 
 TOKEN = "a secret of the fleet"
 
@@ -308,6 +316,102 @@ def test_ranks_are_let_go_if_the_driver(
     drive(test, num_ranks=1)
 
 
+def test_a_driver_whose_name_only_has_an_address_of_ipv6_is_joined(
+    drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = socket.getaddrinfo
+    names = {"driver.local": "::1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **given: found(names.get(host, host), *more, **given)
+    )
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "::1")
+
+    async def test(driver: Driver) -> None:
+        monkeypatch.setenv("WEIGHTSYNC_JOIN", f"driver.local:{driver.config.join_port}")
+        waiting = updating(rank(0, 1))
+        assert (await driver.members.trainers[0].placement()).address == "::1"
+        await driver.update()
+        assert await waiting == 1
+
+    drive(test, num_ranks=1)
+
+
+def ask(driver: Driver, process: str) -> Place | Refused:
+    """Ask for the place of the only rank, as `JoinedProcess` does."""
+    stream = Stream(f"tcp://127.0.0.1:{driver.config.join_port}", TOKEN, MAX_NBYTES, patient(5))
+    stream.send(msgspec.msgpack.encode(JoinRank(0, 1, process)))
+    came = stream.receive(patient(5))
+    stream.close()
+    assert came
+    return answered(came)
+
+
+def test_of_two_processes_that_ask_at_once_the_one_that_dials_first_keeps_the_place(
+    drive: Callable[..., None],
+) -> None:
+    async def test(driver: Driver) -> None:
+        nodes = list[Node]()
+        for name in ("first", "second"):
+            place = await asyncio.to_thread(ask, driver, name)
+            assert isinstance(place, Place)
+            nodes.append(Node(place.offer, None, ServedTrainer, None, name))
+        first, second = nodes
+        running = asyncio.ensure_future(asyncio.to_thread(first.run))
+        await asyncio.wrap_future(first.welcomed)
+        with pytest.raises(StateError, match="another process has this place"):
+            await asyncio.to_thread(second.run)
+        refused = await asyncio.to_thread(ask, driver, "second")
+        assert refused == Refused("another process is trainer 0")
+        assert driver.members.trainers[0].link.is_dialled
+        first.stop()
+        await running
+
+    drive(test, num_ranks=1)
+
+
+def test_a_process_that_is_refused_asks_again_on_one_connection(drive: Callable[..., None]) -> None:
+    """It may wait for weeks, as a server that is not registered yet: the driver stores each proof."""
+
+    async def test(driver: Driver) -> None:
+        first = rank(0, 1)
+        waiting = updating(first)
+        await driver.members.trainers[0].begin()
+        async with Cable(f"tcp://127.0.0.1:{driver.config.join_port}") as cable:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("WEIGHTSYNC_JOIN", cable.endpoint)
+                second = rank(0, 1)
+            assert await asyncio.to_thread(until, lambda: cable.recorded.count(b"join_rank") > 3, patient(10))
+            assert not cable.has_dials(2)
+            first.leave()
+            driver.members.trainers[0].link.end(PeerLostError("trainer 0", "it was killed"))
+            with pytest.raises(PeerLostError):
+                await waiting
+            again = updating(second)
+            await driver.update()
+            assert await again == 1
+
+    drive(test, num_ranks=1)
+
+
+def test_a_process_asks_again_whatever_has_failed(
+    drive: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test(driver: Driver) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", fail)
+            waiting = updating(rank(0, 1))
+            assert await asyncio.to_thread(
+                until, lambda: "can't start new thread" in caplog.text, patient(10)
+            )
+        await driver.update()
+        assert await waiting == 1
+
+    drive(test, num_ranks=1)
+
+
 def test_bad_places_are_named(
     drive: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +444,10 @@ def test_bad_places_are_named(
     [
         ({"WEIGHTSYNC_JOIN": ""}, {}, "WEIGHTSYNC_JOIN"),
         ({"WEIGHTSYNC_JOIN": "10.0.0.1"}, {}, "WEIGHTSYNC_JOIN.*such as 10.0.0.1:29500"),
+        ({"WEIGHTSYNC_JOIN": "10.0.0.1:295000"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "fd00::1:29500"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "[fd00::1:29500"}, {}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "driver..local:29500"}, {}, "WEIGHTSYNC_JOIN"),
         ({"WEIGHTSYNC_TOKEN": "short"}, {}, "WEIGHTSYNC_TOKEN"),
         ({"RANK": "2"}, {}, "RANK.*WORLD_SIZE is 2"),
         ({"RANK": "one"}, {}, "RANK"),

@@ -1,9 +1,11 @@
-"""A server that cannot join a driver says so when it starts."""
+"""A server that cannot join a driver says so when it starts, and does not start."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,26 @@ from weightsync.actors.servers.app import JoinsDriver
 from weightsync.errors import ConfigError
 
 
-class App(JoinsDriver):
-    async def _served(self, *_: object) -> None: ...
+class Refused(JoinsDriver):
+    """The middleware of a server with an option with which no update works."""
+
+    async def _served(self, *_: object) -> Any:
+        raise ConfigError("speculative_algorithm", "EAGLE", "start the server without it")
+
+
+def start() -> tuple[list[Any], BaseException]:
+    """Start an application as an ASGI server does. Returns what it says of its start, and the error."""
+    said = list[Any]()
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(Refused(None)({"type": "lifespan", "app": None}, receive, send))
+    return said, raised.value
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +45,26 @@ def logger() -> Iterator[logging.Logger]:
     logger.handlers[:] = handlers
 
 
-def test_a_server_without_the_drivers_address_or_a_token_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({}, "WEIGHTSYNC_JOIN"),
+        ({"WEIGHTSYNC_JOIN": "10.0.0.1:29500", "WEIGHTSYNC_TOKEN": "short"}, "WEIGHTSYNC_TOKEN"),
+        (
+            {"WEIGHTSYNC_JOIN": "10.0.0.1:29500", "WEIGHTSYNC_TOKEN": "a secret of the fleet"},
+            "speculative_algorithm",
+        ),
+    ],
+)
+def test_a_server_that_cannot_join_does_not_start(
+    env: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="WEIGHTSYNC_JOIN"):
-        App(None)
-    monkeypatch.setenv("WEIGHTSYNC_JOIN", "10.0.0.1:29500")
-    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "too short")
-    with pytest.raises(ConfigError, match=r"WEIGHTSYNC_TOKEN.*at least 16 characters"):
-        App(None)
-    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "a secret of the fleet")
-    App(None)
+    """After an exception alone, uvicorn serves requests, with weights that no driver has sent."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    said, error = start()
+    assert named in str(error)
+    assert said == [{"type": "lifespan.startup.failed", "message": str(error)}]
 
 
 def test_warnings_are_logged_where_the_root_logger_only_logs_errors(
@@ -47,9 +76,9 @@ def test_warnings_are_logged_where_the_root_logger_only_logs_errors(
     monkeypatch.setattr(logging.root, "level", logging.ERROR)
     logger.setLevel(logging.NOTSET)
     assert not logger.isEnabledFor(logging.WARNING)
-    App(None)
+    start()
     assert logger.isEnabledFor(logging.WARNING)
     assert not logger.isEnabledFor(logging.INFO)
     monkeypatch.setenv("WEIGHTSYNC_LOG_LEVEL", "INFO")
-    App(None)
+    start()
     assert logger.isEnabledFor(logging.INFO)

@@ -82,6 +82,14 @@ def adopted() -> Iterator[tuple[FakeVllm, AdoptedVllm]]:
     loop.close()
 
 
+def test_several_replicas_are_refused_by_the_options_name() -> None:
+    """vLLM would return the answers of the first one alone."""
+    llm = FakeVllm()
+    llm.engine_core = SimpleNamespace(core_engines=[b"0", b"1"])
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2.*register an engine for each replica"):
+        AdoptedVllm(llm, None)
+
+
 def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
     llm, engine = adopted
     with pytest.raises(StateError, match="no whole weights"):

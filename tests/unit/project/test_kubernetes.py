@@ -179,6 +179,10 @@ def test_ports_are_open_and_apart() -> None:
     synced = {argument.split("=")[1] for argument in _arguments() if argument.startswith("sync.ports=")}
     synced |= {after for before, after in pairwise(_arguments()) if before == "--ports"}
     assert {parse_ports(each) for each in synced} == {(29600, 29699)} <= set(open_ports)
+    joins = {
+        int(port) for port in re.findall(r"join_port=(\d+)", "".join(blocks("docs/servers.md", "python")))
+    }
+    assert {(port, port) for port in joins} <= set(open_ports), "else servers do not reach the driver"
     kernels = {
         tuple(map(int, sysctl["value"].split()))
         for pod in PODS

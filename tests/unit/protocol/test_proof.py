@@ -27,6 +27,12 @@ def test_a_proof_says_which_secret_it_is_of_and_does_not_contain_it(known: Secre
     assert SECRET.encode() not in proof
 
 
+def test_a_secret_of_random_bytes_is_proven(known: Secrets) -> None:
+    """As Python reads such a variable of the environment."""
+    known.add(secret := bytes(range(1, 256)).decode(errors="surrogateescape"))
+    assert known.proven(proof_of(secret)) == secret
+
+
 def test_a_proof_that_was_recorded_is_of_no_use(known: Secrets) -> None:
     proof = proof_of(SECRET)
     assert known.proven(proof)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 from collections.abc import Iterator
@@ -23,10 +24,10 @@ SGLANG = ("/pause_generation", "/release_memory_occupation", "/update_weights_fr
 class Server:
     """A server of HTTP, with what it was asked and what it has done.
 
-    `paths` are its controls. With a `key` it asks for one, as SGLang does.
+    `paths` are its controls, `other` is the answer to others. With a `key` it asks for one, as SGLang does.
     """
 
-    def __init__(self, paths: tuple[str, ...], key: str = "") -> None:
+    def __init__(self, paths: tuple[str, ...], key: str = "", other: int = 404) -> None:
         self.asked: list[tuple[str, str]] = []
         self.done: list[str] = []
         outer = self
@@ -43,7 +44,7 @@ class Server:
 
             do_GET = do_POST = do_OPTIONS = answer  # noqa: N815
 
-        self._paths = paths
+        self._paths, self._other = paths, other
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -51,7 +52,7 @@ class Server:
 
     def status(self, method: str, path: str, body: bytes, key: str) -> int:
         if path not in self._paths:
-            return 404
+            return self._other
         if method == "OPTIONS":
             return 405
         if key:
@@ -70,8 +71,8 @@ class Server:
 
 
 @contextmanager
-def serving(paths: tuple[str, ...], key: str = "") -> Iterator[Server]:
-    made = Server(paths, key)
+def serving(paths: tuple[str, ...], key: str = "", other: int = 404) -> Iterator[Server]:
+    made = Server(paths, key, other)
     yield made
     made.close()
     assert made.done == [], "nothing was changed there"
@@ -85,6 +86,21 @@ def test_controls_of_vllm_are_named_with_the_variable() -> None:
     assert row.state == "warn"
     assert row.found == f"vLLM: everyone may call {', '.join(VLLM)}"
     assert "VLLM_SERVER_DEV_MODE" in row.remedy
+
+
+def test_the_server_is_asked_and_not_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving((), other=403) as proxy, serving(VLLM) as made:
+        for variable in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(variable, proxy.url)
+        assert server(made.url).state == "warn"
+        assert proxy.asked == []
+
+
+@pytest.mark.parametrize("status", [503, 308])
+def test_a_balancer_without_a_server_is_not_called_safe(status: int) -> None:
+    with serving((), other=status) as made:
+        row = server(made.url)
+    assert (row.state, row.found) == ("missing", f"does not answer: {status} {http.client.responses[status]}")
 
 
 def test_only_controls_that_are_there_are_named() -> None:

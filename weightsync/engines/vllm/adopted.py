@@ -12,7 +12,7 @@ from weightsync.engines.serving.adopted_engine import AdoptedEngine
 from weightsync.engines.serving.checks import check_version, refuse_salt
 from weightsync.engines.serving.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
-from weightsync.engines.vllm.api import pause_waits, sleeps_half_awake
+from weightsync.engines.vllm.api import pause_waits, require_one_core, sleeps_half_awake
 from weightsync.errors import ConfigError, PeerLostError, StateError
 from weightsync.faults import Fault
 from weightsync.protocol.messages import Loaded
@@ -47,11 +47,14 @@ class AdoptedVllm(AdoptedEngine, VllmRanks):
     The caller asks it for tokens as before. Requests wait while vLLM is paused, and after a failed load until
     a load succeeds. If vLLM was paused by ``abort`` or ``wait``, newer versions of vLLM refuse requests
     instead, see docs/guide.md. Methods block, so they must be called from another thread than the loop's.
+
+    Raises ConfigError if vLLM has several replicas.
     """
 
     def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__("")
         check_version("vllm")
+        require_one_core(llm)
         self._llm, self._loop = llm, loop
 
     def check(self) -> None:

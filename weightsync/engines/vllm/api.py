@@ -228,6 +228,16 @@ def require_one_replica(config: VllmConfig) -> None:
     refuse_sizes({key: getattr(parallel, key, 1) for key in _ONE}, _ONE)
 
 
+def require_one_core(llm: Any) -> None:  # noqa: ANN401 - an AsyncLLM
+    """Raise ConfigError if an ``AsyncLLM`` has several cores.
+
+    It returns the answers of one core. The cores of a dense model do not know of one another.
+    """
+    cores = getattr(getattr(llm, "engine_core", None), "core_engines", ())
+    if len(cores) > 1:
+        raise ConfigError("data_parallel_size", len(cores), _ONE["data_parallel_size"])
+
+
 def require_no_draft(config: VllmConfig) -> None:
     """Raise ConfigError if a draft would keep other weights than the target, and nobody would know."""
     speculative = config.speculative_config
