@@ -25,7 +25,7 @@ class UpdateLock:
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: how long an update waits for the work that it stops, in seconds."""
         self._patience_s = patience_s
-        self._idle = asyncio.Event()
+        self._turn, self._idle = asyncio.Lock(), asyncio.Event()
         self._idle.set()
         self._shared: dict[str, tuple[Stop, asyncio.Event]] = {}
 
@@ -60,17 +60,18 @@ class UpdateLock:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[list[str]]:
-        """Stop work on single engines and keep it out. Yields the engines whose work has not stopped."""
-        self._idle.clear()
-        try:
-            others = dict(self._shared)
-            for stop, _ in others.values():
-                await stop()
-            waits = {name: asyncio.ensure_future(ended.wait()) for name, (_, ended) in others.items()}
-            if waits:
-                await asyncio.wait(waits.values(), timeout=self._patience_s)
-            for wait in waits.values():
-                wait.cancel()
-            yield [name for name in others if name in self._shared]
-        finally:
-            self._idle.set()
+        """Stop work on single engines, and keep out all other work. Yields the engines whose work runs on."""
+        async with self._turn:
+            self._idle.clear()
+            try:
+                others = dict(self._shared)
+                for stop, _ in others.values():
+                    await stop()
+                waits = {name: asyncio.ensure_future(ended.wait()) for name, (_, ended) in others.items()}
+                if waits:
+                    await asyncio.wait(waits.values(), timeout=self._patience_s)
+                for wait in waits.values():
+                    wait.cancel()
+                yield [name for name in others if name in self._shared]
+            finally:
+                self._idle.set()
