@@ -20,7 +20,7 @@ def test_an_update_ends_before_its_weight_sync_is_closed_so_that_no_engine_stays
     sync.register_engines({"e0": engine})
     sync.connect()
     sync.update_weights()
-    ray.get(engine.slow_down.remote(patient(0.5)))
+    ray.get(engine.slow_down.remote(0.5))
     report = sync.update_weights_async()
     sync.close()
     assert ray.get(engine.sync_serving.remote()) == 2

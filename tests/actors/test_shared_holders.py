@@ -250,6 +250,7 @@ def _is_back(rig: Rig) -> bool:
         return False
 
 
+@pytest.mark.faults
 def test_an_actor_that_ray_started_again_gets_its_adapters_back(cluster: None) -> None:
     with WeightSync(CONFIG) as sync:
         rig = Rig(sync, max_restarts=1)
