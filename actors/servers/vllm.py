@@ -13,6 +13,7 @@ from weightsync.actors.servers.adapter_requests import pass_on
 from weightsync.actors.servers.app import JoinsDriver, Scope
 from weightsync.engines import Engine
 from weightsync.engines.vllm.served import ServedVllm
+from weightsync.errors import ConfigError
 
 
 class JoinDriver(JoinsDriver):
@@ -21,6 +22,10 @@ class JoinDriver(JoinsDriver):
     _engine: ServedVllm | None = None
 
     async def _served(self, app: Any, loop: asyncio.AbstractEventLoop) -> tuple[Engine, int]:  # noqa: ANN401
+        if (count := app.state.args.api_server_count or 1) > 1:
+            raise ConfigError(
+                "--api-server-count", count, "start one API server: each would join as an engine"
+            )
         llm = app.state.engine_client
         self._engine = ServedVllm(llm, loop, app.state.openai_serving_models.lora_requests)
         if llm.vllm_config.load_config.load_format == "dummy":

@@ -117,7 +117,7 @@ def test_a_second_server_at_one_url_gets_no_place_while_the_first_answers(fleet:
     fleet.sync.connect()
     fleet.update(1)
     second = fleet.start()
-    assert not until(lambda: second.holds()[0] or fleet.sync.heals, 3)  # it asks every two seconds
+    assert not until(lambda: second.holds()[0] or fleet.sync.heals, patient(1))
     fleet.update(2)
 
     fleet.server.stop()  # like a lost host: the connection stays

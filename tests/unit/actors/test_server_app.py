@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weightsync.actors.servers.app import JoinsDriver
+from weightsync.actors.servers.vllm import JoinDriver
 from weightsync.errors import ConfigError
 
-
-class Refused(JoinsDriver):
-    """The middleware of a server with an option with which no update works."""
-
-    async def _served(self, *_: object) -> Any:
-        raise ConfigError("speculative_algorithm", "EAGLE", "start the server without it")
+APP = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_server_count=2)))
+"""The application of a server with an option with which no update works."""
 
 
 def start() -> tuple[list[Any], BaseException]:
@@ -31,7 +28,7 @@ def start() -> tuple[list[Any], BaseException]:
         said.append(message)
 
     with pytest.raises(ConfigError) as raised:
-        asyncio.run(Refused(None)({"type": "lifespan", "app": None}, receive, send))
+        asyncio.run(JoinDriver(None)({"type": "lifespan", "app": APP}, receive, send))
     return said, raised.value
 
 
@@ -52,7 +49,7 @@ def logger() -> Iterator[logging.Logger]:
         ({"WEIGHTSYNC_JOIN": "10.0.0.1:29500", "WEIGHTSYNC_TOKEN": "short"}, "WEIGHTSYNC_TOKEN"),
         (
             {"WEIGHTSYNC_JOIN": "10.0.0.1:29500", "WEIGHTSYNC_TOKEN": "a secret of the fleet"},
-            "speculative_algorithm",
+            "--api-server-count",
         ),
     ],
 )
