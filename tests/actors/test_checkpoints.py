@@ -486,7 +486,7 @@ def test_the_command_serves_and_obeys_lines(
         (name, str(tokens[name])) for name in ("one", "two", "one", "two")
     ]
     mistakes = [line for line in said.splitlines() if line.startswith("weightsync: ")]
-    assert [re.split(" is not valid| after", mistake)[0] for mistake in mistakes] == [
+    assert [re.split(" is not valid| since", mistake)[0] for mistake in mistakes] == [
         *[f"weightsync: {models[1] / 'model.safetensors'} changed"] * 2,  # as it is read, and wanted
         "weightsync: checkpoint: 'three'",
         "weightsync: checkpoint: 'one'",
