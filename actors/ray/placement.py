@@ -104,7 +104,7 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
 def check_runs(trainers: Mapping[str, Placement]) -> None:
     """Raise StateError if trainer ranks, by name, are of two runs of a script: each has a part of its model.
 
-    A rank of an earlier run keeps its place until its process ends.
+    A rank of an earlier run keeps the place until the rank's process ends.
     """
     found = {each.run: f"{name} (process {each.pid} on {each.address})" for name, each in trainers.items()}
     if len(found) > 1:

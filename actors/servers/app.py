@@ -82,7 +82,8 @@ class JoinsDriver(ABC):
             return
         try:
             engine = await self._joined(scope["app"])
-        except BaseException as error:  # the server would start all the same, and serve weights of nobody
+        except Exception as error:
+            # Without this message, uvicorn would start, and serve weights that no driver has sent.
             await receive()
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             raise

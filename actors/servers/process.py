@@ -75,7 +75,7 @@ class JoinedProcess:
                 self._trouble = ""
                 node.run(_DIAL_S, AGAIN_S)
                 logger.info("[%s] the driver at %s has let it go", self._title, self._driver)
-            except Exception as error:  # noqa: BLE001 - nobody else has this process join later
+            except Exception as error:  # noqa: BLE001 - without this thread the process never joins
                 self._waits(why := str(error))
             if node and node.welcomed.done() and not node.welcomed.exception():
                 self._left(why)

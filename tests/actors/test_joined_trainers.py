@@ -91,7 +91,7 @@ def test_it_is_updated_killed_and_started_again(script: Script) -> None:
 def test_a_process_that_does_not_answer_gives_its_place_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connection lasts, as that of a lost host, or if a process that it has forked outlives it."""
+    """The process is stopped and keeps the connection, as a process on a lost host does."""
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", TOKEN)
     script, engine = Script(is_sharded=False), ray.remote(num_cpus=0)(Engine).remote(WIDTH, "e0", "e0")
     script.kill(1)

@@ -177,7 +177,7 @@ class _DeviceCopies:
     def __init__(
         self, plan: Plan, copies: Sequence[tuple[Piece, torch.Tensor, torch.Tensor]], device: torch.device
     ) -> None:
-        """`copies` has each piece, its memory on `device`, and its place in the send buffer, of one shape."""
+        """`copies`: each piece, its memory on `device`, and its place in the send buffer."""
         self._copies, self._device = [(held, place) for _, held, place in copies], device
         self._digests = InPlace(plan, [(piece.tensor, piece.box, held) for piece, held, _ in copies], device)
 

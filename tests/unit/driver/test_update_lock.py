@@ -6,7 +6,7 @@ from weightsync.driver.update_lock import UpdateLock
 
 
 def test_two_updates_and_work_on_an_engine_never_run_at_once() -> None:
-    """As an engine that joins with another layout, and connects anew, while an adapter is updated."""
+    """An engine may join with another layout, and so connect again, while its adapter is updated."""
     running, most = set[str](), 0
 
     async def runs(name: str) -> None:

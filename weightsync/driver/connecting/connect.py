@@ -283,7 +283,7 @@ async def _attach(
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
     engines = {}
-    for name in layouts.engines:  # also one that is DEAD by now: its error ends the wait of its holders
+    for name in layouts.engines:  # a DEAD engine, too: its error ends the wait of its holders
         member = fleet.engines[name]
         tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
         call = member.peer.attach(shared, tickets, timeout_s, config.prefix_cache)

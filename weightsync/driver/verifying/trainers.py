@@ -1,4 +1,4 @@
-"""Asks all trainer ranks for a version, adds up their answers, and finds ranks that wrote meanwhile."""
+"""Asks all trainer ranks for a version, adds up the answers, and finds ranks that wrote during an update."""
 
 from __future__ import annotations
 

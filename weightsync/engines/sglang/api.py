@@ -29,6 +29,7 @@ from weightsync.engines.serving.checks import refuse_sizes
 from weightsync.engines.serving.sampling import Sampling
 from weightsync.engines.serving.server_thread import Made
 from weightsync.engines.serving.texts import Tokenizer
+from weightsync.engines.sglang.fused_parts import FusedParts
 from weightsync.engines.sglang.lora import Adapted
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.engines.sglang.storage import derive_again
@@ -442,42 +443,6 @@ def model_folder(
     return ModelFolder(path, trust_remote_code, revision, change=change)
 
 
-_Named = tuple[str, torch.Tensor]
-
-
-class _FusedParts:
-    """Holds a tensor back until the tensors have come with which a loader fuses it.
-
-    DeepSeek's loader fuses ``q_a_proj`` and ``kv_a_proj_with_mqa``, and drops the first without a word if the
-    second comes in another call of ``load_weights``.
-    """
-
-    def __init__(self, packed: Mapping[str, Sequence[str]]) -> None:
-        """`packed`: last parts of the paths of layers that are fused, by the layer that they become."""
-        self._groups = {part: tuple(parts) for parts in packed.values() for part in parts}
-        self._held: dict[tuple[str, str, tuple[str, ...]], list[_Named]] = {}
-
-    def complete(self, weights: Iterable[_Named]) -> list[_Named]:
-        """Add tensors. Returns those that wait for no other."""
-        ready: list[_Named] = []
-        for name, tensor in weights:
-            path, _, leaf = name.rpartition(".")
-            path, _, part = path.rpartition(".")
-            group = self._groups.get(part, (part,))
-            key = path, leaf, group
-            held = self._held.setdefault(key, [])
-            held.append((name, tensor))
-            if len(held) == len(group):
-                ready += self._held.pop(key)
-        return ready
-
-    def rest(self) -> list[_Named]:
-        """Return the tensors that still wait after the last tensor."""
-        rest = [each for held in self._held.values() for each in held]
-        self._held.clear()
-        return rest
-
-
 class Loads:
     """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
@@ -485,11 +450,11 @@ class Loads:
         """`is_counted`: no trace has proven that the loader fills each parameter."""
         self._model = model
         self._count: FillCount | None = None
-        self._fused: _FusedParts | None = None
+        self._fused: FusedParts | None = None
         if is_counted:
             wanted = {name: ToFill(each, 1) for name, each in parameters_of(model) if each.numel()}
             self._count = FillCount(wanted)
-            self._fused = _FusedParts(packed_layers(model))
+            self._fused = FusedParts(packed_layers(model))
         self._is_wrapped = any(map(is_lora, model.modules()))  # once, not for each batch of tensors
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
